@@ -1,0 +1,1 @@
+"""Armillary: plans, runs and checks the training of an ordinary PyTorch model on many workers."""

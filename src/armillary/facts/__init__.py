@@ -1,0 +1,1 @@
+"""What is the case: models, machines, plans, requests, traces. Imports nothing of ours."""

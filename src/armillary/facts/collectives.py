@@ -1,0 +1,80 @@
+"""The requests an exchange may make of the other workers. Each is a value; none of them communicates.
+
+An exchange is written once, as a program that yields these (`exchanges/exchange.py`). Three readers give them
+meaning: `runtime/transport` carries them over torch.distributed, `reference/lockstep` answers them for N ranks in one
+process, and `planning/pricing` turns them into seconds.
+
+Every request names its *scope*, the set of ranks it concerns: all of them (`world`), the ranks of one node (`node`),
+or the ranks that have the same place in every node (`rail`). The last two exist when nodes hold several ranks.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "sent_bytes"]
+
+Scope = Literal["world", "node", "rail"]
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """Sum over ranks, answered with a tensor of the same shape.
+
+    The asker gives the tensor away: a reader may sum into it and answer with the same storage.
+    """
+
+    tensor: Tensor
+    scope: Scope = "world"
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Every rank's tensor, of one shape on all ranks; answered with shape (ranks, *tensor.shape)."""
+
+    tensor: Tensor
+    scope: Scope = "world"
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """A piece for every rank: `send[r]` leading rows of `tensor` to rank r, in rank order.
+
+    Answered with shape (sum(receive), *tensor.shape[1:]): `receive[r]` rows from rank r, in rank order. A reader
+    refuses splits that do not add up; peers must agree (what r sends to q is what q receives from r).
+    """
+
+    tensor: Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    scope: Scope = "world"
+
+    def __post_init__(self) -> None:
+        if len(self.send) != len(self.receive):
+            raise ValueError(f"AllToAll: {len(self.send)} send sizes, {len(self.receive)} receive sizes; want one per rank")
+        if sum(self.send) != self.tensor.shape[0]:
+            raise ValueError(f"AllToAll: sizes to send add up to {sum(self.send)}, the tensor has {self.tensor.shape[0]} rows")
+
+
+Request = AllReduce | AllGather | AllToAll
+Result = TypeVar("Result")
+Program = Generator[Request, Any, Result]
+
+
+def sent_bytes(request: Request, ranks: int, rank: int) -> float:
+    """Payload bytes that `rank` sends to others for one request among `ranks` ranks.
+
+    All-reduce is counted as the ring it is priced as: 2 (ranks - 1) / ranks of the tensor (Thakur, Rabenseifner and
+    Gropp, 2005); all-gather as ranks - 1 copies; all-to-all as what leaves, its own piece excluded. Transport headers
+    are not payload.
+    """
+    match request:
+        case AllReduce(tensor):
+            return 2 * (ranks - 1) / ranks * tensor.nbytes
+        case AllGather(tensor):
+            return float((ranks - 1) * tensor.nbytes)
+        case AllToAll(tensor, send):
+            row_bytes = tensor.element_size() * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0)
+            return float((sum(send) - send[rank]) * row_bytes)

@@ -1,0 +1,169 @@
+"""What was decided: which parameters travel together, by which exchange, in which order, at what predicted cost.
+
+The plan stands between the planner and the runtime, which never import one another. It is frozen, prints as a table,
+goes to JSON and back, and says what model and machines it was made for. Groups are listed in the order in which their
+gradients arrive, which is the order in which every rank launches them (design law 8).
+
+Source: the idea of a strategy as a message is AutoDist's (Zhang et al., 2020); the choice per parameter is Parallax's.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Choice", "Forecast", "Group", "Plan"]
+
+Placement = Literal["replicated", "row_sharded", "stage_sharded"]
+Mean = Literal["workers", "weights"]
+Update = Literal["all_rows", "touched_rows", "lazy_rows"]
+
+UPDATES = {
+    "all_rows": "exact: every row moves at every step, as in one process",
+    "touched_rows": "exact: this optimizer leaves rows without gradient where they are",
+    "lazy_rows": "NOT exact: rows without gradient stay put though the optimizer would move them",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name in a registry and its options: the only way a plan points at code."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}({inner})" if inner else self.name
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one worker is expected to send, hold and spend for one group in one step (mean over workers)."""
+
+    sent_bytes: float = 0.0
+    memory_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Forecast") -> "Forecast":
+        return Forecast(
+            self.sent_bytes + other.sent_bytes, self.memory_bytes + other.memory_bytes, self.seconds + other.seconds
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that cross the workers together.
+
+    `update` says where rows move in the optimizer step of a row-sharded table (see `UPDATES`); a replicated group
+    always moves whole. `reason` is the planner's sentence for the reader.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    placement: Placement
+    exchange: Choice
+    update: Update = "all_rows"
+    forecast: Forecast = Forecast()
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.parameters:
+            raise ValueError(f"plan: group {self.name!r} holds no parameter")
+        if self.placement == "row_sharded" and len(self.parameters) != 1:
+            raise ValueError(f"plan: group {self.name!r} is row_sharded and must hold one table, got {self.parameters}")
+        if self.update not in UPDATES:
+            raise ValueError(f"plan: group {self.name!r}: update {self.update!r} is none of {sorted(UPDATES)}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one model on `workers` workers.
+
+    Args of note:
+        groups: in launch order.
+        mean: "workers" divides the sum of gradients by the number of workers (as DDP does, a worker without data
+            counting as zero); "weights" divides by the sum of the weights the user declares each step.
+        workers_per_node: how ranks are packed into nodes, for the exchanges that merge inside a node first.
+        model_fingerprint, topology_fingerprint: what the plan was made for; the runtime refuses another model.
+        compute_seconds: forecast of one step without any exchange.
+    """
+
+    workers: int
+    groups: tuple[Group, ...]
+    model_fingerprint: str
+    topology_fingerprint: str = ""
+    workers_per_node: int = 1
+    mean: Mean = "workers"
+    schedule: Choice = Choice("simultaneous")
+    compute_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"plan: want at least 1 worker, got {self.workers}")
+        if self.workers_per_node < 1 or self.workers % self.workers_per_node:
+            raise ValueError(f"plan: {self.workers} workers do not fill nodes of {self.workers_per_node}")
+        if self.mean not in ("workers", "weights"):
+            raise ValueError(f"plan: mean {self.mean!r} is none of workers, weights")
+        seen: dict[str, str] = {}
+        for group in self.groups:
+            for parameter in group.parameters:
+                if parameter in seen:
+                    raise ValueError(f"plan: {parameter!r} is in groups {seen[parameter]!r} and {group.name!r}; want one")
+                seen[parameter] = group.name
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(parameter for group in self.groups for parameter in group.parameters)
+
+    @property
+    def forecast(self) -> Forecast:
+        """The whole step: bytes and memory add up; seconds are compute plus every exchange, none hidden."""
+        total = Forecast(seconds=self.compute_seconds)
+        for group in self.groups:
+            total = total + group.forecast
+        return total
+
+    def group_of(self, parameter: str) -> Group:
+        """
+        Raises:
+            KeyError: the plan does not mention the parameter.
+        """
+        for group in self.groups:
+            if parameter in group.parameters:
+                return group
+        raise KeyError(f"plan: no group holds {parameter!r}; it holds {', '.join(self.parameters)}")
+
+    def with_group(self, group: Group) -> "Plan":
+        """The same plan with the group of that name replaced."""
+        if group.name not in {other.name for other in self.groups}:
+            raise ValueError(f"plan: no group {group.name!r}; there are {', '.join(g.name for g in self.groups)}")
+        return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        fields = json.loads(text)
+        groups = tuple(
+            Group(
+                **{
+                    **group,
+                    "parameters": tuple(group["parameters"]),
+                    "exchange": Choice(**group["exchange"]),
+                    "forecast": Forecast(**group["forecast"]),
+                }
+            )
+            for group in fields["groups"]
+        )
+        return cls(**{**fields, "groups": groups, "schedule": Choice(**fields["schedule"]), "notes": tuple(fields["notes"])})
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        return cls.from_json(Path(path).read_text())

@@ -1,0 +1,1 @@
+"""From facts to a plan: pricing, then the planner. Touches no network."""

@@ -1,0 +1,1 @@
+"""The slow, obvious truth: one process, plain loops."""

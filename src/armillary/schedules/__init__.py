@@ -1,0 +1,1 @@
+"""What runs when, with weights of which age: schedule.py is the contract, then one file per schedule."""

@@ -1,0 +1,1 @@
+"""The only room that sees planning and runtime: attach, train, verify."""

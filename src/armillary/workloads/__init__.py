@@ -1,0 +1,1 @@
+"""Ordinary PyTorch models and data, which import nothing of ours."""
