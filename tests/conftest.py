@@ -1,0 +1,26 @@
+"""What every test may use: crews of rank processes, and one torch thread."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+
+from crew import Crew
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Callable[[int], Crew]]:
+    """crew(n): n rank processes over gloo, started at first use and kept for the session."""
+    crews: dict[int, Crew] = {}
+
+    def of(world: int) -> Crew:
+        if world not in crews:
+            crews[world] = Crew(world)
+        return crews[world]
+
+    yield of
+    for one in crews.values():
+        one.dismiss()
