@@ -1,0 +1,76 @@
+"""The links of a lab: one veth pair a host, all on one bridge, each end behind a token bucket.
+
+        host 0 (10.77.0.1)   host 1 (10.77.0.2)   ...
+          eth0 [bucket]        eth0 [bucket]
+            |                    |
+          port0 [bucket]       port1 [bucket]
+         ------------------ bridge ------------------   (namespace `switch`)
+
+The bridge has a namespace of its own, so the machine's own interfaces are neither used nor changed.
+Nothing speaks on these links but what the ranks send: IPv6, which announces itself, stays off.
+
+Source: veth(4), tc-tbf(8). Departures from a real network: no propagation delay (the kernel this was
+made on has no netem) and no loss but what the 400 ms queue drops.
+"""
+
+import json
+
+from benchmarks.netlab.counters import INTERFACE, Counted, hardware_address
+from benchmarks.netlab.namespaces import LabName, tell
+
+BUCKET = ("burst", "256kb", "latency", "400ms")
+NO_IPV6 = "entry=/proc/sys/net/ipv6/conf/default/disable_ipv6; test ! -e $entry || echo 1 > $entry"
+MOST_HOSTS = 250  # what one /24 holds
+
+
+def address(host: int) -> str:
+    """The address of a host; every lab uses the same ones, as labs do not see one another."""
+    return f"10.77.0.{host + 1}"
+
+
+def lay(name: LabName, hosts: int) -> None:
+    """Makes the bridge and `hosts` hosts on it, all links up and unshaped.
+
+    Raises:
+        LabUnavailable: the kernel refuses.
+    """
+    _add(name.switch)
+    _batch(name.switch, "link add bridge type bridge mcast_snooping 0", "link set bridge up")
+    for host in range(hosts):
+        there, port = name.host(host), f"port{host}"
+        _add(there)
+        _batch(
+            name.switch,
+            f"link add {port} type veth peer name {INTERFACE} netns {there}",
+            f"link set {port} master bridge up",
+        )
+        _batch(
+            there,
+            f"link set {INTERFACE} address {hardware_address(host)}",
+            f"address add {address(host)}/24 dev {INTERFACE}",
+            f"link set {INTERFACE} up",
+            "link set lo up",
+        )
+
+
+def shape(name: LabName, hosts: int, mbit_per_second: float) -> None:
+    """Holds every link to a speed in each direction; 0 takes the limit away."""
+    how = ("tbf", "rate", f"{mbit_per_second:g}mbit", *BUCKET) if mbit_per_second > 0 else ("noqueue",)
+    for host in range(hosts):
+        for there, interface in ((name.host(host), INTERFACE), (name.switch, f"port{host}")):
+            tell("tc", "-n", there, "qdisc", "replace", "dev", interface, "root", *how)
+
+
+def count(name: LabName, host: int) -> Counted:
+    """What the kernel counted on a host's link since it was laid."""
+    (link,) = json.loads(tell("ip", "-n", name.host(host), "-s", "-j", "link", "show", "dev", INTERFACE))
+    return Counted(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
+
+
+def _add(namespace: str) -> None:
+    tell("ip", "netns", "add", namespace)
+    tell("ip", "netns", "exec", namespace, "sh", "-c", NO_IPV6)
+
+
+def _batch(namespace: str, *lines: str) -> None:
+    tell("ip", "-n", namespace, "-batch", "-", lines="\n".join(lines))
