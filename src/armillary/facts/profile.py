@@ -1,0 +1,148 @@
+"""What a model is, as far as training it on many workers is concerned: its parameters, its stages, how sparse
+it is.
+
+The planner needs nothing else of a model. The profile is frozen, goes to JSON and back, prints as tables, and
+its fingerprint says whether a plan was made for it.
+
+Source: Kim et al., Parallax (EuroSys 2019), for alpha over the model. Departure: parameters that are frozen
+or never read stay out of the mean, since they never travel.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .parameter import ParameterFact, Reads, RowFacts
+from .profile_table import bytes_text, table
+from .stage import StageFact
+
+__all__ = ["ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model read, with the batches of `workers` workers in nodes of `workers_per_node`.
+
+    Args of note:
+        parameters: in the model's own order, each once. batches: how many were read; the row facts are means
+            over the `steps` complete steps among them.
+    """
+
+    parameters: tuple[ParameterFact, ...]
+    stages: tuple[StageFact, ...]
+    batches: int
+    workers: int = 1
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.workers_per_node < 1 or self.workers % self.workers_per_node:
+            raise ValueError(f"profile: {self.workers} workers do not fill nodes of {self.workers_per_node}")
+        if self.batches < self.workers:
+            raise ValueError(f"profile: {self.workers} workers need a batch each, got {self.batches}")
+        names = Counter(name for fact in self.parameters for name in (fact.name, *fact.aliases))
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise ValueError(f"profile: parameters listed more than once: {', '.join(twice)}")
+
+    @property
+    def steps(self) -> int:
+        return self.batches // self.workers
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(fact.bytes for fact in self.parameters)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the parameters that are read by row only."""
+        return sum(fact.bytes for fact in self.parameters if fact.reads == "rows")
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the parameters that some operation reads whole."""
+        return sum(fact.bytes for fact in self.parameters if fact.reads in ("dense", "both"))
+
+    @property
+    def alpha(self) -> float:
+        """Parallax's model-level alpha: the mean over trained parameters, weighted by elements (1 if
+        none)."""
+        trained = [fact for fact in self.parameters if fact.requires_grad and fact.reads != "never"]
+        elements = sum(fact.elements for fact in trained)
+        return sum(fact.alpha * fact.elements for fact in trained) / elements if elements else 1.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of names, shapes, dtypes, gradients wanted and reads: what a plan is made
+        for."""
+        model = [
+            [fact.name, list(fact.aliases), list(fact.shape), fact.dtype, fact.requires_grad, fact.reads]
+            for fact in self.parameters
+        ]
+        return hashlib.sha256(json.dumps(model).encode()).hexdigest()[:16]
+
+    @property
+    def arrivals(self) -> tuple[ParameterFact, ...]:
+        """The parameters in the order in which gradients become final; those without one are left out."""
+        arrived = [(fact.arrival, fact) for fact in self.parameters if fact.arrival is not None]
+        return tuple(fact for _, fact in sorted(arrived, key=lambda pair: pair[0]))
+
+    def parameter(self, name: str) -> ParameterFact:
+        """The parameter of that name or alias.
+
+        Raises:
+            KeyError: the model has none.
+        """
+        for fact in self.parameters:
+            if name == fact.name or name in fact.aliases:
+                return fact
+        raise KeyError(
+            f"profile: no parameter {name!r}; there are {', '.join(fact.name for fact in self.parameters)}"
+        )
+
+    def __str__(self) -> str:
+        size = f"{len(self.parameters)} parameters, {bytes_text(self.parameter_bytes)}"
+        split = f"{bytes_text(self.row_bytes)} read by row, {bytes_text(self.dense_bytes)} whole"
+        seen = f"{self.batches} batches, {self.workers} workers in nodes of {self.workers_per_node}"
+        title = f"profile {self.fingerprint}: {size} ({split}); model alpha {self.alpha:.4f}; {seen}"
+        return table(title, self.parameters, self.stages)
+
+    def to_json(self) -> str:
+        return json.dumps({"fingerprint": self.fingerprint, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Profile":
+        """
+        Raises:
+            ValueError: the parameters are not those the file's fingerprint was taken of.
+        """
+        fields = json.loads(text)
+        wanted = fields.pop("fingerprint")
+        parameters = tuple(_parameter(fact) for fact in fields.pop("parameters"))
+        stages = tuple(StageFact(**stage) for stage in fields.pop("stages"))
+        profile = cls(parameters, stages, **fields)
+        if profile.fingerprint != wanted:
+            raise ValueError(
+                f"profile: the file says fingerprint {wanted} but holds {profile.fingerprint}; profile again"
+            )
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        return cls.from_json(Path(path).read_text())
+
+
+def _parameter(fields: Mapping[str, Any]) -> ParameterFact:
+    """A fact from JSON, whose lists become tuples again."""
+    frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    if fields["rows"] is not None:
+        rows: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["rows"].items()}
+        frozen["rows"] = RowFacts(
+            **{**rows, "hottest": tuple((row, share) for row, share in rows["hottest"])}
+        )
+    return ParameterFact(**frozen)

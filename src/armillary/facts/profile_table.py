@@ -1,0 +1,137 @@
+"""A profile on paper: three aligned tables, the largest first, with units. Plain text, so that facts needs no
+library.
+
+The reader wants to see which parameters are read by row, how many of their rows a step touches, whether
+owners would share the load, and which stages cost what.
+"""
+
+from collections.abc import Sequence
+
+from .parameter import ParameterFact
+from .stage import StageFact
+
+__all__ = ["aligned", "bytes_text", "count_text", "seconds_text", "table"]
+
+WIDEST_NOTE = 60
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with three or four digits: 512 B, 31.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def count_text(count: float) -> str:
+    """A large count in SI units: 970, 1.2 k, 3.4 G."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Columns two spaces apart; those numbered in `left` are set to the left, the others to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def table(title: str, parameters: Sequence[ParameterFact], stages: Sequence[StageFact]) -> str:
+    """The title, then parameters, tables read by row and stages, each with its heading and the largest
+    first."""
+    largest = sorted(parameters, key=lambda fact: (-fact.bytes, fact.name))
+    sections = [title, _parameters(largest)]
+    if any(fact.rows for fact in parameters):
+        sections.append(_rows(largest))
+    if stages:
+        sections.append(_stages(stages))
+    return "\n\n".join(sections)
+
+
+def _parameters(facts: Sequence[ParameterFact]) -> str:
+    rows = [
+        (
+            fact.name,
+            " x ".join(map(str, fact.shape)) or "scalar",
+            fact.dtype,
+            bytes_text(fact.bytes),
+            fact.reads,
+            "-" if fact.arrival is None else str(fact.arrival),
+            fact.stage or "(model)",
+            _note(fact),
+        )
+        for fact in facts
+    ]
+    header = ("parameter", "shape", "dtype", "bytes", "read", "arrival", "stage", "note")
+    return aligned(header, rows, left=(0, 2, 4, 6, 7))
+
+
+def _note(fact: ParameterFact) -> str:
+    parts = [f"not shardable: {reason}" for reason in fact.refusals]
+    parts += [] if fact.requires_grad else ["frozen"]
+    parts += [f"also {', '.join(fact.aliases)}"] if fact.aliases else []
+    parts += [f"whole in {', '.join(fact.dense_readers)}"] if fact.reads == "both" else []
+    parts += (
+        [f"padding row {fact.rows.padding_idx}"] if fact.rows and fact.rows.padding_idx is not None else []
+    )
+    note = "; ".join(parts)
+    if fact.refusals or len(note) <= WIDEST_NOTE:
+        return note
+    return note[: WIDEST_NOTE - 3] + "..."
+
+
+def _rows(facts: Sequence[ParameterFact]) -> str:
+    rows = []
+    for fact in facts:
+        if (row := fact.rows) is None:
+            continue
+        hottest = f"{row.hottest[0][0]} ({row.hottest[0][1]:.1%})" if row.hottest else "-"
+        alphas = (
+            f"{alpha:.4f}" if alpha >= 1e-3 else f"{alpha:.2g}"
+            for alpha in (row.alpha_worker, row.alpha_node, row.alpha_union)
+        )
+        loads = (f"{row.imbalance_modulo:.2f}", f"{row.imbalance_blocks:.2f}")
+        counts = (f"{row.rows:,}", bytes_text(row.row_bytes), f"{row.lookups:g}", f"{row.ids:,.0f}")
+        rows.append((fact.name, *counts, *alphas, *loads, hottest))
+    header = (
+        *("read by row", "rows", "row", "lookups", "ids", "alpha worker", "node", "union"),
+        *("load modulo", "blocks", "hottest row"),
+    )
+    legend = (
+        "per worker and step; alpha = distinct rows / rows; load = busiest owner / mean owner, "
+        "row r with owner r % workers or in blocks"
+    )
+    return f"{aligned(header, rows)}\n{legend}"
+
+
+def _stages(stages: Sequence[StageFact]) -> str:
+    rows = [
+        (
+            stage.name or "(model)",
+            count_text(stage.forward_flops),
+            bytes_text(stage.parameter_bytes),
+            bytes_text(stage.activation_bytes),
+            seconds_text(stage.forward_seconds),
+            seconds_text(stage.backward_seconds),
+        )
+        for stage in stages
+    ]
+    header = ("stage", "forward FLOP", "parameters", "activations", "forward", "backward")
+    return aligned(header, rows)

@@ -1,0 +1,31 @@
+"""One stage of a model: what its forward and backward pass cost a worker.
+
+Schedules place stages, and memory is priced by the activations a stage keeps, so costs are counted by stage.
+"""
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["StageFact"]
+
+
+@dataclass(frozen=True)
+class StageFact:
+    """One part of the model, per worker and step. "" is what runs outside every stage (the loss, the glue).
+
+    Args of note:
+        forward_flops: multiply and add counted as two; matrix products, convolutions, attention only.
+        activation_bytes: storages kept for the backward pass, each once, parameters and buffers left out.
+        forward_seconds, backward_seconds: on the machine that made the profile, without exchange.
+    """
+
+    name: str
+    forward_flops: int
+    parameter_bytes: int
+    activation_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+    def __post_init__(self) -> None:
+        negative = [name for name, value in asdict(self).items() if name != "name" and value < 0]
+        if negative:
+            raise ValueError(f"profile: stage {self.name!r} has negative {', '.join(negative)}")
