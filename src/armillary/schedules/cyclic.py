@@ -1,0 +1,72 @@
+"""Cyclic data parallelism: workers one uniform delay apart, so that memory and traffic are even over time.
+
+Worker i starts i T / N after worker 0 (T: one forward and backward of the whole model) and never pauses
+between steps. A stage reads the newest weights where they exist in time, else those one step older: with C_j
+the share of the forward and backward cost that lies before stage j, stage j of worker i is fresh iff C_j >=
+(N - 1 - i + slack) / N. slack 0 is the paper's second rule, slack >= N its first (all one step old); 1 gives
+the network one hop of time.
+
+Source: Fournier & Oyallon, 2024. Departures: stages may be unequal and K may differ from N (the authors' code
+has the rule right for K = N only); `slack` is ours.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from armillary.schedules.action import Action, Kind, Row
+from armillary.schedules.registry import register
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["cyclic"]
+
+
+@register({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}, {"workers": 3, "costs": [[1, 2], [2, 5], [1, 1]]})
+def cyclic(
+    workers: int, stages: int | None = None, slack: int = 0, costs: Sequence[Sequence[float]] | None = None
+) -> Schedule:
+    """N = `workers` staggered micro-batches through K = `stages` stages (as many as workers if not said).
+
+    Args:
+        costs: per stage (forward, backward), in any unit; only ratios matter. Equal if not said.
+
+    Raises:
+        ValueError: a count below 1, a negative slack, or costs that do not fit the stages.
+    """
+    stages = stages or (len(costs) if costs is not None else workers)
+    pairs = (
+        [(Fraction(f), Fraction(b)) for f, b in costs] if costs is not None else [(Fraction(1), Fraction(1))] * stages
+    )
+    if workers < 1 or slack < 0 or len(pairs) != stages or min(map(min, pairs)) <= 0:
+        raise ValueError(
+            f"cyclic: want workers >= 1, slack >= 0 and one positive (forward, backward) cost per stage; "
+            f"got {workers=}, {slack=}, {stages=}, {costs=}"
+        )
+    whole = sum((f + b for f, b in pairs), Fraction(0))
+    spans = [_spans(whole * worker / workers, pairs) for worker in range(workers)]
+    events = sorted({start % whole for row in spans for start, *_ in row})
+    number = {event: tick for tick, event in enumerate(events)}
+
+    def tick(time: Fraction) -> int:
+        return int(time // whole) * len(events) + number[time % whole]
+
+    rows: list[Row] = [
+        tuple(Action(tick(start), tick(end) - tick(start), kind, stage, worker) for start, end, kind, stage in row)
+        for worker, row in enumerate(spans)
+    ]
+    before = [sum((f + b for f, b in pairs[:stage]), Fraction(0)) / whole for stage in range(stages)]
+    staleness = tuple(
+        tuple(int(share * workers < workers - 1 - worker + slack) for share in before) for worker in range(workers)
+    )
+    return Schedule("cyclic", len(events), tuple(rows), staleness)
+
+
+def _spans(start: Fraction, costs: Sequence[tuple[Fraction, Fraction]]) -> list[tuple[Fraction, Fraction, Kind, int]]:
+    """(start, end, kind, stage) of one worker's step, without pause; every end is the start of the next."""
+    spans: list[tuple[Fraction, Fraction, Kind, int]] = []
+    order: list[tuple[Kind, int]] = [("F", stage) for stage in range(len(costs))]
+    order += [("B", stage) for stage in reversed(range(len(costs)))]
+    for kind, stage in order:
+        end = start + costs[stage][kind == "B"]
+        spans.append((start, end, kind, stage))
+        start = end
+    return spans

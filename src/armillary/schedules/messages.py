@@ -1,0 +1,109 @@
+"""Who sends what to whom, and when: the routes of a ring of workers and of a pipeline of stages.
+
+In a ring every worker runs the whole model on one micro-batch. Gradients of a stage are summed hop by hop in
+worker order and the sum goes to the stage's home, which alone holds its optimizer state; new weights go from
+there to the workers in the order in which they use them. The home is the first worker that can read weights
+the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
+slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
+uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, half
+of the slack after it could, and may send two.
+
+Source: Fournier & Oyallon, 2024 (point-to-point data parallelism). Departure: the authors leave states on
+every worker.
+"""
+
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from armillary.schedules.action import Action
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["Message", "closing", "home", "pipeline_messages", "ring_messages", "weight_path"]
+
+
+class Message(NamedTuple):
+    """One stage's tensors on their way, sent with the sender's action that starts at `tick` of step 0."""
+
+    tick: int
+    sender: int
+    receiver: int
+    content: Literal["partial gradient", "gradient", "weights", "activation", "activation gradient"]
+    stage: int
+
+
+def home(schedule: Schedule, stage: int) -> int:
+    """The worker that holds the master weights and optimizer state of a stage.
+
+    Raises:
+        ValueError: workers do not have one micro-batch each, so they form no ring.
+    """
+    for worker, row in enumerate(schedule.ticks):
+        if {action.micro_batch for action in row} != {worker}:
+            raise ValueError(f"schedule: {schedule.name} gives worker {worker} other micro-batches; it makes no ring")
+    complete = max(schedule.action("B", m, stage).end for m in range(schedule.workers)) - schedule.period
+    return next(
+        (m for m in range(schedule.workers) if schedule.action("F", m, stage).start >= complete),
+        schedule.workers - 1,
+    )
+
+
+def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The way of a version of a stage's weights: its home, then the others in the order of use."""
+    start = home(schedule, stage)
+    others = (worker for worker in range(schedule.workers) if worker != start)
+    return start, *sorted(others, key=lambda worker: _use(schedule, worker, stage))
+
+
+def closing(schedule: Schedule, stage: int) -> Action:
+    """The home's action before which it steps the optimizer with the gradient of the step before.
+
+    Its own forward of that stage if the weights are wanted at once; else half of the time until they are
+    later, so that the gradient's hop to the home and the weights' hop from it have equal slack.
+    """
+    start, *others = weight_path(schedule, stage)
+    could = schedule.action("F", start, stage).start
+    wanted = min(_use(schedule, worker, stage) for worker in (start, *others))
+    latest = could + max(0, wanted - could) // 2
+    return max(action for action in schedule.ticks[start] if action.start <= latest)
+
+
+def ring_messages(schedule: Schedule) -> list[Message]:
+    """All messages of one step of a ring, in order of ticks."""
+    found: list[Message] = []
+    last = schedule.workers - 1
+    for stage in range(schedule.stages):
+        for worker in range(last):
+            tick = schedule.action("B", worker, stage).start
+            found.append(Message(tick, worker, worker + 1, "partial gradient", stage))
+        path = weight_path(schedule, stage)
+        if path[0] != last:
+            tick = schedule.action("B", last, stage).start
+            found.append(Message(tick, last, path[0], "gradient", stage))
+        for place, (sender, receiver) in enumerate(pairwise(path)):
+            used = schedule.action("F", sender, stage) if place else closing(schedule, stage)
+            found.append(Message(used.start, sender, receiver, "weights", stage))
+    return sorted(found)
+
+
+def pipeline_messages(schedule: Schedule) -> list[Message]:
+    """All messages of one step of a pipeline, in order of ticks.
+
+    Raises:
+        ValueError: a stage runs on several workers, so they form no pipeline.
+    """
+    found: list[Message] = []
+    for worker, row in enumerate(schedule.ticks):
+        if {action.stage for action in row} != {worker}:
+            raise ValueError(f"schedule: {schedule.name} gives worker {worker} other stages; it makes no pipeline")
+        for action in row:
+            if action.kind == "F" and worker + 1 < schedule.workers:
+                found.append(Message(action.start, worker, worker + 1, "activation", worker))
+            if action.kind == "B" and worker > 0:
+                found.append(Message(action.start, worker, worker - 1, "activation gradient", worker))
+    return sorted(found)
+
+
+def _use(schedule: Schedule, worker: int, stage: int) -> int:
+    """The tick at which a worker first reads version 0 of a stage, in the steady state."""
+    age = schedule.staleness[worker][stage]
+    return schedule.action("F", worker, stage).start + age * schedule.period

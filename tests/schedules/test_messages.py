@@ -1,0 +1,115 @@
+"""Routes: homes are spread evenly, nothing is sent after it is needed, traffic is even."""
+
+from collections import Counter
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.messages import closing, home, pipeline_messages, ring_messages, weight_path
+
+cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
+rings = st.builds(
+    lambda n, pairs, slack: cyclic(n, slack=slack, costs=pairs),
+    st.integers(1, 6),
+    st.lists(st.tuples(cost, cost), min_size=1, max_size=6),
+    st.integers(0, 7),
+)
+
+
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 8))
+def test_the_home_of_a_stage_does_not_depend_on_the_slack(n, k, slack):
+    made = cyclic(n, k, slack)
+    assert [home(made, j) for j in range(k)] == [ceil(n - Fraction(j * n, k)) - 1 for j in range(k)]
+
+
+@given(st.integers(1, 8), st.integers(1, 3))
+def test_every_worker_is_home_to_as_many_stages_when_n_divides_k(n, times):
+    made = cyclic(n, n * times)
+    assert Counter(home(made, j) for j in range(n * times)) == dict.fromkeys(range(n), times)
+
+
+@given(rings)
+def test_weights_visit_every_worker_once_and_reach_it_before_it_reads_them(made):
+    for stage in range(made.stages):
+        path = weight_path(made, stage)
+        assert sorted(path) == list(range(made.workers)) and path[0] == home(made, stage)
+        sent = {m.receiver: m for m in ring_messages(made) if m.stage == stage and m.content == "weights"}
+        first = closing(made, stage)
+        for worker in path[1:]:
+            age = made.staleness[worker][stage]
+            arrives = sent[worker].tick + (
+                0 if sent[worker].sender == path[0] else _age(made, sent[worker].sender, stage)
+            )
+            assert first.start <= arrives <= made.action("F", worker, stage).start + age * made.period
+
+
+def _age(made, worker, stage):
+    return made.staleness[worker][stage] * made.period
+
+
+@given(rings)
+def test_a_home_steps_only_after_the_last_worker_has_added_its_gradient(made):
+    for stage in range(made.stages):
+        complete = made.action("B", made.workers - 1, stage).end - made.period
+        assert closing(made, stage).start >= complete
+
+
+@given(rings)
+def test_gradients_are_added_in_worker_order_and_go_home(made):
+    for stage in range(made.stages):
+        hops = [m for m in ring_messages(made) if m.stage == stage and m.content != "weights"]
+        way = [(m.sender, m.receiver) for m in hops]
+        last = made.workers - 1
+        assert way == [(i, i + 1) for i in range(last)] + (
+            [(last, home(made, stage))] if home(made, stage) != last else []
+        )
+
+
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_at_slack_0_no_worker_sends_two_stage_messages_at_once(n, k):
+    made = cyclic(n, k)
+    load = Counter((m.sender, m.tick % made.period) for m in ring_messages(made))
+    assert max(load.values(), default=1) == 1
+
+
+@given(rings)
+def test_no_worker_sends_two_gradients_at_once(made):
+    load = Counter((m.sender, m.tick % made.period) for m in ring_messages(made) if m.content != "weights")
+    assert max(load.values(), default=1) == 1
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_a_ring_moves_two_parameter_sizes_a_worker_and_step_whatever_the_slack(n):
+    """N - 1 hops of each gradient, N - 1 of its weights; N - 1 of N finished gradients go to another home."""
+    for slack in (0, 1, n):
+        assert len(ring_messages(cyclic(n, slack=slack))) == n * 2 * (n - 1) + (n - 1)
+
+
+def test_at_slack_0_weights_only_go_to_the_next_worker():
+    for n in range(2, 7):
+        for message in ring_messages(cyclic(n)):
+            if message.content != "gradient":
+                assert message.receiver == (message.sender + 1) % n
+
+
+def test_a_pipeline_sends_one_activation_forward_and_one_gradient_back():
+    made = cyclic_pipeline(3, 4)
+    found = Counter((m.sender, m.receiver, m.content) for m in pipeline_messages(made))
+    assert found == {
+        (0, 1, "activation"): 4,
+        (1, 2, "activation"): 4,
+        (1, 0, "activation gradient"): 4,
+        (2, 1, "activation gradient"): 4,
+    }
+
+
+def test_a_pipeline_makes_no_ring_and_a_ring_no_pipeline():
+    with pytest.raises(ValueError, match="makes no ring"):
+        home(cyclic_pipeline(2, 2), 0)
+    with pytest.raises(ValueError, match="makes no pipeline"):
+        pipeline_messages(cyclic(2))
