@@ -53,9 +53,13 @@ class AllToAll:
 
     def __post_init__(self) -> None:
         if len(self.send) != len(self.receive):
-            raise ValueError(f"AllToAll: {len(self.send)} send sizes, {len(self.receive)} receive sizes; want one per rank")
+            raise ValueError(
+                f"AllToAll: {len(self.send)} send sizes, {len(self.receive)} receive sizes; want one per rank"
+            )
         if sum(self.send) != self.tensor.shape[0]:
-            raise ValueError(f"AllToAll: sizes to send add up to {sum(self.send)}, the tensor has {self.tensor.shape[0]} rows")
+            raise ValueError(
+                f"AllToAll: sizes to send add up to {sum(self.send)}, the tensor has {self.tensor.shape[0]} rows"
+            )
 
 
 Request = AllReduce | AllGather | AllToAll

@@ -7,23 +7,29 @@ gradients arrive, which is the order in which every rank launches them (design l
 Source: the idea of a strategy as a message is AutoDist's (Zhang et al., 2020); the choice per parameter is Parallax's.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Choice", "Forecast", "Group", "Plan"]
+__all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"]
 
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
 Mean = Literal["workers", "weights"]
-Update = Literal["all_rows", "touched_rows", "lazy_rows"]
+Update = Literal["exact", "lazy"]
 
 UPDATES = {
-    "all_rows": "exact: every row moves at every step, as in one process",
-    "touched_rows": "exact: this optimizer leaves rows without gradient where they are",
-    "lazy_rows": "NOT exact: rows without gradient stay put though the optimizer would move them",
+    "exact": "every row moves as in one process",
+    "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
 }
+
+
+def model_fingerprint(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """Sixteen hex digits of (name, shape, dtype as in "float32") of the trainable parameters, in any order."""
+    listing = sorted([name, list(shape), dtype] for name, shape, dtype in parameters)
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,14 @@ class Forecast:
 class Group:
     """Parameters that cross the workers together.
 
-    `update` says where rows move in the optimizer step of a row-sharded table (see `UPDATES`); a replicated group
-    always moves whole. `reason` is the planner's sentence for the reader.
+    `update` says which rows of a table the optimizer step moves (see `UPDATES`); a dense group is always exact. `reason` is the planner's sentence for the reader.
     """
 
     name: str
     parameters: tuple[str, ...]
     placement: Placement
     exchange: Choice
-    update: Update = "all_rows"
+    update: Update = "exact"
     forecast: Forecast = Forecast()
     reason: str = ""
 
@@ -111,7 +116,9 @@ class Plan:
         for group in self.groups:
             for parameter in group.parameters:
                 if parameter in seen:
-                    raise ValueError(f"plan: {parameter!r} is in groups {seen[parameter]!r} and {group.name!r}; want one")
+                    raise ValueError(
+                        f"plan: {parameter!r} is in groups {seen[parameter]!r} and {group.name!r}; want one"
+                    )
                 seen[parameter] = group.name
 
     @property
@@ -159,7 +166,9 @@ class Plan:
             )
             for group in fields["groups"]
         )
-        return cls(**{**fields, "groups": groups, "schedule": Choice(**fields["schedule"]), "notes": tuple(fields["notes"])})
+        return cls(
+            **{**fields, "groups": groups, "schedule": Choice(**fields["schedule"]), "notes": tuple(fields["notes"])}
+        )
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n")

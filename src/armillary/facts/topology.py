@@ -49,7 +49,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.workers_per_node < 1:
-            raise ValueError(f"topology: want at least one node of one worker, got {self.nodes} x {self.workers_per_node}")
+            raise ValueError(
+                f"topology: want at least one node of one worker, got {self.nodes} x {self.workers_per_node}"
+            )
         if self.memory_bytes <= 0:
             raise ValueError(f"topology: memory_bytes must be positive, got {self.memory_bytes}")
 

@@ -1,0 +1,191 @@
+"""What an exchange is: how one group of tensors crosses the workers, and the registry of those there are.
+
+An exchange is a value that holds functions. Its programs *ask* (`total = yield AllReduce(tensor)`) and touch no
+network, so one text is read by the runtime (which starts the request, parks the program and resumes it with the
+answer), by `reference/lockstep` (N ranks in one process) and, through its byte prediction, by the planner.
+
+There are two kinds. A `DenseExchange` moves one flat tensor per worker and answers with the same flat tensor on every
+worker. A `RowExchange` moves rows of a table: `pull` brings the rows a look-up reads, `push` takes the gradients of
+those rows to whoever updates them. One more exchange is one more file that registers a factory here.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from armillary.exchanges.ownership import Ownership
+from armillary.facts.collectives import Program
+from armillary.facts.topology import Topology
+
+__all__ = [
+    "Counts", "DenseExchange", "Entry", "Place", "Pulled", "RowExchange", "RowTraffic", "build_dense", "build_row",
+    "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: its number, how many ranks there are, and how many share its node."""
+
+    rank: int
+    workers: int
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.workers or self.workers % self.workers_per_node:
+            raise ValueError(f"exchange: no such place: {self}")
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.workers_per_node
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.workers_per_node
+
+    @property
+    def nodes(self) -> int:
+        return self.workers // self.workers_per_node
+
+
+Counts = tuple[int, ...]  # one number per rank
+
+
+class RowTraffic(NamedTuple):
+    """What decides the bytes of a row exchange in one step, as means over the workers.
+
+    Shapes: distinct rows are counted per look-up and added over the `lookups` of a step. `away` is the share of
+    a worker's distinct rows that live on another worker.
+    """
+
+    distinct_rows: float  # per worker
+    node_rows: float  # union over the workers of a node
+    row_bytes: int
+    lookups: int
+    away: float
+
+
+class Pulled(NamedTuple):
+    """The rows a look-up brought, and what the push needs to take gradients back the same way.
+
+    rows: (distinct, *row shape); ticket: opaque to everyone but the exchange that issued it.
+    """
+
+    rows: Tensor
+    ticket: Any
+
+
+class DenseExchange(NamedTuple):
+    """How the flat gradients of one bucket become their sum on every worker.
+
+    push(flat, place): flat (numel,) -> program that returns the sum over workers, shape (numel,).
+    requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
+    sent_bytes(nbytes, topology): payload bytes per rank, one number per rank.
+    oracle: the meaning seen from above: all workers' tensors -> what each of them ends up with.
+    """
+
+    push: Callable[[Tensor, Place], Program[Tensor]]
+    requests: int
+    sent_bytes: Callable[[int, Topology], list[float]]
+    oracle: Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class RowExchange(NamedTuple):
+    """How the rows of one table, and the gradients of those rows, cross the workers.
+
+    ownership(rows, place_count): which worker owns which row; None where every worker holds the whole table.
+    pull(keys, asked, served, shard, ownership, place): distinct sorted keys, how many of them belong to each rank, and
+        how many rows each rank asks of this one -> program that returns `Pulled`.
+    push(gradients, tickets, ownership, place): gradients of the rows of each ticket, in order -> program that
+        returns (local rows sorted, sum of gradients over workers) for the rows this rank updates.
+    push_requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
+    sent_bytes(traffic, topology): payload bytes per rank and step, pull and push together, mean over ranks.
+    """
+
+    placement: str
+    ownership: Callable[[int, Place], Ownership]
+    pull: Callable[[Tensor, Counts, Counts, Tensor, Ownership, Place], Program[Pulled]]
+    push: Callable[[Sequence[Tensor], Sequence[Any], Ownership, Place], Program[tuple[Tensor, Tensor]]]
+    push_requests: int
+    sent_bytes: Callable[[RowTraffic, Topology], float]
+
+
+class Entry(NamedTuple):
+    """A registered factory, and the sets of options its contract tests use."""
+
+    make: Callable[..., Any]
+    examples: tuple[Mapping[str, Any], ...]
+
+
+_DENSE: dict[str, Entry] = {}
+_ROW: dict[str, Entry] = {}
+
+
+def dense_exchange(
+    *examples: Mapping[str, Any],
+) -> Callable[[Callable[..., DenseExchange]], Callable[..., DenseExchange]]:
+    """Registers a factory of dense exchanges under its own name."""
+
+    def register(make: Callable[..., DenseExchange]) -> Callable[..., DenseExchange]:
+        _DENSE[make.__name__] = Entry(make, examples or ({},))
+        return make
+
+    return register
+
+
+def row_exchange(
+    *examples: Mapping[str, Any],
+) -> Callable[[Callable[..., RowExchange]], Callable[..., RowExchange]]:
+    """Registers a factory of row exchanges under its own name."""
+
+    def register(make: Callable[..., RowExchange]) -> Callable[..., RowExchange]:
+        _ROW[make.__name__] = Entry(make, examples or ({},))
+        return make
+
+    return register
+
+
+def _all_files() -> None:
+    package = importlib.import_module("armillary.exchanges")
+    for module in pkgutil.iter_modules(package.__path__, "armillary.exchanges."):
+        importlib.import_module(module.name)
+
+
+def dense_exchanges() -> Mapping[str, Entry]:
+    """Every dense exchange there is, by name."""
+    _all_files()
+    return _DENSE
+
+
+def row_exchanges() -> Mapping[str, Entry]:
+    """Every row exchange there is, by name."""
+    _all_files()
+    return _ROW
+
+
+def build_dense(name: str, **options: Any) -> DenseExchange:
+    """
+    Raises:
+        ValueError: no such exchange; the message lists those that exist.
+    """
+    entries = dense_exchanges()
+    if name not in entries:
+        raise ValueError(f"exchange: no dense exchange {name!r}; there are {', '.join(sorted(entries))}")
+    made: DenseExchange = entries[name].make(**options)
+    return made
+
+
+def build_row(name: str, **options: Any) -> RowExchange:
+    """
+    Raises:
+        ValueError: no such exchange; the message lists those that exist.
+    """
+    entries = row_exchanges()
+    if name not in entries:
+        raise ValueError(f"exchange: no row exchange {name!r}; there are {', '.join(sorted(entries))}")
+    made: RowExchange = entries[name].make(**options)
+    return made

@@ -1,0 +1,106 @@
+"""One round of look-ups: every rank says which table it wants to read, one table is served, everyone takes part.
+
+Ranks need not look up the same tables, nor equally often: a look-up repeats rounds until its own table was served,
+and a rank that has none to make (it reached its backward, or has finished) takes part with an idle wish until all are
+idle. So a rank that never reads a table never blocks the rest, and evaluation on one rank is served by the others.
+
+The header every rank sends to every other carries the wish, how many rows it wants of the receiver, whether their
+gradients will come back, the sender's step and the weight of its batch.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Place, Pulled, RowExchange
+from armillary.exchanges.ownership import Ownership
+from armillary.facts.collectives import AllToAll, Program
+
+__all__ = ["HEADER_BYTES", "Round", "Table", "Wish", "look_up"]
+
+HEADER_BYTES = 5 * 8  # five float64: exact for every integer below 2**53
+_IDLE, _FINISHED = 0, -1
+
+
+class Table(NamedTuple):
+    """A row-sharded table as a round sees it. shard: (local rows, *row shape)."""
+
+    name: str
+    exchange: RowExchange
+    ownership: Ownership
+    shard: Tensor
+
+
+class Wish(NamedTuple):
+    """What this rank wants of the round.
+
+    table: index of a table; or "idle" (this rank is in its backward), or "finished" (it will train no more).
+    keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
+    """
+
+    table: int | Literal["idle", "finished"]
+    keys: Tensor
+    needs_gradient: bool
+    step: int
+    weight: float = 1.0
+
+
+class Round(NamedTuple):
+    """What came of it.
+
+    table: index of the table that was served, or None when no rank wished for one.
+    pulled: what this rank got of it (no rows if it did not ask). needs_gradient: some asker will push gradients.
+    weights: the weight each rank declared.
+    """
+
+    table: int | None
+    pulled: Pulled | None
+    mine: bool
+    needs_gradient: bool
+    weights: tuple[float, ...]
+
+
+def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]:
+    """One round. All ranks must hold the same tables in the same order.
+
+    Raises:
+        RuntimeError: ranks are at different steps, or some have finished while others still train.
+    """
+    code = {"idle": _IDLE, "finished": _FINISHED}.get(wish.table) if isinstance(wish.table, str) else wish.table + 1
+    asked = (0,) * place.workers
+    if isinstance(wish.table, int):
+        asked = tuple(tables[wish.table].ownership.counts(wish.keys))
+    mine = torch.tensor(
+        [[code, wish.needs_gradient, count, wish.step, wish.weight] for count in asked], dtype=torch.float64
+    )
+    ones = (1,) * place.workers
+    headers = (yield AllToAll(mine, ones, ones)).tolist()
+    wanted = [int(header[0]) for header in headers]
+    weights = tuple(header[4] for header in headers)
+    if max(wanted) <= _IDLE:
+        _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
+        return Round(None, None, False, False, weights)
+    chosen = min(code for code in wanted if code > _IDLE)
+    table = tables[chosen - 1]
+    served = tuple(int(header[2]) if header[0] == chosen else 0 for header in headers)
+    needs_gradient = any(header[1] for header in headers if header[0] == chosen)
+    asks = wanted[place.rank] == chosen
+    keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
+    pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
+    return Round(chosen - 1, pulled, asks, needs_gradient, weights)
+
+
+def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:
+    if len(set(wanted)) > 1:
+        done = [rank for rank, code in enumerate(wanted) if code == _FINISHED]
+        raise RuntimeError(
+            f"look-up: ranks {done} have finished while the others run a backward; give every rank as many batches, or "
+            "iterate over run.batches(loader)"
+        )
+    if len(set(steps)) > 1:
+        raise RuntimeError(
+            f"look-up: ranks have taken different numbers of optimizer steps {steps} (rank order); if a GradScaler "
+            "skips steps, pass it to attach(..., scaler=scaler)"
+        )

@@ -1,0 +1,88 @@
+"""Row-sparse gradients by the workers that own the rows: rows are pulled before forward, gradients pushed after
+backward.
+
+Each rank sends the ids it reads (each once) to their owners, which answer with the rows; the push sends gradients the
+same way back, so it needs no ids and no counts (those of the pull ride on the look-up's header, `look_up.py`).
+Duplicates are merged before anything is sent (Parallax's local aggregation inside a worker). Per rank and step, with
+u distinct rows of b bytes, of which the share a lives elsewhere: u a (2 b + 4) bytes.
+
+Source: Parallax (EuroSys 2019), sections 3-4, with servers turned into the workers themselves.
+Departures: all-to-all instead of server processes; sparse and dense gradients are both averaged (Parallax sums sparse
+ones by default).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.ownership import Ownership, owners_among
+from armillary.facts.collectives import AllToAll, Program
+from armillary.facts.topology import Topology
+
+__all__ = ["by_rank", "merge_rows", "owned_rows"]
+
+ID_BYTES = 4
+
+
+class Ticket(NamedTuple):
+    """One look-up as both sides remember it: how many rows this rank asked of each, and which it served to each."""
+
+    asked: tuple[int, ...]
+    served: tuple[int, ...]
+    served_rows: Tensor  # (sum(served),) local rows of this rank's shard, in rank order of the askers
+
+
+@row_exchange({}, {"order": "hashed"}, {"owners": 1}, {"owners": 2})
+def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
+    """
+    Args:
+        owners: over how many workers the table is split (Parallax's number of partitions); 0 means all of them.
+        order: how rows are dealt, "modulo" or "hashed" (see `Ownership`).
+    """
+
+    def ownership(rows: int, place: Place) -> Ownership:
+        count = min(owners or place.workers, place.workers)
+        ranks = owners_among(count, place.workers, place.workers_per_node)
+        return Ownership(rows, ranks, place.workers, order)  # type: ignore[arg-type]
+
+    def pull(
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place
+    ) -> Program[Pulled]:
+        local = (keys % owned.capacity if len(owned.owners) > 1 else keys).to(torch.int32)
+        wanted = (yield AllToAll(local, asked, served)).long()
+        rows = yield AllToAll(shard.index_select(0, wanted), served, asked)
+        return Pulled(rows, Ticket(asked, served, wanted))
+
+    def push(
+        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
+    ) -> Program[tuple[Tensor, Tensor]]:
+        payload, send = by_rank([ticket.asked for ticket in tickets], gradients)
+        receive = tuple(sum(sizes) for sizes in zip(*(ticket.served for ticket in tickets), strict=True))
+        arrived = yield AllToAll(payload, send, receive)
+        rows, _ = by_rank([ticket.served for ticket in tickets], [ticket.served_rows for ticket in tickets])
+        return merge_rows(rows, arrived)
+
+    def sent_bytes(traffic: RowTraffic, topology: Topology) -> float:
+        return traffic.distinct_rows * traffic.away * (2 * traffic.row_bytes + ID_BYTES)
+
+    return RowExchange("row_sharded", ownership, pull, push, 1, sent_bytes)
+
+
+def merge_rows(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds up the gradients of equal rows, in the order given: (n,), (n, *row) -> sorted distinct rows, their sums."""
+    distinct, inverse = torch.unique(rows, return_inverse=True)
+    sums = gradients.new_zeros(len(distinct), *gradients.shape[1:])
+    return distinct, sums.index_add_(0, inverse, gradients)
+
+
+def by_rank(sizes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Several tensors, each cut into one piece per rank, joined so that all pieces of a rank stand together."""
+    if len(tensors) == 1:
+        return tensors[0], tuple(sizes[0])
+    pieces = [tensor.split(list(cut)) for tensor, cut in zip(tensors, sizes, strict=True)]
+    ranks = range(len(sizes[0]))
+    joined = torch.cat([piece[rank] for rank in ranks for piece in pieces])
+    return joined, tuple(sum(cut[rank] for cut in sizes) for rank in ranks)

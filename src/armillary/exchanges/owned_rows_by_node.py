@@ -1,0 +1,111 @@
+"""Owned rows with local aggregation: requests and gradients are merged inside a node before they cross nodes.
+
+An id whose owner is local rank l of node m goes first to local rank l of the *asker's* node, which merges what its node
+wants and asks on along the rail (the ranks l of all nodes). Rows come back, and gradients leave, the same two hops;
+no rank is a hot aggregator. Across nodes each distinct row of a node crosses once, however many of its workers read
+it.
+
+Source: Parallax (EuroSys 2019), local aggregation, there on one chief per machine; the two hops are those of
+hierarchical all-to-alls (for example HetuMoE, 2022).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.owned_rows import ID_BYTES, by_rank, merge_rows
+from armillary.exchanges.ownership import Ownership
+from armillary.facts.collectives import AllToAll, Program, Scope
+from armillary.facts.topology import Topology
+
+__all__ = ["owned_rows_by_node"]
+
+COUNT_BYTES = 8
+
+
+class Ticket(NamedTuple):
+    """One look-up in two hops; `order` puts the asker's keys in hop order, `slots` expands merged keys to who asked."""
+
+    order: Tensor  # (u,) positions of the sorted keys, grouped by local rank
+    near_asked: Counts
+    near_served: Counts
+    slots: Tensor  # (sum(near_served),) index into the merged keys
+    far_asked: Counts
+    far_served: Counts
+    served_rows: Tensor  # (sum(far_served),) local rows of the shard
+
+
+@row_exchange({}, {"order": "hashed"})
+def owned_rows_by_node(order: str = "modulo") -> RowExchange:
+    """Rows dealt to all workers; see `Ownership` for `order`."""
+
+    def ownership(rows: int, place: Place) -> Ownership:
+        return Ownership(rows, tuple(range(place.workers)), place.workers, order)  # type: ignore[arg-type]
+
+    def pull(
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place
+    ) -> Program[Pulled]:
+        owner = torch.div(keys, owned.capacity, rounding_mode="floor")
+        local_rank = owner % place.workers_per_node
+        hop_order = torch.argsort(local_rank, stable=True)
+        near_asked = tuple(torch.bincount(local_rank, minlength=place.workers_per_node).tolist())
+        near_served = yield from _counts(near_asked, "node")
+        arrived = (yield AllToAll(keys[hop_order].to(torch.int32), near_asked, near_served, "node")).long()
+        merged, slots = torch.unique(arrived, return_inverse=True)
+        # merged is sorted by owner, and all owners are on this rank's rail: so it is sorted by node.
+        node = torch.div(merged, owned.capacity * place.workers_per_node, rounding_mode="floor")
+        far_asked = tuple(torch.bincount(node, minlength=place.nodes).tolist())
+        far_served = yield from _counts(far_asked, "rail")
+        local = (merged % owned.capacity).to(torch.int32)
+        wanted = (yield AllToAll(local, far_asked, far_served, "rail")).long()
+        rows = yield AllToAll(shard.index_select(0, wanted), far_served, far_asked, "rail")
+        near = yield AllToAll(rows.index_select(0, slots), near_served, near_asked, "node")
+        answer = torch.empty_like(near)
+        answer[hop_order] = near
+        return Pulled(answer, Ticket(hop_order, near_asked, near_served, slots, far_asked, far_served, wanted))
+
+    def push(
+        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
+    ) -> Program[tuple[Tensor, Tensor]]:
+        ordered = [gradient[ticket.order] for gradient, ticket in zip(gradients, tickets, strict=True)]
+        payload, send = by_rank([ticket.near_asked for ticket in tickets], ordered)
+        arrived = yield AllToAll(payload, send, _total(ticket.near_served for ticket in tickets), "node")
+        # Give each look-up its own rows back, and merge them as its pull did.
+        by_ticket = _by_ticket(arrived, [ticket.near_served for ticket in tickets])
+        merged = [_merge(rows, ticket) for rows, ticket in zip(by_ticket, tickets, strict=True)]
+        payload, send = by_rank([ticket.far_asked for ticket in tickets], merged)
+        arrived = yield AllToAll(payload, send, _total(ticket.far_served for ticket in tickets), "rail")
+        rows, _ = by_rank([ticket.far_served for ticket in tickets], [ticket.served_rows for ticket in tickets])
+        return merge_rows(rows, arrived)
+
+    def sent_bytes(traffic: RowTraffic, topology: Topology) -> float:
+        here, nodes = topology.workers_per_node, topology.nodes
+        near = traffic.distinct_rows * (here - 1) / here
+        far = traffic.node_rows / here * (nodes - 1) / nodes
+        counts = traffic.lookups * COUNT_BYTES * (here - 1 + nodes - 1)
+        return (near + far) * (2 * traffic.row_bytes + ID_BYTES) + counts
+
+    return RowExchange("row_sharded", ownership, pull, push, 2, sent_bytes)
+
+
+def _counts(asked: Counts, scope: Scope) -> Program[Counts]:
+    ones = (1,) * len(asked)
+    return tuple((yield AllToAll(torch.tensor(asked), ones, ones, scope)).tolist())
+
+
+def _total(sizes: Any) -> Counts:
+    return tuple(sum(column) for column in zip(*sizes, strict=True))
+
+
+def _merge(rows: Tensor, ticket: Ticket) -> Tensor:
+    return rows.new_zeros(sum(ticket.far_asked), *rows.shape[1:]).index_add_(0, ticket.slots, rows)
+
+
+def _by_ticket(joined: Tensor, sizes: Sequence[Counts]) -> list[Tensor]:
+    """Undoes `by_rank`: from all pieces of a rank together to one tensor per look-up."""
+    ranks, looks = len(sizes[0]), len(sizes)
+    pieces = joined.split([sizes[look][rank] for rank in range(ranks) for look in range(looks)])
+    return [torch.cat([pieces[rank * looks + look] for rank in range(ranks)]) for look in range(looks)]

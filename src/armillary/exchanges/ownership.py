@@ -1,0 +1,93 @@
+"""Which worker owns which row of a table.
+
+Rows are dealt out by a bijection id -> key, where key = owner * capacity + local row: sorting keys groups ids by owner
+and, within an owner, by place in its shard. `modulo` deals neighbouring ids to different owners, so a vocabulary
+sorted by frequency is balanced (contiguous blocks give the first owner nearly all traffic); `hashed` multiplies
+first, for ids whose stride divides the number of owners.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Ownership", "owners_among"]
+
+_MULTIPLIER = 2_654_435_761  # Knuth's multiplicative hash; made coprime to the number of rows below
+
+
+def owners_among(owners: int, workers: int, workers_per_node: int) -> tuple[int, ...]:
+    """`owners` of the `workers` ranks, spread over nodes before filling any: node 0, node 1, ..., then second ranks.
+
+    Raises:
+        ValueError: more owners than workers, or none.
+    """
+    if not 1 <= owners <= workers:
+        raise ValueError(f"ownership: {owners} owners among {workers} workers; want 1 to {workers}")
+    by_place = sorted(range(workers), key=lambda rank: (rank % workers_per_node, rank // workers_per_node))
+    return tuple(sorted(by_place[:owners]))
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """`rows` rows dealt to `owners` (ranks, ascending), one of them possibly the only one."""
+
+    rows: int
+    owners: tuple[int, ...]
+    workers: int
+    order: Literal["modulo", "hashed"] = "modulo"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or not self.owners or len(set(self.owners)) != len(self.owners):
+            raise ValueError(f"ownership: want rows and distinct owners, got {self.rows} rows, owners {self.owners}")
+        if self.order not in ("modulo", "hashed"):
+            raise ValueError(f"ownership: order {self.order!r} is none of modulo, hashed")
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the fullest shard."""
+        return -(-self.rows // len(self.owners))
+
+    @property
+    def multiplier(self) -> int:
+        if self.order == "modulo":
+            return 1
+        multiplier = _MULTIPLIER % self.rows or 1
+        while math.gcd(multiplier, self.rows) != 1:
+            multiplier += 1
+        return multiplier
+
+    def shard_rows(self, rank: int) -> int:
+        """How many rows `rank` owns."""
+        if rank not in self.owners:
+            return 0
+        place = self.owners.index(rank)
+        return (self.rows - place + len(self.owners) - 1) // len(self.owners)
+
+    def keys(self, ids: Tensor) -> Tensor:
+        """ids int64 -> keys int64, the same shape. Ids must lie in [0, rows)."""
+        if self.multiplier != 1:
+            ids = ids * self.multiplier % self.rows
+        if len(self.owners) == 1:
+            return ids
+        return ids % len(self.owners) * self.capacity + torch.div(ids, len(self.owners), rounding_mode="floor")
+
+    def ids(self, rank: int, local_rows: Tensor | None = None) -> Tensor:
+        """The ids `rank` owns, in shard order: (shard_rows,); or those of the given local rows."""
+        if local_rows is None:
+            local_rows = torch.arange(self.shard_rows(rank))
+        ids = local_rows * len(self.owners) + (self.owners.index(rank) if rank in self.owners else 0)
+        if self.multiplier != 1:
+            ids = ids * pow(self.multiplier, -1, self.rows) % self.rows
+        return ids
+
+    def counts(self, keys: Tensor) -> list[int]:
+        """How many of the sorted distinct `keys` each of the workers owns, one number per rank."""
+        edges = torch.arange(len(self.owners) + 1, dtype=keys.dtype) * self.capacity
+        cuts = torch.searchsorted(keys, edges).tolist()
+        counts = [0] * self.workers
+        for place, rank in enumerate(self.owners):
+            counts[rank] = cuts[place + 1] - cuts[place]
+        return counts

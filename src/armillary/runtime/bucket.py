@@ -1,0 +1,78 @@
+"""The gradients of one dense group side by side in one flat tensor, so that they cross the workers in one exchange.
+
+Behind the gradients stands one number per parameter, 1 where this rank used it: their sums tell a parameter that no
+rank used (its gradient stays None) from one that some did (the others count as zero). With the mean over weights, one
+more number carries the weight of this rank's batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """Begins a backward empty (`reset`), takes each gradient as it appears (`deposit`), gives back the mean
+    (`withdraw`)."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], is_weighted: bool = False):
+        self.parameters = list(parameters)
+        first = self.parameters[0]
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        extra = len(self.parameters) + is_weighted
+        self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
+        self.used = self.flat[numel : numel + len(self.parameters)]
+        self.weight = self.flat[numel + len(self.parameters) :]  # (1,) or (0,)
+        pieces = self.flat[:numel].split([parameter.numel() for parameter in self.parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.place = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self.waiting = set(range(len(self.parameters)))
+
+    def reset(self) -> None:
+        """A backward begins: every parameter is waited for."""
+        self.waiting = set(range(len(self.parameters)))
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.waiting
+
+    def deposit(self, parameter: nn.Parameter, scale: float) -> None:
+        """Puts scale * gradient in its place; the parameter's `.grad` becomes the view."""
+        index = self.place[parameter]
+        view, gradient = self.views[index], parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.data_ptr() == view.data_ptr():
+            view.mul_(scale)
+        else:
+            torch.mul(gradient.detach(), scale, out=view)
+            parameter.grad = view
+        self.waiting.discard(index)
+
+    def seal(self, scale: float, weight: float) -> Tensor:
+        """The flat tensor to send. Parameters that got no gradient in this backward count as what they hold, or
+        zero."""
+        flags = torch.ones(len(self.parameters))
+        for index in sorted(self.waiting):
+            if self.parameters[index].grad is None:
+                self.views[index].zero_()
+                flags[index] = 0
+            else:  # gradients accumulated earlier without an exchange
+                self.deposit(self.parameters[index], scale)
+        self.used.copy_(flags)
+        self.weight.fill_(weight)
+        return self.flat
+
+    def withdraw(self, total: Tensor) -> None:
+        """Takes the exchanged flat tensor: `.grad` of every parameter that some rank used becomes final."""
+        if total.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(total)
+        if self.weight.numel():
+            weight = float(self.weight)
+            self.flat.div_(weight if weight > 0 else 1.0)
+        for parameter, view, used in zip(self.parameters, self.views, self.used.tolist(), strict=True):
+            if used > 0:
+                parameter.grad = view

@@ -1,0 +1,291 @@
+"""What stands in the model where a row-sharded table was: a tensor of the global shape that can only be read by row.
+
+The module keeps its parameter's name, shape and place; `F.embedding`, `F.embedding_bag`, `table[ids]` and
+`table.index_select(0, ids)` fetch the rows they need; anything else raises and names the table. `handle.grad` answers
+what clipping asks of it (norms are global: one small all-reduce for all tables) and scales in place, so
+`torch.nn.utils.clip_grad_norm_` over `model.parameters()` gives the one-process result.
+
+Without gradients, `F.linear(x, table, bias)` reads the table in blocks of rows (evaluation by full softmax).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["GradientHandle", "Reader", "TableHandle"]
+
+LINEAR_BLOCK_ROWS = 16_384
+
+
+class Reader(Protocol):
+    """What the handle needs of the table behind it (see `table.py`)."""
+
+    name: str
+    shape: torch.Size
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
+    def load(self, whole: Tensor) -> None: ...
+    def gradient_norms(self, order: float) -> Tensor: ...
+    def local_gradient(self) -> Tensor | None: ...
+    def drop_gradient(self) -> None: ...
+
+
+class TableHandle(Tensor):
+    """A parameter without storage. Counts as `nn.Parameter`, so modules and `parameters()` treat it as one."""
+
+    _is_param = True
+    reader: Reader
+
+    @staticmethod
+    def __new__(cls, reader: Reader, like: Tensor, requires_grad: bool) -> "TableHandle":
+        handle: TableHandle = Tensor._make_wrapper_subclass(
+            cls, reader.shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+        )
+        handle.reader = reader
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        return (
+            f"TableHandle({self.reader.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, rows owned by workers)"
+        )
+
+    @property
+    def grad(self) -> "GradientHandle | None":
+        return None if self.reader.local_gradient() is None else GradientHandle(self.reader, self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ValueError(
+                f"{self.reader.name}: .grad of a row-sharded table can be set to None only, got {type(value)}"
+            )
+        self.reader.drop_gradient()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TableHandle":
+        raise _refusal(self.reader.name, "copy.deepcopy", "copy the model before attach, or export a plain state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(
+            self.reader.name,
+            "pickle / torch.save",
+            "armillary.export(run) gives the plain single-device state_dict",
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            return _READS[func](*args, **kwargs)
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handle = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TableHandle)), None)
+        name = handle.reader.name if handle is not None else "a row-sharded table"
+        raise _refusal(name, getattr(func, "__name__", str(func)), "constrain it: plan(..., {name: 'replicated'})")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
+        if func is torch.ops.aten.detach.default:
+            return handle
+        name = handle.reader.name if handle is not None else "a row-sharded table"
+        raise _refusal(name, str(func), "constrain it: plan(..., {name: 'replicated'})")
+
+
+def _refusal(name: str, operation: str, remedy: str) -> TypeError:
+    return TypeError(
+        f"{name}: {operation} needs the whole table, but its rows are owned by the workers and can only be read by row "
+        f"(embedding, embedding_bag, table[ids], index_select(0, ids)). Remedy: {remedy}"
+    )
+
+
+def _embedding(
+    input: Tensor, weight: TableHandle, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    _refuse_options(weight, max_norm, scale_grad_by_freq)
+    rows, inverse = weight.reader.read(input)
+    return functional.embedding(inverse, rows, _padding(input, inverse, padding_idx, weight))
+
+
+def _embedding_bag(
+    input: Tensor, weight: TableHandle, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    _refuse_options(weight, max_norm, scale_grad_by_freq)
+    rows, inverse = weight.reader.read(input)
+    if not len(rows):  # embedding_bag refuses a table without rows: bags without ids are zero
+        bags = input.shape[0] if offsets is None else len(offsets) - include_last_offset
+        return torch.zeros(bags, weight.shape[1], dtype=rows.dtype) + rows.sum()
+    return functional.embedding_bag(
+        inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset, padding_idx=_padding(input, inverse, padding_idx, weight),
+    )  # fmt: skip
+
+
+def _refuse_options(weight: TableHandle, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None or scale_grad_by_freq:
+        option = (
+            "max_norm rewrites rows in forward" if max_norm is not None else "scale_grad_by_freq needs global counts"
+        )
+        raise _refusal(weight.reader.name, option, "constrain it: plan(..., {name: 'replicated'})")
+
+
+def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: TableHandle) -> int | None:
+    """Where the padding row stands among the rows read; None if it was not read."""
+    if padding_idx is None:
+        return None
+    there = inverse[input == padding_idx % weight.shape[0]]
+    return int(there[0]) if there.numel() else None
+
+
+def _getitem(table: TableHandle, index: Any) -> Tensor:
+    if isinstance(index, list):
+        index = torch.tensor(index)
+    if isinstance(index, int):
+        return _getitem(table, torch.tensor([index]))[0]
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        raise _refusal(table.reader.name, f"indexing with {type(index).__name__}", "index with a tensor of row numbers")
+    ids = torch.where(index < 0, index + table.shape[0], index)
+    rows, inverse = table.reader.read(ids)
+    return rows[inverse]
+
+
+def _index_select(table: TableHandle, dim: int, index: Tensor) -> Tensor:
+    if dim % table.dim() != 0:
+        raise _refusal(table.reader.name, f"index_select over dim {dim}", "select rows: dim 0")
+    rows, inverse = table.reader.read(index)
+    return rows.index_select(0, inverse)
+
+
+def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    """x W^T + b, reading W (and b) in row blocks; only without gradients."""
+    table = weight if isinstance(weight, TableHandle) else bias
+    if torch.is_grad_enabled() or not isinstance(weight, TableHandle):
+        raise _refusal(
+            table.reader.name,
+            "linear with gradients",
+            "use torch.no_grad() to evaluate, or replicate the table",
+        )
+    outputs = []
+    for first in range(0, weight.shape[0], LINEAR_BLOCK_ROWS):
+        ids = torch.arange(first, min(first + LINEAR_BLOCK_ROWS, weight.shape[0]))
+        block = _getitem(weight, ids)
+        offsets = None if bias is None else (_getitem(bias, ids) if isinstance(bias, TableHandle) else bias[ids])
+        outputs.append(functional.linear(input, block, offsets))
+    return torch.cat(outputs, -1)
+
+
+def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> TableHandle:
+    """Loads a whole table: each worker keeps the rows it owns. `load_state_dict` ends here."""
+    if tuple(source.shape) != tuple(table.shape):
+        raise ValueError(f"{table.reader.name}: shape {tuple(source.shape)} does not fit {tuple(table.shape)}")
+    table.reader.load(source)
+    return table
+
+
+_READS: dict[Any, Callable[..., Any]] = {
+    functional.embedding: _embedding,
+    functional.embedding_bag: _embedding_bag,
+    Tensor.__getitem__: _getitem,
+    Tensor.index_select: _index_select,
+    torch.index_select: _index_select,
+    functional.linear: _linear,
+    Tensor.copy_: _copy_,
+    Tensor.detach: lambda table: table,
+}
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_sparse", "is_cuda", "is_meta",
+    "grad_fn", "is_quantized", "nbytes", "itemsize", "_version", "data",
+)  # fmt: skip
+
+_HARMLESS: set[Any] = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.__len__,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.is_contiguous,
+    Tensor.stride, Tensor.__hash__, Tensor.requires_grad_, Tensor.is_inference, torch.numel,
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES), *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
+}  # fmt: skip
+
+
+class GradientHandle(Tensor):
+    """The gradient of a row-sharded table as clipping sees it: norms are global, scaling acts on the owned rows."""
+
+    reader: Reader
+
+    @staticmethod
+    def __new__(cls, reader: Reader, like: Tensor) -> "GradientHandle":
+        gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        gradient.reader = reader
+        return gradient
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        return f"GradientHandle({self.reader.name!r}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if func in _HARMLESS or func is Tensor.detach:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0] if func is Tensor.detach else func(*args, **kwargs)
+        if name.startswith("_foreach_") and name[9:] in ("norm", "mul_", "clamp_min_", "clamp_max_"):
+            return _each(name[9:], *args, **kwargs)
+        if name in ("vector_norm", "linalg_vector_norm", "norm"):
+            return _norm(*args, **kwargs)
+        gradient = next((arg for arg in args if isinstance(arg, GradientHandle)), None)
+        if gradient is not None and name in (
+            "mul_",
+            "div_",
+            "clamp_",
+            "clamp_min_",
+            "clamp_max_",
+            "zero_",
+            "detach_",
+        ):
+            local = gradient.reader.local_gradient()
+            if local is not None:
+                getattr(local, name)(*args[1:], **kwargs)
+            return gradient
+        owner = gradient.reader.name if gradient is not None else "a row-sharded table"
+        raise TypeError(
+            f"{owner}.grad: {name} would need the whole gradient, whose rows are spread over the workers; norms, "
+            "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_)"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"gradient of a row-sharded table: {func} would need the whole gradient")
+
+
+def _norm(gradient: GradientHandle, ord: Any = 2, *args: Any, **kwargs: Any) -> Tensor:
+    order = float(kwargs.get("p", ord if ord is not None else 2))
+    return gradient.reader.gradient_norms(order)
+
+
+def _each(name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    if name == "norm":
+        return [torch.linalg.vector_norm(gradient, *args) for gradient in gradients]
+    for gradient in gradients:
+        getattr(gradient, name)(*args)
+    return None

@@ -1,0 +1,141 @@
+"""Runs the user's optimizer on some rows of a table: where the row lives, and exactly as in one process where that is
+said.
+
+A window update gathers the touched rows of weight and optimizer state, lets the optimizer step on them, and puts them
+back. That is exact when rows without gradient would not have moved; `leaves_untouched_rows` finds out by trying the
+optimizer on a small matrix, never by its type. `steps_by_row` finds out the same way whether an optimizer may be
+split by row at all.
+"""
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.runtime.table import RowTable
+
+__all__ = ["close_window", "leaves_untouched_rows", "open_window", "replace_parameter", "steps_by_row"]
+
+Held = dict[str, Tensor]  # optimizer state of a whole shard: name -> (local rows, *row shape)
+
+
+def open_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
+    """Puts the state of the window's rows where the optimizer looks for it; `held` keeps the shard's."""
+    if table.window_rows is None:
+        return
+    state = optimizer.state.get(table.parameter, {})
+    for name, whole in held.items():
+        state[name] = whole.index_select(0, table.window_rows)
+
+
+def close_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
+    """Puts rows and state back into the shard and empties the window. New state begins as zero rows."""
+    rows = table.window_rows
+    if rows is None:
+        return
+    window = table.parameter.detach()
+    table.shard.index_copy_(0, rows, window)
+    state = optimizer.state.get(table.parameter, {})
+    for name, value in list(state.items()):
+        if not isinstance(value, Tensor) or value.shape != window.shape or value.dim() == 0:
+            continue
+        if name not in held:
+            held[name] = value.new_zeros(table.shard.shape)
+        held[name].index_copy_(0, rows, value)
+        state[name] = value[:0]
+    table.window_rows = None
+    gradient = table.parameter.grad
+    table.parameter.grad = None
+    table.parameter.data = window[:0].clone()
+    del gradient
+
+
+def replace_parameter(optimizer: Optimizer, old: Tensor, table: RowTable) -> Held:
+    """Makes the optimizer hold the table's parameter in place of `old`, with the state of the rows owned here.
+
+    Returns:
+        The shard's state, for `open_window`; empty where the optimizer holds the shard itself.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [table.parameter if parameter is old else parameter for parameter in group["params"]]
+    if old not in optimizer.state:
+        return {}
+    state = optimizer.state.pop(old)
+    held: Held = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == old.shape and value.dim() > 0:
+            mine = value.clone() if not table.is_pulled else value[_owned(table)]
+            if not table.has_window:
+                state[name] = mine
+            else:
+                held[name], state[name] = mine, mine[:0].clone()
+    optimizer.state[table.parameter] = state
+    return held
+
+
+def _owned(table: RowTable) -> Tensor:
+    if table.place.rank not in table.ownership.owners:
+        return torch.empty(0, dtype=torch.int64)
+    return table.ownership.ids(table.place.rank)
+
+
+def _like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options over other parameters, with fresh state."""
+    twin = copy.copy(optimizer)
+    options = {key: value for key, value in group.items() if key != "params"}
+    twin.param_groups = [{**options, "params": parameters}]
+    twin.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, hooks, type(getattr(optimizer, hooks))())
+    for parameter in parameters:
+        _open_state(optimizer, twin, parameter)
+    return twin
+
+
+def _open_state(optimizer: Optimizer, twin: Optimizer, parameter: nn.Parameter) -> None:
+    """Optimizers that make their state when they are built (Adagrad) are given it here, from a sibling's shape."""
+    for other in optimizer.state:
+        state = optimizer.state[other]
+        if any(isinstance(value, Tensor) and value.shape == other.shape and value.dim() for value in state.values()):
+            for name, value in state.items():
+                row_like = isinstance(value, Tensor) and value.shape == other.shape and value.dim() > 0
+                fill = float(value.flatten()[0]) if row_like and value.numel() else 0.0
+                twin.state[parameter][name] = torch.full_like(parameter, fill) if row_like else copy.deepcopy(value)
+            return
+
+
+def _step(twin: Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    twin.step()
+
+
+def _probe(optimizer: Optimizer, group: dict[str, Any], cuts: list[int], quiet: bool) -> tuple[Tensor, Tensor]:
+    """Two steps on a 6 x 4 matrix cut by row: (after step 1, after step 2); `quiet` zeroes the last gradient's first
+    rows."""
+    generator = torch.Generator().manual_seed(1)
+    weight, first, second = torch.rand(3, 6, 4, generator=generator, dtype=torch.float64).add(0.5).unbind(0)
+    if quiet:
+        second = torch.cat([torch.zeros(3, 4, dtype=torch.float64), second[3:]])
+    parameters = [nn.Parameter(piece.clone()) for piece in weight.split(cuts)]
+    twin = _like(optimizer, group, parameters)
+    _step(twin, parameters, list(first.split(cuts)))
+    between = torch.cat([parameter.detach().clone() for parameter in parameters])
+    _step(twin, parameters, list(second.split(cuts)))
+    return between, torch.cat([parameter.detach() for parameter in parameters])
+
+
+def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether stepping a matrix whole and row-split gives the same: true of element-wise optimizers."""
+    whole = _probe(optimizer, group, [6], quiet=False)
+    split = _probe(optimizer, group, [2, 1, 3], quiet=False)
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(whole, split, strict=True))
+
+
+def leaves_untouched_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a row whose gradient is zero stays where it is, whatever its history."""
+    between, after = _probe(optimizer, group, [6], quiet=True)
+    return torch.equal(between[:3], after[:3])

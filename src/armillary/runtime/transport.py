@@ -1,0 +1,243 @@
+"""Requests carried by torch.distributed: the one room that calls collectives or holds process groups.
+
+Groups of our own, so that the user's collectives never interleave with ours: one for the world, and when nodes hold
+several ranks one for the node and one for the rail. CPU tensors always travel by gloo; CUDA tensors by the backend
+the job was started with.
+
+Measured on gloo (torch 2.13): non-contiguous tensors give silently wrong results, so this file is the one place that
+makes them contiguous; uneven all_gather fails, so uneven traffic is all_to_all_single; its all_reduce does not add in
+rank order.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from armillary.exchanges.exchange import Place
+from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, sent_bytes
+from armillary.facts.trace import Record
+
+__all__ = ["Transport", "start_process_group"]
+
+Wait = Callable[[], Any]
+
+
+def start_process_group(timeout_seconds: float = 600.0) -> None:
+    """Joins the job torchrun describes in the environment; alone, it becomes a job of one.
+
+    A store prefix per restart attempt keeps a restarted gloo job from reading the addresses of the one that died
+    (torchrun reuses its store on one node).
+    """
+    if dist.is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        workers,
+        is_master=rank == 0 and not agents,
+        timeout=timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed = PrefixStore(f"armillary/attempt{attempt}", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
+
+
+class Transport:
+    """This rank's connection to the others. It lives as long as the run; `close` gives its groups back.
+
+    records: one per completed request since `take_records`, when `recording`.
+    """
+
+    def __init__(self, workers_per_node: int = 1, check_order: bool = False, timeout_seconds: float = 600.0):
+        start_process_group(timeout_seconds)
+        self.place = Place(dist.get_rank(), dist.get_world_size(), workers_per_node)
+        self.check_order = check_order
+        self.recording = False
+        self.step = 0
+        self.sequence = 0
+        self.records: list[Record] = []
+        self.origin_seconds = time.perf_counter()
+        timeout = timedelta(seconds=timeout_seconds)
+        self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
+        backends = {"cpu": "gloo"}
+        if "nccl" in str(dist.get_backend()):
+            backends["cuda"] = "nccl"
+        for device, backend in backends.items():
+            self._open("world", [list(range(self.place.workers))], device, backend, timeout)
+            if workers_per_node > 1:
+                per, nodes = workers_per_node, self.place.nodes
+                self._open(
+                    "node",
+                    [list(range(n * per, n * per + per)) for n in range(nodes)],
+                    device,
+                    backend,
+                    timeout,
+                )
+                self._open(
+                    "rail",
+                    [list(range(p, self.place.workers, per)) for p in range(per)],
+                    device,
+                    backend,
+                    timeout,
+                )
+        self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
+
+    def _open(self, scope: Scope, members: list[list[int]], device: str, backend: str, timeout: timedelta) -> None:
+        for ranks in members:  # every rank must take part in making every group
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if self.place.rank in ranks:
+                self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
+
+    def start(self, request: Request, label: str) -> Wait:
+        """Sends a request on its way; the function returned waits for it and gives the answer.
+
+        Raises:
+            RuntimeError: a peer is gone, or (check_order) asked for something else; the message names rank and group.
+        """
+        self.sequence += 1
+        if self.check_order:
+            self._refuse_other_orders(request, label)
+        scope, ranks = request.scope, self._ranks(request)
+        began = time.perf_counter()
+        if ranks.workers == 1:
+            answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
+            return lambda: answer
+        try:
+            work, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
+        except RuntimeError as error:
+            raise self._lost(request, label, error) from error
+
+        def wait() -> Any:
+            del_after = held  # the sender's buffer is read late: it lives until the wait returns
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(request, label, error) from error
+            del del_after
+            if self.recording:
+                self._record(request, ranks, label, began)
+            return answer
+
+        return wait
+
+    def complete(self, program: Program[Any], label: str) -> Any:
+        """Carries one program to its end, one request at a time."""
+        answer: Any = None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = self.start(request, label)()
+
+    def _group(self, scope: Scope, tensor: Tensor) -> Any:
+        device = tensor.device.type if (scope, tensor.device.type) in self.groups else "cpu"
+        return self.groups[scope, device][0]
+
+    def _ranks(self, request: Request) -> Place:
+        if (request.scope, "cpu") not in self.groups:
+            # nodes of one rank: a node is this rank alone, a rail is the whole world
+            return Place(0, 1) if request.scope == "node" else self.groups["world", "cpu"][1]
+        return self.groups[request.scope, "cpu"][1]
+
+    def _launch(self, request: Request, group: Any, ranks: Place) -> tuple[Any, Tensor, Tensor]:
+        tensor = request.tensor.detach().contiguous()
+        if isinstance(request, AllReduce):
+            return dist.all_reduce(tensor, group=group, async_op=True), tensor, tensor
+        if isinstance(request, AllGather):
+            answer = tensor.new_empty((ranks.workers, *tensor.shape))
+            return (
+                dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True),
+                answer,
+                tensor,
+            )
+        answer = tensor.new_empty((sum(request.receive), *tensor.shape[1:]))
+        work = dist.all_to_all_single(
+            answer, tensor, list(request.receive), list(request.send), group=group, async_op=True
+        )
+        return work, answer, tensor
+
+    def _record(self, request: Request, ranks: Place, label: str, began: float) -> None:
+        kind = type(request).__name__
+        now = time.perf_counter()
+        sent = sent_bytes(request, ranks.workers, ranks.rank)
+        self.records.append(Record(self.step, label, kind, began - self.origin_seconds, now - began, sent))
+
+    def take_records(self) -> tuple[Record, ...]:
+        """The records so far; forgets them."""
+        taken, self.records = tuple(self.records), []
+        return taken
+
+    def _lost(self, request: Request, label: str, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.place.rank}: {type(request).__name__} of {label!r} at step {self.step} failed: a peer "
+            "has stopped, or did not join in time. Look for the first error among the ranks; if ranks ran out of data, "
+            f"use run.batches. ({error})"
+        )
+
+    def _refuse_other_orders(self, request: Request, label: str) -> None:
+        mine = f"{label}: {type(request).__name__} in {request.scope}, {request.tensor.dtype}"
+        if isinstance(request, AllReduce | AllGather):
+            mine += f", {tuple(request.tensor.shape)}"
+        everyones: list[Any] = [None] * self.place.workers
+        dist.all_gather_object(everyones, (self.sequence, mine), group=self.order_group)
+        if any(other != (self.sequence, mine) for other in everyones):
+            listing = "; ".join(f"rank {rank} asks #{number} {text}" for rank, (number, text) in enumerate(everyones))
+            raise RuntimeError(f"ranks out of order: {listing}")
+
+    def share(self, thing: Any) -> list[Any]:
+        """Every rank's picklable `thing`, in rank order. For start-up and checkpoints, never inside a step."""
+        everyones: list[Any] = [None] * self.place.workers
+        dist.all_gather_object(everyones, thing, group=self.groups["world", "cpu"][0])
+        return everyones
+
+    def spread(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites `tensor` on every rank with root's."""
+        if self.place.workers == 1:
+            return
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, src=root, group=self._group("world", whole))
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Any:
+        """Starts a message; the handle's wait() returns when the peer has it. Do not touch `tensor` before."""
+        return dist.isend(tensor.detach().contiguous(), peer, group=self._group("world", tensor), tag=tag)
+
+    def receive(self, into: Tensor, peer: int, tag: int = 0) -> Any:
+        """Posts a receive; the handle's wait() returns when `into` is filled."""
+        assert into.is_contiguous(), f"{tuple(into.shape)} is not contiguous"
+        return dist.irecv(into, peer, group=self._group("world", into), tag=tag)
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.place.workers > 1:
+            dist.barrier(group=self.groups["world", "cpu"][0])
+
+    def agree_largest(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks of a few numbers."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.place.workers > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups["world", "cpu"][0])
+        largest: list[float] = tensor.tolist()
+        return largest
+
+    def close(self) -> None:
+        """Gives the groups back; the default process group stays the user's."""
+        for group, _ in self.groups.values():
+            dist.destroy_process_group(group)
+        self.groups.clear()

@@ -1,0 +1,144 @@
+"""What `attach` returns: the few things a training loop may want to say to the runtime.
+
+Nothing here is needed by a plain loop. `no_sync` accumulates gradients, `weigh` declares how much this rank's batch
+counts, `batches` keeps ranks together when their data run out at different times, `finish` serves the others at the
+end.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.facts.plan import Plan
+from armillary.facts.trace import Trace
+from armillary.runtime.executor import Executor
+from armillary.runtime.row_update import Held, close_window, open_window
+from armillary.runtime.table import RowTable
+
+__all__ = ["Run"]
+
+Batch = TypeVar("Batch")
+
+
+class Run:
+    """A plan at work. `held` keeps the optimizer state of tables whose optimizer sees a window only."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: Optimizer,
+        executor: Executor,
+        held: dict[str, Held],
+        scaler: Any,
+    ):
+        self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.executor, self.held = executor, held
+        self.transport = executor.transport
+        self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
+        self._undo = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        if scaler is not None:
+            self._share_found_inf(scaler)
+
+    @property
+    def rank(self) -> int:
+        return self.transport.place.rank
+
+    @property
+    def workers(self) -> int:
+        return self.transport.place.workers
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
+        self.executor.is_syncing = False
+        try:
+            yield
+        finally:
+            self.executor.is_syncing = True
+
+    def weigh(self, weight: float) -> None:
+        """Declares the weight of this rank's next backward, for example its number of tokens.
+
+        Raises:
+            ValueError: the plan's mean is over workers, or the weight is negative.
+        """
+        if self.plan.mean != "weights":
+            raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
+        if weight < 0:
+            raise ValueError(f"run.weigh: rank {self.rank}: want a weight >= 0, got {weight}")
+        self.executor.weight = float(weight)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches, as many as the longest rank has.
+
+        A rank whose data have run out repeats its last batch with weight zero, so that the loop, the optimizer and the
+        schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
+        DDP's join).
+
+        Raises:
+            ValueError: this rank has no batch at all; there is nothing it could repeat.
+        """
+        source = iter(loader)
+        batch: Batch | None = next(source, None)
+        if batch is None:
+            raise ValueError(f"run.batches: rank {self.rank} has no batch; give every rank at least one")
+        last = batch
+        while self.transport.agree_largest([float(batch is not None)])[0]:
+            last = batch if batch is not None else last
+            self.executor.is_phantom = batch is None
+            yield last
+            batch = next(source, None) if batch is not None else None
+        self.executor.is_phantom = False
+
+    def finish(self) -> None:
+        """Serves the other ranks' look-ups until every rank has called this. Call it when training is over."""
+        self.executor.look_ups.serve_until("finished")
+        self.transport.barrier()
+
+    def take_trace(self) -> Trace:
+        """The requests since recording began or the last call; set `run.transport.recording = True` first."""
+        return Trace(self.rank, self.transport.take_records())
+
+    def detach(self) -> None:
+        """Stops exchanging. Tables stay handles; export first if the plain model is wanted."""
+        for handle in self._undo:
+            handle.remove()
+        for remove in self.executor.removals:
+            remove()
+
+    def _before_step(self, *_: Any) -> None:
+        if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
+            self.executor.settle()
+        with torch.no_grad():
+            for table in self._windows():
+                open_window(table, self.optimizer, self.held[table.name])
+
+    def _after_step(self, *_: Any) -> None:
+        with torch.no_grad():
+            for table in self._windows():
+                close_window(table, self.optimizer, self.held[table.name])
+        self.executor.after_step()
+
+    def _windows(self) -> list[RowTable]:
+        return [table for table in self.tables.values() if table.has_window]
+
+    def _share_found_inf(self, scaler: Any) -> None:
+        """Makes every rank skip a step that any rank's gradients (or owned rows) made non-finite."""
+        unscale = scaler._unscale_grads_
+
+        def unscale_alike(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+            found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+            largest = self.transport.agree_largest([max((float(value) for value in found.values()), default=0.0)])
+            for value in found.values():
+                value.fill_(largest[0])
+            return found
+
+        scaler._unscale_grads_ = unscale_alike
