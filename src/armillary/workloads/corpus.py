@@ -1,0 +1,182 @@
+"""Text as ids: files are read, cut into tokens, numbered by frequency and split into train and held-out.
+
+The default text is the Python standard library's own source: some thirty megabytes that every machine
+running this already has, with a long-tailed vocabulary. Any file or folder of text (plain or .gz) serves too.
+The ids are kept in a cache folder, so that several workers which start at once tokenise only once.
+"""
+
+import fcntl
+import gzip
+import hashlib
+import os
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["END_OF_LINE", "UNKNOWN", "Corpus", "load", "synthetic", "tokens"]
+
+UNKNOWN, END_OF_LINE = 0, 1
+SPECIAL = ["<unk>", "\n"]
+# A newline counts once however many blank lines follow it.
+TOKEN = re.compile(r"[^\W\d]\w*|\d+|\n(?!\s*\n)|[^\w\s]")
+HELD_OUT_EVERY = 50  # one document in fifty, two per cent
+LAYOUT = "1"  # part of the cache key: change it with TOKEN, HELD_OUT_EVERY or the file's layout
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Two streams of ids in reading order, and what they mean.
+
+    Ids are ranked by frequency in train: id 0 is any word seen too rarely, 1 the end of a line, 2 the most
+    frequent word. Held-out text takes no part in the choice of the vocabulary.
+    """
+
+    train: NDArray[np.int32]  # (tokens,)
+    held_out: NDArray[np.int32]  # (tokens,)
+    words: tuple[str, ...]  # (vocabulary,)
+
+    def __post_init__(self) -> None:
+        if len(self.train) < 2 or len(self.held_out) < 2:
+            raise ValueError(
+                f"the corpus has {len(self.train)} training and {len(self.held_out)} held-out tokens; pass more text"
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.words)
+
+
+def load(corpus: str, min_count: int, cache: str) -> Corpus:
+    """Reads `corpus` ("stdlib", or the path of a file or folder), from `cache` if it was read before.
+
+    Words seen fewer than `min_count` times in train become UNKNOWN. In a folder, files that hold no text are
+    passed over. A few files are split by blocks of lines, many by whole files.
+
+    Raises ValueError if the path is missing, empty or not text.
+    """
+    files = stdlib_files() if corpus == "stdlib" else files_under(Path(corpus))
+    listing = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    key = hashlib.sha256("\n".join([LAYOUT, str(min_count), *listing]).encode()).hexdigest()[:16]
+    folder = Path(cache) / "corpus"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{key}.npz"
+    with (folder / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first to come reads the text; the lock dies with its holder
+        if not kept.exists():
+            write(kept, number(documents(files, corpus), min_count))
+    return read(kept)
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's source files, sorted; installed packages are not part of it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+    if not found:
+        raise ValueError(f"this Python has no source files under {root}; pass corpus=PATH of a text")
+    return found
+
+
+def files_under(path: Path) -> list[Path]:
+    """The file itself, or the files of a folder, sorted, hidden ones left out. Raises ValueError if none."""
+    if not path.exists():
+        raise ValueError(f"corpus {path} does not exist; pass the path of a text file or a folder of them")
+    if path.is_file():
+        return [path]
+    inside = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+    found = [path / name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    if not found:
+        raise ValueError(f"corpus {path} is a folder without files; pass one that holds text")
+    return found
+
+
+def documents(files: list[Path], corpus: str) -> list[str]:
+    """What is held out or not as a whole: files if there are enough, else blocks of lines."""
+    texts = [text for path in files if (text := decoded(path)) is not None]
+    if not texts:
+        raise ValueError(f"corpus {corpus} holds no text but binary data; pass UTF-8 text, plain or .gz")
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"corpus {corpus} is empty; pass a file or folder that holds text")
+    if len(texts) >= HELD_OUT_EVERY:
+        return texts
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
+    block = -(-len(lines) // (4 * HELD_OUT_EVERY))
+    return ["".join(lines[start : start + block]) for start in range(0, len(lines), block)]
+
+
+def decoded(path: Path) -> str | None:
+    """The text of a file, or None if it is binary. UTF-8; odd bytes become replacement marks."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"corpus file {path} is not the gzip file its name says: {error}") from error
+    head = raw[:8192]
+    strange = head.decode("utf-8", errors="replace").count("\ufffd")
+    if b"\0" in head or strange > len(head) / 10:
+        return None
+    return raw.decode("utf-8", errors="replace")
+
+
+def tokens(text: str) -> list[str]:
+    """Identifiers or words, digit runs, single other marks and ends of lines; white space is dropped."""
+    return TOKEN.findall(text)
+
+
+def number(texts: list[str], min_count: int) -> Corpus:
+    """Ranks the words of the training documents by frequency and spells both splits in ids."""
+    first_seen: dict[str, int] = {}
+    spelled = [
+        np.array([first_seen.setdefault(word, len(first_seen)) for word in tokens(text)], dtype=np.int32)
+        for text in texts
+    ]
+    held_out = np.concatenate([ids for i, ids in enumerate(spelled) if is_held_out(i)] or [spelled[0][:0]])
+    train = np.concatenate([ids for i, ids in enumerate(spelled) if not is_held_out(i)])
+    counts = np.bincount(train, minlength=len(first_seen))
+    if "\n" in first_seen:
+        counts[first_seen["\n"]] = 0  # it has its own id
+    order = np.argsort(-counts, kind="stable")[: int((counts >= max(1, min_count)).sum())]
+    names = list(first_seen)
+    rank = np.full(len(names), UNKNOWN, dtype=np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32) + len(SPECIAL)
+    if "\n" in first_seen:
+        rank[first_seen["\n"]] = END_OF_LINE
+    return Corpus(rank[train], rank[held_out], (*SPECIAL, *(names[i] for i in order)))
+
+
+def is_held_out(document: int) -> bool:
+    return document % HELD_OUT_EVERY == HELD_OUT_EVERY // 2
+
+
+def write(path: Path, corpus: Corpus) -> None:
+    """Writes beside `path`, then renames: a reader sees the whole file or none."""
+    # No token holds a space, so one can part them.
+    draft = path.with_suffix(f".{os.getpid()}.npz")
+    words = np.frombuffer(" ".join(corpus.words).encode(), dtype=np.uint8)
+    np.savez(draft, train=corpus.train, held_out=corpus.held_out, words=words)
+    os.replace(draft, path)
+
+
+def read(path: Path) -> Corpus:
+    with np.load(path, allow_pickle=False) as kept:
+        words = tuple(kept["words"].tobytes().decode().split(" "))
+        return Corpus(kept["train"], kept["held_out"], words)
+
+
+def synthetic(vocabulary: int, length: int) -> Corpus:
+    """A text nobody wrote: each word's successor is one of four, and words follow Zipf's law.
+
+    No model can know the text by heart, yet a model of pairs can learn it, so training visibly helps.
+    """
+    rng = np.random.default_rng(0)
+    zipf = 1.0 / np.arange(1, vocabulary + 1)
+    successors = rng.choice(vocabulary, size=(vocabulary, 4), p=zipf / zipf.sum()).astype(np.int32)
+    choices = rng.integers(0, 4, size=length)
+    text = np.empty(length, dtype=np.int32)
+    word = 0
+    for i, choice in enumerate(choices):
+        word = text[i] = successors[word, choice]
+    cut = length - length // 10
+    return Corpus(text[:cut], text[cut:], tuple(f"w{i}" for i in range(vocabulary)))

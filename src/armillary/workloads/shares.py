@@ -1,0 +1,66 @@
+"""Which examples each worker draws at each step.
+
+One order of the examples is cut into global batches of `batch_size * workers`, and a worker takes its
+slice of each. The union over the workers of step t thus depends on the global batch alone: four workers
+of 8 see what one worker of 32 sees, which is what lets one process replay many.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Ids", "draw", "held_out_share", "shuffled", "train_share"]
+
+Ids = NDArray[np.int64]
+
+
+def draw(split: str, examples: int, batch_size: int, place: tuple[int, int], seed: int) -> Iterator[Ids]:
+    """One epoch of a worker's indices; `place` is (worker, workers). Train is shuffled, held-out is not."""
+    if split == "train":
+        return train_share(shuffled(examples, seed), batch_size, place)
+    if split == "held_out":
+        return held_out_share(examples, batch_size, place)
+    raise ValueError(f"no split {split!r}; there are 'train' and 'held_out'")
+
+
+def shuffled(examples: int, seed: int) -> Ids:
+    """The order of one training epoch, the same for every worker."""
+    return np.random.default_rng(seed).permutation(examples)
+
+
+def train_share(order: Ids, batch_size: int, place: tuple[int, int]) -> Iterator[Ids]:
+    """The worker's slice of each full global batch of `order`; the remainder is dropped.
+
+    Every worker gets equally many batches of exactly `batch_size`.
+    """
+    worker, workers = _checked(place)
+    together = batch_size * workers
+    if len(order) < together:
+        raise ValueError(
+            f"{len(order)} training examples do not fill one global batch of "
+            f"{workers} workers x {batch_size}; take a smaller batch_size or more data"
+        )
+    for start in range(0, len(order) - together + 1, together):
+        yield order[start + worker * batch_size : start + (worker + 1) * batch_size]
+
+
+def held_out_share(examples: int, batch_size: int, place: tuple[int, int]) -> Iterator[Ids]:
+    """The worker's slices of `range(examples)`, every example exactly once over all workers.
+
+    Global batches, then workers, differ by at most one example in size, so that all workers get equally many
+    batches and none is larger than `batch_size`. Only with fewer examples than workers do some get none.
+    """
+    worker, workers = _checked(place)
+    steps = -(-examples // (batch_size * workers))
+    for together in np.array_split(np.arange(examples), max(1, steps)):
+        mine = np.array_split(together, workers)[worker]
+        if len(mine):
+            yield mine
+
+
+def _checked(place: tuple[int, int]) -> tuple[int, int]:
+    worker, workers = place
+    if not 0 <= worker < workers:
+        raise ValueError(f"worker {worker} of {workers}: workers are numbered from 0 to workers - 1")
+    return place
