@@ -1,0 +1,112 @@
+"""The truth of schedules with versions: plain loops in one process over steps, micro-batches and stages.
+
+The user's optimizer steps the whole model once per training step, so its rate, momentum and weight decay belong to that
+step by construction. Only gradients are taken at older weights, where the schedule's staleness says so. Gradients are
+summed in micro-batch order and divided once, by M. Every runtime must equal this bit for bit on a CPU.
+
+BatchNorm: statistics are those of each micro-batch, never of several. Running statistics never enter training; they
+are kept in micro-batch order in one copy (one device, pipeline), or in one per worker (`copies`), as a ring keeps them.
+
+Source: Fournier & Oyallon, 2024, update rules CDP-v1 and v2. Departure: the authors' replicas apply a delayed gradient
+with the learning rate of the next step, and so drift apart when the rate changes; here the rate is the gradient's.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from armillary.schedules.random_stream import seeded
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["Reference"]
+
+MicroBatch = tuple[Any, Any]  # what the first stage reads, and what the loss compares with
+Weights = list[dict[str, Tensor]]  # per stage, by the stage's own parameter names
+
+
+class Reference:
+    """Trains `stages` one after the other; `step` is one training step, the user's loop around it stays plain.
+
+    Args:
+        stages: the model, cut; each takes what the one before returns.
+        optimizer: over the parameters of all stages.
+        loss: loss(output, target) -> scalar mean over one micro-batch.
+        copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own.
+
+    Raises:
+        ValueError: the schedule has other stages, or a parameter is in two of them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        optimizer: Optimizer,
+        schedule: Schedule,
+        loss: Callable[[Any, Any], Tensor],
+        seed: int = 0,
+        copies: Sequence[int] | None = None,
+    ) -> None:
+        if len(stages) != schedule.stages:
+            raise ValueError(f"reference: the schedule has {schedule.stages} stages, the model {len(stages)}")
+        everywhere = [parameter for stage in stages for parameter in stage.parameters()]
+        if len(everywhere) != len({id(parameter) for parameter in everywhere}):
+            raise ValueError("reference: a parameter is in two stages; want stages without tied weights")
+        self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
+        self.drains: list[int] = []
+        self.buffers = [
+            [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in stages]
+            for _ in range(max(copies, default=0) + 1)
+        ] if copies is not None else []  # fmt: skip
+        self._copies, self._step = copies, 0
+        self._history: dict[int, Weights] = {}
+
+    def drain(self) -> None:
+        """Everything before the next step has finished: it reads no older weights than its own."""
+        self.drains.append(self._step)
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """One training step; returns the loss of every micro-batch."""
+        self._history[self._step] = [
+            {name: p.detach().clone() for name, p in stage.named_parameters()} for stage in self.stages
+        ]
+        for version in [v for v in self._history if v < self._step - max(map(max, self.schedule.staleness))]:
+            del self._history[version]
+        losses: list[Tensor] = []
+        totals: dict[nn.Parameter, Tensor] = {}
+        for micro_batch, batch in enumerate(micro_batches):
+            value, gradients = self._gradients(micro_batch, batch)
+            losses.append(value)
+            for parameter, gradient in gradients:
+                totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
+        for parameter, total in totals.items():
+            parameter.grad = total / self.schedule.micro_batches
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return losses
+
+    def _gradients(self, micro_batch: int, batch: MicroBatch) -> tuple[Tensor, Iterable[tuple[nn.Parameter, Tensor]]]:
+        """Loss of one micro-batch and its gradients, at the weights the schedule names; unused ones are left out."""
+        leaves: list[Tensor] = []
+        parameters: list[nn.Parameter] = []
+        value, target = batch
+        for j, stage in enumerate(self.stages):
+            place = self._step, micro_batch, j
+            old = self._history[self.schedule.version(place, self.drains)][j]
+            weights = {}
+            for name, parameter in stage.named_parameters():
+                weights[name] = old[name].detach().requires_grad_(parameter.requires_grad)
+                if parameter.requires_grad:
+                    leaves.append(weights[name])
+                    parameters.append(parameter)
+            buffers = self.buffers[self._copies[micro_batch]][j] if self._copies is not None else {}
+            device = next((p.device for p in weights.values()), torch.device("cpu"))
+            with seeded(self.seed, place, device):
+                value = functional_call(stage, {**weights, **buffers}, (value,))
+        loss = self.loss(value, target)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return loss.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

@@ -1,0 +1,39 @@
+"""The random numbers of one stage of one micro-batch of one step, whoever computes it, and when.
+
+Staggered workers run in another order than one process would, and a stage may be computed twice (recomputation).
+Seeding by place instead of by process makes dropout the same in every mode and in the reference.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from armillary.schedules.schedule import Place
+
+__all__ = ["place_seed", "seeded"]
+
+_MASK = (1 << 64) - 1
+
+
+def place_seed(seed: int, place: Place) -> int:
+    """A seed of 63 bits from the run's `seed` and (step, micro_batch, stage), mixed so that neighbours differ.
+
+    Source: SplitMix64 (Steele, Lea, Flood, 2014), one round per number.
+    """
+    mixed = seed & _MASK
+    for number in place:
+        mixed = (mixed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+@contextmanager
+def seeded(seed: int, place: Place, device: torch.device) -> Iterator[None]:
+    """Draws from the place's stream inside, on the host and on `device`; the streams outside go on as they were."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(place_seed(seed, place))
+        yield
