@@ -85,8 +85,8 @@ def _exchange(asked: Sequence[AllToAll]) -> list[Any]:
         for sender, size in enumerate(request.receive):
             if asked[sender].send[receiver] != size:
                 raise OutOfStep(
-    ranks = range(len(asked))
-    return [torch.cat([pieces[sender][receiver] for sender in ranks]) for receiver in ranks]
+                    f"rank {receiver} expects {size} rows from rank {sender}, "
+                    f"which sends {asked[sender].send[receiver]}"
                 )
     return [
         torch.cat([pieces[sender][receiver] for sender in range(len(asked))]).clone() for receiver in range(len(asked))

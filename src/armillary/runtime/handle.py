@@ -47,7 +47,7 @@ class TableHandle(Tensor):
         handle.reader = reader
         return handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"TableHandle({self.reader.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, rows owned by workers)"
         )
@@ -216,7 +216,8 @@ _HARMLESS: set[Any] = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.__len__,
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.is_contiguous,
     Tensor.stride, Tensor.__hash__, Tensor.requires_grad_, Tensor.is_inference, torch.numel,
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES), *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
 }  # fmt: skip
 
 
@@ -231,7 +232,7 @@ class GradientHandle(Tensor):
         gradient.reader = reader
         return gradient
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientHandle({self.reader.name!r}, shape={tuple(self.shape)})"
 
     @classmethod

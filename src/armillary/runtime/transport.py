@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, sent_bytes
@@ -40,11 +39,12 @@ def start_process_group(timeout_seconds: float = 600.0) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         workers,
@@ -52,7 +52,7 @@ def start_process_group(timeout_seconds: float = 600.0) -> None:
         timeout=timeout,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefixed = PrefixStore(f"armillary/attempt{attempt}", store)
+    prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
 
 

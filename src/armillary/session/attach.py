@@ -74,7 +74,7 @@ def _refuse_misfit(plan: Plan, trainable: dict[str, nn.Parameter], transport: Tr
     )
     if missing or extra:
         raise ValueError(
-            f"attach: the plan was made for another model: plans {missing or 'nothing'} which the model does not train, "
+            f"attach: the plan was made for another model: it has {missing or 'nothing'} which this one does not train "
             f"and misses {extra or 'nothing'}; plan again for this model"
         )
     mine = model_fingerprint((name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
