@@ -79,7 +79,7 @@ class ParameterFact:
         aliases: its other names, where modules share it.
         dense_readers: the operations that read or write it whole.
         refusals: why its rows cannot live with owners, though it be read by row.
-        arrival: its place in the order in which gradients became final; None without a gradient.
+        arrival: its place in the order in which the first batch's gradients became final; None without one.
         rows: present exactly when `reads` is "rows".
     """
 
@@ -98,9 +98,7 @@ class ParameterFact:
 
     def __post_init__(self) -> None:
         if self.reads not in get_args(Reads):
-            raise ValueError(
-                f"profile: {self.name!r} has reads {self.reads!r}, want one of {get_args(Reads)}"
-            )
+            raise ValueError(f"profile: {self.name!r} has reads {self.reads!r}, want one of {get_args(Reads)}")
         if (self.rows is not None) != (self.reads == "rows"):
             raise ValueError(
                 f"profile: {self.name!r} is read {self.reads!r}; row facts go with 'rows' and only with it"

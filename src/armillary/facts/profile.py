@@ -98,15 +98,13 @@ class Profile:
         for fact in self.parameters:
             if name == fact.name or name in fact.aliases:
                 return fact
-        raise KeyError(
-            f"profile: no parameter {name!r}; there are {', '.join(fact.name for fact in self.parameters)}"
-        )
+        raise KeyError(f"profile: no parameter {name!r}; there are {', '.join(fact.name for fact in self.parameters)}")
 
     def __str__(self) -> str:
         size = f"{len(self.parameters)} parameters, {bytes_text(self.parameter_bytes)}"
         split = f"{bytes_text(self.row_bytes)} read by row, {bytes_text(self.dense_bytes)} whole"
         seen = f"{self.batches} batches, {self.workers} workers in nodes of {self.workers_per_node}"
-        title = f"profile {self.fingerprint}: {size} ({split}); model alpha {self.alpha:.4f}; {seen}"
+        title = f"profile {self.fingerprint}: {size} ({split})\nmodel alpha {self.alpha:.4f} over {seen}"
         return table(title, self.parameters, self.stages)
 
     def to_json(self) -> str:
@@ -142,7 +140,5 @@ def _parameter(fields: Mapping[str, Any]) -> ParameterFact:
     frozen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     if fields["rows"] is not None:
         rows: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["rows"].items()}
-        frozen["rows"] = RowFacts(
-            **{**rows, "hottest": tuple((row, share) for row, share in rows["hottest"])}
-        )
+        frozen["rows"] = RowFacts(**{**rows, "hottest": tuple((row, share) for row, share in rows["hottest"])})
     return ParameterFact(**frozen)

@@ -1,5 +1,4 @@
-"""A profile on paper: three aligned tables, the largest first, with units. Plain text, so that facts needs no
-library.
+"""A profile on paper: three aligned tables with units. Plain text, so facts needs no library.
 
 The reader wants to see which parameters are read by row, how many of their rows a step touches, whether
 owners would share the load, and which stages cost what.
@@ -54,8 +53,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence
 
 
 def table(title: str, parameters: Sequence[ParameterFact], stages: Sequence[StageFact]) -> str:
-    """The title, then parameters, tables read by row and stages, each with its heading and the largest
-    first."""
+    """The title, then parameters and tables read by row, the largest first, then stages in the model's order."""
     largest = sorted(parameters, key=lambda fact: (-fact.bytes, fact.name))
     sections = [title, _parameters(largest)]
     if any(fact.rows for fact in parameters):
@@ -88,9 +86,7 @@ def _note(fact: ParameterFact) -> str:
     parts += [] if fact.requires_grad else ["frozen"]
     parts += [f"also {', '.join(fact.aliases)}"] if fact.aliases else []
     parts += [f"whole in {', '.join(fact.dense_readers)}"] if fact.reads == "both" else []
-    parts += (
-        [f"padding row {fact.rows.padding_idx}"] if fact.rows and fact.rows.padding_idx is not None else []
-    )
+    parts += [f"padding row {fact.rows.padding_idx}"] if fact.rows and fact.rows.padding_idx is not None else []
     note = "; ".join(parts)
     if fact.refusals or len(note) <= WIDEST_NOTE:
         return note
@@ -115,8 +111,8 @@ def _rows(facts: Sequence[ParameterFact]) -> str:
         *("load modulo", "blocks", "hottest row"),
     )
     legend = (
-        "per worker and step; alpha = distinct rows / rows; load = busiest owner / mean owner, "
-        "row r with owner r % workers or in blocks"
+        "per worker and step; alpha is distinct rows / rows, merged over a node and over all workers;\n"
+        "load is that of the busiest owner / mean, row r with owner r % workers, or in contiguous blocks"
     )
     return f"{aligned(header, rows)}\n{legend}"
 

@@ -30,31 +30,32 @@ UNSEEN = "an operation the dispatcher does not show"
 def scalar_loss(value: object) -> Tensor:
     """The loss, if it is one."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"profile: loss returned {what}; want a scalar tensor, as a mean over the batch is")
     return value
 
 
 def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
-        raise ValueError(
-            "profile: the loss depends on no parameter that requires a gradient; check requires_grad"
-        )
-    loss.backward()  # type: ignore[no-untyped-call]
+        raise ValueError("profile: the loss depends on no parameter that requires a gradient; check requires_grad")
+    loss.backward()
 
 
 def probe(
     model: nn.Module, batch: Any, loss: Loss, watch: WatchReads, paths: Sequence[str]
 ) -> tuple[dict[str, int], Counter[str], Counter[str]]:
-    """One step under watch: places of gradients in arrival order, operations and activation bytes by
-    stage."""
+    """One step under watch.
+
+    Returns:
+        The place of each gradient in the order in which they became final; operations of the forward pass by
+        stage; bytes kept for the backward pass by stage.
+    """
     operations = CountOperations()
     activations = Activations(model, lambda: operations.path[-1])
     hooks = saved_tensors_hooks(activations.pack, lambda tensor: tensor)
     with following(model, paths, operations.enter, operations.leave), watch, operations, hooks:
         value = scalar_loss(loss(model, batch))
+    activations.let_go()
     watch.counts_lookups = False
     with watch, _arriving(watch.readings) as order:
         _backward(value)
@@ -80,7 +81,8 @@ def _arriving(readings: Mapping[str, Reading]) -> Iterator[dict[str, None]]:
                 order.pop(name, None)  # a nested backward pass brings a part of it early: the last one counts
                 order[name] = None
 
-            handles.append(reading.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            hook = reading.parameter.register_post_accumulate_grad_hook(arrived)
+            handles.append(hook)
     try:
         yield order
     finally:
@@ -89,8 +91,11 @@ def _arriving(readings: Mapping[str, Reading]) -> Iterator[dict[str, None]]:
 
 
 def _has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
-    """Whether the gradient reaches further than the reads seen: a custom kernel can read behind the
-    dispatcher."""
+    """Whether the gradient reaches further than the reads seen.
+
+    A custom kernel can read behind the dispatcher's back. A gradient's values can only refute that a table is
+    read by row, never suggest it.
+    """
     gradient = reading.parameter.grad
     if gradient is None or reading.dense:
         return False

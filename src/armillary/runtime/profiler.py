@@ -81,8 +81,7 @@ def profile(
     for fact in facts:
         held[fact.stage] += fact.bytes
     costed = tuple(
-        StageFact(path, operations[path], held[path], activations[path], forward[path], backward[path])
-        for path in held
+        StageFact(path, operations[path], held[path], activations[path], forward[path], backward[path]) for path in held
     )
     return Profile(tuple(facts), costed, len(looked), workers, workers_per_node)
 
@@ -119,9 +118,7 @@ def _check(model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]]) -> Non
             )
 
 
-def _rows(
-    reading: Reading, lookups: Sequence[Lookups], workers: int, workers_per_node: int
-) -> RowFacts | None:
+def _rows(reading: Reading, lookups: Sequence[Lookups], workers: int, workers_per_node: int) -> RowFacts | None:
     """Row facts of a parameter that is only ever read by row."""
     if reading.dense or not reading.gathers:
         return None

@@ -77,18 +77,17 @@ class Span:
     stop: int
 
 
-class WatchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, notes every read of the parameters given; lookups are counted only while
-    `counts_lookups`.
+class WatchReads(TorchDispatchMode):
+    """While active, notes every read of the parameters given.
+
+    Look-ups are counted only while `counts_lookups`: a checkpointed stage gathers once more in its backward pass.
 
     Args:
         parameters: each parameter once, under its name.
         before_write: called with a parameter just before an operation writes into it.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], before_write: Callable[[nn.Parameter], None]
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], before_write: Callable[[nn.Parameter], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.readings = {name: Reading(parameter) for name, parameter in parameters.items()}
         self.before_write = before_write
@@ -98,11 +97,9 @@ class WatchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.spans.setdefault(_storage(parameter), []).append(Span(name, *_extent(parameter)))
         for spans in self.spans.values():
             for mine in spans:
-                others = [
-                    span.name for span in spans if span is not mine and _meet(mine, span.start, span.stop)
-                ]
-                if others:
-                    self.readings[mine.name].refusals.add(SHARED.format(", ".join(others)))
+                others = (span for span in spans if span is not mine)
+                if sharing := [span.name for span in others if _meet(mine, span.start, span.stop)]:
+                    self.readings[mine.name].refusals.add(SHARED.format(", ".join(sharing)))
 
     def pending(self) -> dict[str, Lookups]:
         """The lookups since the last `take`, by parameter; those that had none are left out."""
@@ -153,9 +150,7 @@ class WatchReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reading.refusals.add(SCALED)
         if self.counts_lookups:
             padding = bound.get("padding_idx", -1)
-            reading.pending.append(
-                _counted(name, ids, len(reading.parameter), None if padding < 0 else padding)
-            )
+            reading.pending.append(_counted(name, ids, len(reading.parameter), None if padding < 0 else padding))
         return True
 
     def _touched(self, leaf: object) -> list[str]:
@@ -235,11 +230,10 @@ def _counted(name: str, ids: Tensor, rows: int, padding: int | None) -> Lookups:
     """
     if ids.numel() == 0:
         return Lookups(1, NO_LOOKUPS.rows, NO_LOOKUPS.counts, frozenset([padding]))
-    distinct, counts = ids.detach().flatten().to("cpu", torch.int64).unique(return_counts=True)  # type: ignore[no-untyped-call]
+    found = ids.detach().flatten().to("cpu", torch.int64)
+    distinct, counts = found.unique(return_counts=True)
     low, high = int(distinct[0]), int(distinct[-1])
     if low < -rows or high >= rows:
-        raise IndexError(
-            f"profile: a look-up in {name!r} asks for rows {low} to {high}; it has 0 to {rows - 1}"
-        )
-    found = Lookups(1, distinct % rows, counts, frozenset([padding]))
-    return merged([found]) if low < 0 else found
+        raise IndexError(f"profile: look-up of rows {low} to {high} in {name!r}, which has rows 0 to {rows - 1}")
+    lookups = Lookups(1, distinct % rows, counts, frozenset([padding]))
+    return merged([lookups]) if low < 0 else lookups

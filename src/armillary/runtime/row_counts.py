@@ -42,23 +42,19 @@ def merged(parts: Sequence[Lookups]) -> Lookups:
     """Several sets of lookups as one: calls and counts add up, rows are united."""
     if not parts:
         return NO_LOOKUPS
-    rows, place = torch.cat([part.rows for part in parts]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    rows, place = torch.cat([part.rows for part in parts]).unique(return_inverse=True)
     counts = torch.zeros_like(rows).index_add_(0, place, torch.cat([part.counts for part in parts]))
     paddings = frozenset[int | None]().union(*(part.paddings for part in parts))
     return Lookups(sum(part.calls for part in parts), rows, counts, paddings)
 
 
-def row_facts(
-    rows: int, row_bytes: int, batches: Sequence[Lookups], workers: int, workers_per_node: int
-) -> RowFacts:
+def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: int, workers_per_node: int) -> RowFacts:
     """The facts of one table from one `Lookups` per batch; worker w's batches are batches[w::workers].
 
     A last step that lacks batches is left out of everything except `hottest`'s total and `padding_idx`.
     """
     used = batches[: len(batches) // workers * workers]
-    nodes = [
-        merged(used[first : first + workers_per_node]) for first in range(0, len(used), workers_per_node)
-    ]
+    nodes = [merged(used[first : first + workers_per_node]) for first in range(0, len(used), workers_per_node)]
     steps = [merged(used[first : first + workers]) for first in range(0, len(used), workers)]
     everything = merged(batches)
     paddings = set(everything.paddings)

@@ -36,12 +36,16 @@ class StageClock:
         self.since = self._now()
 
     def enter(self, stage: str, inputs: Any) -> None:
+        if self.charged is self.backward:
+            return  # a checkpointed stage is run again: its own backward time
         if stage != self.path[-1]:
             self._hook(inputs, lambda: self._turn_to(OUTSIDE) if self.current == stage else None)
         self.path.append(stage)
         self._turn_to(stage)
 
     def leave(self, stage: str, outputs: Any) -> None:
+        if self.charged is self.backward:
+            return
         self.path.pop()
         if stage != self.path[-1]:
             self._hook(outputs, lambda: self._turn_to(stage))
@@ -59,7 +63,7 @@ class StageClock:
     def _hook(self, tensors: Any, event: Callable[[], None]) -> None:
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self.handles.append(leaf.register_hook(lambda _: event()))  # type: ignore[no-untyped-call]
+                self.handles.append(leaf.register_hook(lambda _: event()))
 
     def _turn_to(self, stage: str, always: bool = False) -> None:
         if stage != self.current or always:

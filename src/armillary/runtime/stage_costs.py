@@ -21,7 +21,7 @@ __all__ = ["Activations", "CountOperations"]
 aten = torch.ops.aten
 
 
-class CountOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountOperations(TorchDispatchMode):
     """Counts floating point operations by stage; `enter` and `leave` are for `following`.
 
     Matrix products, convolutions and attention by torch's own formulas, fused recurrent layers by one of
@@ -81,6 +81,10 @@ class Activations:
         self.seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in owned}
         self.where = where
         self.bytes: Counter[str] = Counter()
+
+    def let_go(self) -> None:
+        """Stops holding the storages; to be called when the forward pass is over."""
+        self.seen.clear()
 
     def pack(self, tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
