@@ -1,9 +1,10 @@
 """Which worker owns which row of a table.
 
 Rows are dealt out by a bijection id -> key, where key = owner * capacity + local row: sorting keys groups ids by owner
-and, within an owner, by place in its shard. `modulo` deals neighbouring ids to different owners, so a vocabulary
-sorted by frequency is balanced (contiguous blocks give the first owner nearly all traffic); `hashed` multiplies
-first, for ids whose stride divides the number of owners.
+and, within an owner, by place in its shard. `modulo` deals neighbouring ids to different owners, so a vocabulary sorted
+by frequency is balanced (contiguous blocks give the first owner nearly all traffic). `hashed` scatters ids first, by the
+golden section (Knuth, The Art of Computer Programming 3, section 6.4), and cuts blocks: for ids whose stride divides the
+number of owners.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["Ownership", "owners_among"]
 
-_MULTIPLIER = 2_654_435_761  # Knuth's multiplicative hash; made coprime to the number of rows below
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 def owners_among(owners: int, workers: int, workers_per_node: int) -> tuple[int, ...]:
@@ -52,9 +53,8 @@ class Ownership:
 
     @property
     def multiplier(self) -> int:
-        if self.order == "modulo":
-            return 1
-        multiplier = _MULTIPLIER % self.rows or 1
+        """The number next to rows * golden section that has no factor in common with rows."""
+        multiplier = max(1, round(self.rows * _GOLDEN))
         while math.gcd(multiplier, self.rows) != 1:
             multiplier += 1
         return multiplier
@@ -64,24 +64,28 @@ class Ownership:
         if rank not in self.owners:
             return 0
         place = self.owners.index(rank)
+        if self.order == "hashed":
+            return max(0, min(self.capacity, self.rows - place * self.capacity))
         return (self.rows - place + len(self.owners) - 1) // len(self.owners)
 
     def keys(self, ids: Tensor) -> Tensor:
         """ids int64 -> keys int64, the same shape. Ids must lie in [0, rows)."""
-        if self.multiplier != 1:
-            ids = ids * self.multiplier % self.rows
         if len(self.owners) == 1:
             return ids
+        if self.order == "hashed":
+            return ids * self.multiplier % self.rows
         return ids % len(self.owners) * self.capacity + torch.div(ids, len(self.owners), rounding_mode="floor")
 
     def ids(self, rank: int, local_rows: Tensor | None = None) -> Tensor:
         """The ids `rank` owns, in shard order: (shard_rows,); or those of the given local rows."""
         if local_rows is None:
             local_rows = torch.arange(self.shard_rows(rank))
-        ids = local_rows * len(self.owners) + (self.owners.index(rank) if rank in self.owners else 0)
-        if self.multiplier != 1:
-            ids = ids * pow(self.multiplier, -1, self.rows) % self.rows
-        return ids
+        if len(self.owners) == 1 or rank not in self.owners:
+            return local_rows
+        place = self.owners.index(rank)
+        if self.order == "hashed":
+            return (local_rows + place * self.capacity) * pow(self.multiplier, -1, self.rows) % self.rows
+        return local_rows * len(self.owners) + place
 
     def counts(self, keys: Tensor) -> list[int]:
         """How many of the sorted distinct `keys` each of the workers owns, one number per rank."""

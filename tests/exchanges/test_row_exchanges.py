@@ -1,0 +1,125 @@
+"""The contract of row exchanges, which names none of them: rows read are the table's, gradients are the sums."""
+
+import pytest
+import torch
+
+from armillary.exchanges.exchange import Place, RowTraffic, build_row, row_exchanges
+from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
+from armillary.facts.collectives import AllReduce
+from armillary.facts.topology import Link, Topology
+from armillary.reference import lockstep
+from armillary.reference.lockstep import OutOfStep
+
+CASES = [(name, options) for name, entry in row_exchanges().items() for options in entry.examples]
+SHAPES = [(1, 1), (2, 1), (3, 1), (4, 2), (8, 2)]
+ROWS, WIDTH = 29, 3
+LINK = Link(1e-4, 1e8)
+
+
+def look_twice(exchange, whole, reads, gradients, place):
+    """One rank's program: two look-ups, then the push of both; returns rows read and (ids, sums) it updates."""
+    owned = exchange.ownership(ROWS, place)
+    mine = place.rank in owned.owners or exchange.placement == "replicated"
+    shard = whole if exchange.placement == "replicated" else whole[owned.ids(place.rank)] if mine else whole[:0]
+    table = Table("table", exchange, owned, shard)
+    tickets, seen, sent = [], [], []
+    for ids, gradient in zip(reads, gradients, strict=True):
+        keys, inverse = torch.unique(owned.keys(ids), return_inverse=True)
+        if exchange.placement == "replicated":
+            none = (0,) * place.workers
+            pulled = yield from exchange.pull(keys, none, none, shard, owned, place)
+        else:
+            pulled = (yield from look_up(Wish(0, keys, True, 0), [table], place)).pulled
+        seen.append(pulled.rows[inverse])
+        tickets.append(pulled.ticket)
+        sent.append(torch.zeros(len(keys), WIDTH, dtype=whole.dtype).index_add_(0, inverse, gradient))
+    rows, sums = yield from exchange.push(sent, tickets, owned, place)
+    return seen, (rows if exchange.placement == "replicated" else owned.ids(place.rank, rows)), sums
+
+
+def scene(workers, seed, empty=False):
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    sizes = [(0 if empty and rank == 0 else 7, 5) for rank in range(workers)]
+    # duplicates inside a batch and across ranks, skewed to low ids
+    reads = [[(torch.rand(n, generator=generator) ** 3 * ROWS).long() for n in pair] for pair in sizes]
+    gradients = [[torch.rand(n, WIDTH, generator=generator, dtype=torch.float64) for n in pair] for pair in sizes]
+    return whole, reads, gradients
+
+
+def drive(name, options, workers, per_node, seed=0, empty=False):
+    exchange = build_row(name, **options)
+    whole, reads, gradients = scene(workers, seed, empty)
+    programs = [
+        look_twice(exchange, whole, reads[rank], gradients[rank], Place(rank, workers, per_node))
+        for rank in range(workers)
+    ]
+    results, sent = lockstep.run(programs, per_node)
+    want = torch.zeros_like(whole)
+    for ids, gradient in zip(reads, gradients, strict=True):
+        for one, other in zip(ids, gradient, strict=True):
+            want.index_add_(0, one, other)
+    return exchange, whole, reads, results, want, sent
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(("workers", "per_node"), SHAPES)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_reads_are_the_rows_and_pushes_are_the_sums(name, options, workers, per_node, empty):
+    exchange, whole, reads, results, want, _ = drive(name, options, workers, per_node, workers, empty)
+    total = torch.zeros_like(whole)
+    for rank, (seen, ids, sums) in enumerate(results):
+        for rows, read in zip(seen, reads[rank], strict=True):
+            assert torch.equal(rows, whole[read])
+        assert len(ids.unique()) == len(ids), "a row's gradient must arrive merged"
+        total.index_add_(0, ids, sums)
+        if exchange.placement == "replicated":
+            mine = torch.zeros_like(whole).index_add_(0, ids, sums)
+            torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
+    if exchange.placement == "row_sharded":
+        torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("workers", "per_node"), SHAPES)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_predicted_bytes_are_the_bytes_sent(name, options, workers, per_node):
+    exchange, _, reads, _, _, sent = drive(name, options, workers, per_node, 3)
+    place = Place(0, workers, per_node)
+    owned = exchange.ownership(ROWS, place)
+    distinct = [[owned.keys(ids).unique() for ids in pair] for pair in reads]
+    if exchange.placement == "replicated":  # both look-ups are merged before they are sent
+        counts = [len(torch.cat(pair).unique()) for pair in distinct]
+        away = 1.0
+    else:
+        counts = [sum(len(keys) for keys in pair) for pair in distinct]
+        elsewhere = sum(
+            sum(n for q, n in enumerate(owned.counts(keys)) if q != rank)
+            for rank, pair in enumerate(distinct)
+            for keys in pair
+        )
+        away = elsewhere / sum(counts)
+    traffic = RowTraffic(sum(counts) / workers, _node_rows(distinct, per_node), WIDTH * 8, 2, away)
+    predicted = exchange.sent_bytes(traffic, Topology(workers // per_node, per_node, LINK, LINK, 1 << 30))
+    headers = 0 if exchange.placement == "replicated" else 2 * HEADER_BYTES * (workers - 1)
+    # shares of rows that stay at home are exact for single-level exchanges, expectations for the two-hop one
+    exact = name != "owned_rows_by_node"
+    assert sum(sent) / workers == pytest.approx(predicted + headers, rel=1e-9 if exact else 0.25)
+
+
+def _node_rows(distinct, per_node):
+    nodes = [distinct[first : first + per_node] for first in range(0, len(distinct), per_node)]
+    looks = [sum(len(torch.cat([rank[look] for rank in node]).unique()) for look in range(2)) for node in nodes]
+    return sum(looks) / len(looks)
+
+
+def test_swapped_requests_on_one_rank_are_refused():
+    exchange = build_row("gather_rows")
+    whole, reads, gradients = scene(2, 1)
+
+    def swapped(place):
+        program = look_twice(exchange, whole, reads[place.rank], gradients[place.rank], place)
+        first = next(program)
+        yield first if place.rank == 0 else AllReduce(first.tensor)
+
+    with pytest.raises(OutOfStep, match="out of step"):
+        lockstep.run([swapped(Place(rank, 2)) for rank in range(2)])

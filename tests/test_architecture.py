@@ -1,0 +1,120 @@
+"""The house as a test: who may import whom, and who may touch the network."""
+
+import ast
+from pathlib import Path
+
+import armillary
+
+ROOT = Path(armillary.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+MAY_IMPORT = {
+    "facts": set(),
+    "exchanges": {"facts"},
+    "schedules": {"facts"},
+    "planning": {"facts", "exchanges", "schedules"},
+    "reference": {"facts", "exchanges", "schedules"},
+    "runtime": {"facts", "exchanges", "schedules"},
+    "session": {"facts", "exchanges", "schedules", "planning", "reference", "runtime"},
+    "workloads": set(),
+    "cli": {"facts", "exchanges", "schedules", "planning", "reference", "runtime", "session", "workloads"},
+    "armillary": {"facts", "session", "planning", "runtime"},
+}
+
+# The one file that may import each part of torch.distributed.
+NETWORK = {
+    "torch.distributed": {"runtime/transport.py"},
+    "torch.distributed.launcher": {"cli/launch.py", "session/launch.py"},
+    "torch.distributed.elastic": {"cli/launch.py", "session/launch.py"},
+    "torch.distributed.run": {"cli/launch.py", "session/launch.py"},
+    "torch.distributed.pipelining": {"runtime/tracer.py"},
+    "torch.distributed.checkpoint": {"runtime/checkpoint.py"},
+}
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else "armillary"
+
+
+def imported(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at module level) of every import; relative imports are resolved."""
+    tree = ast.parse(path.read_text())
+    top = {id(node) for node in tree.body}
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = ["armillary", *path.relative_to(ROOT).parts[:-1]]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names.append((module, id(node) in top))
+            names += [(f"{module}.{alias.name}", id(node) in top) for alias in node.names if module == "torch"]
+    return names
+
+
+def test_imports_go_one_way():
+    for path in FILES:
+        me = room_of(path)
+        for name, _ in imported(path):
+            if name.startswith("armillary."):
+                room = name.split(".")[1]
+                assert room == me or room in MAY_IMPORT[me], f"{path.relative_to(ROOT)} must not import {name}"
+
+
+def test_every_room_is_on_the_map():
+    assert {room_of(path) for path in FILES} <= MAY_IMPORT.keys()
+
+
+def test_only_named_files_touch_the_network():
+    for path in FILES:
+        me = path.relative_to(ROOT).as_posix()
+        for name, _ in imported(path):
+            if not name.startswith("torch.distributed"):
+                continue
+            part = max((key for key in NETWORK if name == key or name.startswith(key + ".")), key=len)
+            assert me in NETWORK[part], f"{me} must not import {name}"
+
+
+def test_no_import_is_lazy():
+    for path in FILES:
+        for name, at_top in imported(path):
+            guarded = "TYPE_CHECKING" in path.read_text()
+            assert at_top or guarded, f"{path.relative_to(ROOT)} imports {name} inside a function"
+
+
+def test_there_is_no_import_cycle_between_files():
+    module = {".".join(["armillary", *path.relative_to(ROOT).with_suffix("").parts]): path for path in FILES}
+    edges = {me: {name for name, _ in imported(path) if name in module and name != me} for me, path in module.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"cycle: {' -> '.join([*trail, name])}"
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in module:
+        visit(name, ())
+
+
+def test_files_and_functions_stay_small():
+    for path in FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 300, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines; split it"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 60, f"{path.relative_to(ROOT)}: {node.name} has {lines} lines"
+
+
+def test_every_file_says_what_it_is():
+    for path in FILES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_there_are_no_environment_variables_of_our_own():
+    for path in FILES:
+        assert "ARMILLARY_" not in path.read_text(), path
