@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from armillary.runtime.stages import Stage
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.schedule import Schedule
+
 WIDTH = 5
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], optim.Optimizer]] = {
@@ -55,3 +59,25 @@ def weights(module: nn.Module) -> list[Tensor]:
 def same(these: Iterable[Tensor], those: Iterable[Tensor]) -> bool:
     """Bit for bit."""
     return all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
+
+
+def as_stages(modules: Iterable[nn.Module]) -> list[Stage]:
+    """Stages whose parameters are called "0.name", "1.name", ... in the model, which is the module list."""
+    return [
+        Stage(index, module, {name: f"{index}.{name}" for name, _ in module.named_parameters()})
+        for index, module in enumerate(modules)
+    ]
+
+
+def unequal(workers: int) -> list[list[int]]:
+    """(forward, backward) costs of workers + 1 stages that are nothing alike."""
+    return [[1 + 2 * (stage % 3), 5 - stage % 4] for stage in range(workers + 1)]
+
+
+def rings(workers: int) -> list[Schedule]:
+    """The cyclic schedules every mode must get right: K = N, 2N and unequal; slack 0, 1 and N."""
+    return [
+        cyclic(workers, slack=slack, **cut)
+        for cut in ({"stages": workers}, {"stages": 2 * workers}, {"costs": unequal(workers)})
+        for slack in (0, 1, workers)
+    ]

@@ -107,6 +107,7 @@ class Reference:
             device = next((p.device for p in weights.values()), torch.device("cpu"))
             with seeded(self.seed, place, device):
                 value = functional_call(stage, {**weights, **buffers}, (value,))
-        loss = self.loss(value, target)
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return loss.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+                if stage is self.stages[-1]:
+                    value = self.loss(value, target)
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+        return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

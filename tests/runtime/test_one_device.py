@@ -1,0 +1,235 @@
+"""One device, many staggered micro-batches: equal to the reference bit for bit, within the schedule's memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.reference.cyclic import Reference
+from armillary.runtime.one_device import OneDevice
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.registry import build
+from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
+
+STEPS, DROP = 5, 2
+
+
+def run_reference(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+    stages = stages_of(schedule.stages, dtype, **options)
+    made = OPTIMIZERS[optimizer](stages.parameters())
+    reference, scheduler = Reference(stages, made, schedule, squared_error), drop(made, DROP)
+    losses = []
+    for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
+        if step in drains:
+            reference.drain()
+        losses.append(reference.step(batches))
+        scheduler.step()
+    return stages, losses
+
+
+def run_one_device(schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
+    observe, recompute = options.pop("observe", lambda *_: None), options.pop("recompute", ())
+    stages = stages_of(schedule.stages, dtype, **options)
+    made = OPTIMIZERS[optimizer](stages.parameters())
+    run = OneDevice(as_stages(stages), made, schedule, squared_error, recompute=recompute, observe=observe)
+    scheduler = drop(made, DROP)
+    finished = []
+    for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
+        if step in drains:
+            finished += run.drain()
+        if step in settles:
+            finished += run.settle()
+        finished += run.step(batches)
+        scheduler.step()
+    finished += run.settle()
+    assert [one.step for one in finished] == list(range(STEPS))
+    return stages, [list(one.losses) for one in finished]
+
+
+def equal(schedule, **options):
+    shared = {key: value for key, value in options.items() if key not in ("settles", "recompute", "observe")}
+    (truth, true_losses), (got, losses) = run_reference(schedule, **shared), run_one_device(schedule, **options)
+    return (
+        same(weights(truth), weights(got))
+        and same(truth.buffers(), got.buffers())
+        and all(same(these, those) for these, those in zip(true_losses, losses, strict=True))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_it_trains_as_the_reference_does_bit_for_bit(workers, dtype):
+    for schedule in rings(workers):
+        assert equal(schedule, dtype=dtype), schedule
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_is_stepped_with_the_rate_of_the_gradients_step(optimizer):
+    assert equal(cyclic(3, slack=1), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("simultaneous", {"workers": 3, "stages": 2}),
+        ("accumulation", {"micro_batches": 3, "stages": 2}),
+        ("delayed_all_reduce", {"workers": 3, "stages": 2}),
+        ("gpipe", {"stages": 3, "micro_batches": 2}),
+        ("one_f_one_b", {"stages": 3, "micro_batches": 4}),
+        ("cyclic_pipeline", {"stages": 3, "micro_batches": 4}),
+    ],
+)
+def test_every_schedule_can_be_carried_out_on_one_device(name, options):
+    assert equal(build(name, **options))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, lambda width: nn.GroupNorm(1, width)])
+def test_normalisation_and_its_running_statistics_are_those_of_the_reference(norm):
+    assert equal(cyclic(3), norm=norm)
+    assert equal(cyclic(3), norm=norm, recompute={0, 2})
+
+
+def test_a_stage_that_runs_again_before_its_backward_changes_nothing():
+    for recompute in ({1}, {0, 1, 2}):
+        assert equal(cyclic(3), recompute=recompute, dropout=0.5)
+
+
+def test_settling_changes_nothing_and_a_drain_is_the_references_drain():
+    assert equal(cyclic(3, slack=1), settles=(1, 3))
+    assert equal(cyclic(3, slack=1), drains=(2, 4))
+    assert equal(cyclic_pipeline(3, 2), drains=(3,))
+    drained, undrained = run_one_device(cyclic(3, slack=1), drains=(2,)), run_one_device(cyclic(3, slack=1))
+    assert not same(weights(drained[0]), weights(undrained[0]))
+
+
+def test_after_settling_the_model_holds_the_newest_weights():
+    stages = stages_of(3)
+    optimizer = OPTIMIZERS["momentum"](stages.parameters())
+    run = OneDevice(as_stages(stages), optimizer, cyclic(3, slack=3), squared_error)
+    reference_stages = stages_of(3)
+    reference = Reference(
+        reference_stages, OPTIMIZERS["momentum"](reference_stages.parameters()), cyclic(3, slack=3), squared_error
+    )
+    for batches in data(3, 3):
+        run.step(batches)
+        reference.step(batches)
+        run.settle()
+        assert same(weights(stages), weights(reference_stages))
+
+
+def test_each_action_reads_the_version_the_schedule_names_both_ways():
+    for schedule in rings(3):
+        seen = {}
+        run_one_device(schedule, observe=lambda due, version, held: seen.setdefault(due.place, []).append(version))  # noqa: B023
+        assert seen == {place: [schedule.version(place)] * 2 for place in seen}
+        assert len(seen) == STEPS * schedule.micro_batches * schedule.stages
+
+
+def test_the_activations_held_are_the_schedules_at_every_tick():
+    for schedule in [*rings(2), *rings(3), cyclic(4), build("accumulation", micro_batches=3, stages=2)]:
+        after = {}
+
+        def observe(due, version, held, after=after):
+            after[due.tick] = set(held)
+
+        run_one_device(schedule, observe=observe)
+        existing = {due for due in after if due < STEPS * schedule.period}
+        assert all(after[tick] == schedule.held_after(tick) for tick in existing)
+        assert len(existing) > STEPS
+
+
+def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_stale():
+    for slack, most in ((0, [2, 2, 1]), (3, [2, 2, 2])):
+        stages = stages_of(3)
+        optimizer = OPTIMIZERS["sgd"](stages.parameters())
+        kept = [set(), set(), set()]
+
+        def observe(due, version, held, kept=kept):
+            for j, store in enumerate(run._weights):  # noqa: B023
+                flying = {flight.version for place, flight in run._flights.items() if place[2] == j}  # noqa: B023
+                kept[j].add(len(flying.union(store.versions)))
+
+        run = OneDevice(as_stages(stages), optimizer, cyclic(3, slack=slack), squared_error, observe=observe)
+        for batches in data(4, 3):
+            run.step(batches)
+        assert [max(counts) for counts in kept] == most
+
+
+def test_tuples_and_dicts_and_skip_connections_cross_stages():
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, value):
+            return {"skip": value, "body": (torch.tanh(self.inner(value)), value > 0, 3)}
+
+    class Through(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, value):
+            body, mask, factor = value["body"]
+            return [value["skip"], self.inner(body) * mask, factor]
+
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, value):
+            skip, body, factor = value
+            return self.inner(skip + factor * body)
+
+    results = []
+    for runner in ("reference", "one_device", "recomputed"):
+        torch.manual_seed(0)
+        stages = nn.ModuleList([nn.Linear(5, 5), Fork(), Through(), Join()]).double()
+        optimizer = OPTIMIZERS["adam"](stages.parameters())
+        schedule = cyclic(2, 4)
+        if runner == "reference":
+            run = Reference(stages, optimizer, schedule, squared_error)
+        else:
+            again = range(4) if runner == "recomputed" else ()
+            run = OneDevice(as_stages(stages), optimizer, schedule, squared_error, recompute=again)
+        for batches in data(4, 2):
+            run.step(batches)
+        if runner != "reference":
+            run.settle()
+        results.append(weights(stages))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_autocast_around_the_step_reaches_every_stage():
+    results = []
+    for make in (lambda s, *rest: Reference(s, *rest), lambda s, *rest: OneDevice(as_stages(s), *rest)):
+        stages = stages_of(3, torch.float32)
+        optimizer = OPTIMIZERS["momentum"](stages.parameters())
+        run = make(stages, optimizer, cyclic(3), lambda output, target: squared_error(output.float(), target))
+        with torch.autocast("cpu", torch.bfloat16):
+            for batches in data(4, 3, torch.float32):
+                run.step(batches)
+            if isinstance(run, OneDevice):
+                run.settle()
+        results.append(weights(stages))
+    assert same(*results)
+    assert not same(results[0], weights(run_reference(cyclic(3), dtype=torch.float32)[0]))
+
+
+def test_gradients_from_elsewhere_are_refused():
+    stages = stages_of(2)
+    optimizer = OPTIMIZERS["sgd"](stages.parameters())
+    run = OneDevice(as_stages(stages), optimizer, cyclic(2), squared_error)
+    stages[0][0].weight.grad = torch.ones_like(stages[0][0].weight)
+    with pytest.raises(RuntimeError, match=r"1 parameters of shapes \[\(5, 5\)\] have gradients that no schedule made"):
+        run.step(data(1, 2)[0])
+
+
+def test_what_does_not_fit_the_schedule_is_refused():
+    stages = stages_of(2)
+    optimizer = OPTIMIZERS["sgd"](stages.parameters())
+    with pytest.raises(ValueError, match="3 stages, the model is cut into 2"):
+        OneDevice(as_stages(stages), optimizer, cyclic(3), squared_error)
+    with pytest.raises(ValueError, match="got 3 micro-batches, want 2"):
+        OneDevice(as_stages(stages), optimizer, cyclic(2), squared_error).step(data(1, 3)[0])
