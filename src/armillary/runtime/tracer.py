@@ -8,6 +8,7 @@ itself. Source: PiPPy, now torch.distributed.pipelining.
 """
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,9 @@ def cut_traced(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stag
     split = dict.fromkeys(points, SplitPoint.BEGINNING)
     own_forward = {path: "forward" in vars(model.get_submodule(path)) for path in points}
     try:
-        traced = pipeline(model, arguments, split_spec=split)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13's tracer uses what torch 2.13 deprecates
+            traced = pipeline(model, arguments, split_spec=split)
     except Exception as failure:
         raise ValueError(f"stages: {_culprit(model, arguments)} cannot be traced: {failure}") from failure
     finally:  # the tracer leaves its marker in the modules' forward
@@ -137,7 +140,9 @@ def _culprit(model: nn.Module, arguments: tuple[Any, ...]) -> str:
 
 def _exports(module: nn.Module, arguments: tuple[Any, ...]) -> bool:
     try:
-        torch.export.export(module, arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.export.export(module, arguments)
     except Exception:  # whatever stops the tracer, in whatever form, is the answer here
         return False
     return True
