@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from armillary.facts.plan import model_fingerprint
 from armillary.facts.profile import ParameterFact, Profile, RowFacts, StageFact
 from armillary.facts.profile_table import bytes_text, count_text, seconds_text
 
@@ -21,6 +22,7 @@ ROWS = RowFacts(
     alpha_union=0.05,
     hottest=((3, 0.25), (999, 0.125)),
     load_modulo=(0.5, 0.5),
+    load_hashed=(0.375, 0.625),
     load_blocks=(0.75, 0.25),
     padding_idx=0,
 )
@@ -91,8 +93,15 @@ def test_the_fingerprint_is_of_the_model_and_not_of_what_was_measured() -> None:
     assert other.fingerprint == PROFILE.fingerprint
 
 
+def test_a_plan_is_made_for_what_is_trained_whatever_reads_it() -> None:
+    trained = [("head.weight", (64, 64), "float32"), ("table.weight", (1000, 64), "float32")]
+    assert PROFILE.model_fingerprint == model_fingerprint(trained)
+
+
 def test_model_alpha_weighs_by_elements_and_leaves_out_what_never_travels() -> None:
     assert PROFILE.alpha == pytest.approx((64_000 * 0.01 + 4096) / (64_000 + 4096))
+    never_read = replace(SCALE, requires_grad=True)
+    assert replace(PROFILE, parameters=(never_read, HEAD, TABLE)).alpha == PROFILE.alpha
     assert replace(PROFILE, parameters=(SCALE,)).alpha == 1.0
 
 
@@ -149,11 +158,11 @@ table.weight  1000 x 64  float32  250.0 KiB  rows         2  table    also tied.
 head.weight     64 x 64  float32   16.0 KiB  dense        0  head
 scale            scalar  float64        8 B  never        -  (model)  frozen
 
-read by row    rows    row  lookups  ids  alpha worker    node   union  load modulo  blocks  hottest row
-------------  -----  -----  -------  ---  ------------  ------  ------  -----------  ------  -----------
-table.weight  1,000  256 B      1.5  640        0.0100  0.0200  0.0500         1.00    1.50    3 (25.0%)
+read by row    rows    row  lookups  ids  alpha worker    node   union  load modulo  hashed  blocks  hottest row
+------------  -----  -----  -------  ---  ------------  ------  ------  -----------  ------  ------  -----------
+table.weight  1,000  256 B      1.5  640        0.0100  0.0200  0.0500         1.00    1.25    1.50    3 (25.0%)
 per worker and step; alpha is distinct rows / rows, merged over a node and over all workers;
-load is that of the busiest owner / mean, row r with owner r % workers, or in contiguous blocks
+load is the busiest owner's / mean, rows dealt modulo the workers, hashed, or in contiguous blocks
 
 stage  forward FLOP  parameters  activations   forward  backward
 -----  ------------  ----------  -----------  --------  --------

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from armillary.exchanges.ownership import Ownership
 from armillary.facts.profile import Profile, RowFacts
 from armillary.runtime.profiler import profile
 
-ROWS = 23
+ROWS = 21
 
 
 def summed(model: nn.Module, ids: Tensor) -> Tensor:
@@ -56,7 +57,13 @@ def test_row_facts_equal_a_brute_force_count(batches: list[list[int]], shape: tu
 
     sent = [row for batch in used for row in set(batch)]
     block = -(-ROWS // workers)
-    for load, owner in ((rows.load_modulo, lambda r: r % workers), (rows.load_blocks, lambda r: r // block)):
+    hashed = Ownership(ROWS, tuple(range(workers)), workers, "hashed")
+    held = {int(row): rank for rank in range(workers) for row in hashed.ids(rank)}
+    for load, owner in (
+        (rows.load_modulo, lambda row: row % workers),
+        (rows.load_hashed, held.__getitem__),
+        (rows.load_blocks, lambda row: row // block),
+    ):
         owned = Counter(owner(row) for row in sent)
         want = [owned[o] / len(sent) for o in range(workers)] if sent else [1 / workers] * workers
         assert load == pytest.approx(want)
@@ -66,13 +73,17 @@ def test_row_facts_equal_a_brute_force_count(batches: list[list[int]], shape: tu
     assert rows.hottest == tuple((row, count / len(every)) for row, count in hottest)
 
 
+def test_blocks_are_of_the_same_length_but_the_last() -> None:
+    assert rows_of([[5, 6, 11, 12, 17, 18]] * 4, 4, 1).load_blocks == (1 / 6, 2 / 6, 2 / 6, 1 / 6)
+
+
 def test_a_skewed_vocabulary_loads_blocks_unevenly_and_modulo_evenly() -> None:
     generator = torch.Generator().manual_seed(0)
     zipf = 1.0 / torch.arange(1, 2001)
     batches = [torch.multinomial(zipf, 600, True, generator=generator) for _ in range(8)]
     rows = profile(nn.Embedding(2000, 2), batches, summed, workers=4).parameter("weight").rows
     assert rows is not None
-    assert rows.imbalance_modulo < 1.1 < 1.5 < rows.imbalance_blocks
+    assert max(rows.imbalance_modulo, rows.imbalance_hashed) < 1.1 < 1.5 < rows.imbalance_blocks
 
 
 class ConstructedLM(nn.Module):

@@ -62,13 +62,11 @@ BY_ROW: dict[str, Use] = {
     "param[ids2d]": lambda m, ids: m.weight[ids.view(2, 2)],
     "index_select": lambda m, ids: m.weight.index_select(0, ids),
     "index_select from the end": lambda m, ids: m.weight.index_select(-2, ids),
-    "in a view": lambda m, ids: F.embedding(ids, m.weight.view(ROWS, 2, 2).flatten(1)),
+    "in a view of its shape": lambda m, ids: F.embedding(ids, m.weight.view(ROWS, 2, 2).flatten(1)),
     "in a detached alias": lambda m, ids: m.weight[ids] + m.weight.detach()[ids],
     "in .data": lambda m, ids: m.weight[ids] + F.embedding(ids, m.weight.data),
     "under autocast": lambda m, ids: autocast_rows(m, ids),
     "checkpointed": lambda m, ids: checkpoint(lambda x: m.table(x).exp(), ids, use_reentrant=False),
-    "first state from its dtype": lambda m, ids: m.weight[ids] + m.weight.new_zeros(4, WIDTH),
-    "like its rows": lambda m, ids: m.weight[ids] + torch.zeros_like(m.weight)[:4],
 }
 
 WHOLE: dict[str, Use] = {
@@ -146,8 +144,17 @@ def test_sampled_softmax_reads_its_bias_table_by_row() -> None:
     assert bias.rows is not None and bias.rows.ids == 3 * ROWS and bias.rows.row_bytes == 4
 
 
-def test_a_bias_table_seen_as_a_column_is_read_by_row() -> None:
-    assert read(lambda m, ids: F.embedding(ids, m.bias[:, None])).parameter("bias").reads == "rows"
+def test_a_table_read_through_another_shape_is_read_by_row_and_refused_with_a_reason() -> None:
+    fact = read(lambda m, ids: F.embedding(ids, m.bias[:, None])).parameter("bias")
+    assert fact.reads == "rows" and "view of another shape" in fact.refusals[0]
+
+
+@pytest.mark.parametrize("make", [lambda w: w.new_zeros(4, WIDTH), lambda w: torch.zeros_like(w)[:4]])
+def test_a_shape_or_dtype_taken_from_a_table_is_no_read_and_refused_with_a_reason(
+    make: Callable[[Tensor], Tensor],
+) -> None:
+    fact = table(lambda m, ids: m.weight[ids] + make(m.weight))
+    assert fact.reads == "rows" and "takes shape and dtype" in fact.refusals[0]
 
 
 def test_one_table_for_two_features_counts_two_lookups() -> None:

@@ -32,8 +32,8 @@ class RowFacts:
         alpha_worker, alpha_node, alpha_union: distinct rows / rows, in one worker's batch, merged over the
             workers of a node, merged over all workers; means over steps (and workers, and nodes).
         hottest: (row, share of all ids), the most asked for first.
-        load_modulo, load_blocks: share of the rows sent (repeats merged per worker) that each owner gets when
-            row r lives with owner r % workers, or in contiguous blocks of ceil(rows / workers).
+        load_modulo, load_hashed, load_blocks: share of the rows sent (repeats merged per worker) that each owner
+            gets when all workers own rows, dealt as `exchanges/ownership.py` does, or contiguous blocks.
         padding_idx: the row that gets no gradient, where every lookup agrees on it. It is read all the same.
     """
 
@@ -46,6 +46,7 @@ class RowFacts:
     alpha_union: float
     hottest: tuple[tuple[int, float], ...] = ()
     load_modulo: tuple[float, ...] = (1.0,)
+    load_hashed: tuple[float, ...] = (1.0,)
     load_blocks: tuple[float, ...] = (1.0,)
     padding_idx: int | None = None
 
@@ -53,7 +54,7 @@ class RowFacts:
         alphas = (0.0, self.alpha_worker, self.alpha_node, self.alpha_union, 1.0)
         if any(low > high + ROUNDING for low, high in pairwise(alphas)):
             raise ValueError(f"profile: want 0 <= alpha worker <= node <= union <= 1, got {alphas[1:4]}")
-        for name in ("load_modulo", "load_blocks"):
+        for name in ("load_modulo", "load_hashed", "load_blocks"):
             load = getattr(self, name)
             if not load or min(load) < 0 or abs(math.fsum(load) - 1) > ROUNDING:
                 raise ValueError(f"profile: {name} must be shares that add up to 1, got {load}")
@@ -62,6 +63,11 @@ class RowFacts:
     def imbalance_modulo(self) -> float:
         """Load of the busiest owner over the mean owner's; 1 is perfect."""
         return max(self.load_modulo) * len(self.load_modulo)
+
+    @property
+    def imbalance_hashed(self) -> float:
+        """As `imbalance_modulo`, for rows scattered before they are cut into blocks."""
+        return max(self.load_hashed) * len(self.load_hashed)
 
     @property
     def imbalance_blocks(self) -> float:

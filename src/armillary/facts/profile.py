@@ -1,8 +1,7 @@
-"""What a model is, as far as training it on many workers is concerned: its parameters, its stages, how sparse
-it is.
+"""What a model is to those who spread its training over workers: its parameters, its stages, how sparse it is.
 
 The planner needs nothing else of a model. The profile is frozen, goes to JSON and back, prints as tables, and
-its fingerprint says whether a plan was made for it.
+says with its fingerprints whether a plan was made for it.
 
 Source: Kim et al., Parallax (EuroSys 2019), for alpha over the model. Departure: parameters that are frozen
 or never read stay out of the mean, since they never travel.
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .parameter import ParameterFact, Reads, RowFacts
+from .plan import model_fingerprint
 from .profile_table import bytes_text, table
 from .stage import StageFact
 
@@ -82,6 +82,11 @@ class Profile:
             for fact in self.parameters
         ]
         return hashlib.sha256(json.dumps(model).encode()).hexdigest()[:16]
+
+    @property
+    def model_fingerprint(self) -> str:
+        """What a plan for this model carries: of the trained parameters only, and however they are read."""
+        return model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in self.parameters if fact.requires_grad)
 
     @property
     def arrivals(self) -> tuple[ParameterFact, ...]:

@@ -103,16 +103,16 @@ def _rows(facts: Sequence[ParameterFact]) -> str:
             f"{alpha:.4f}" if alpha >= 1e-3 else f"{alpha:.2g}"
             for alpha in (row.alpha_worker, row.alpha_node, row.alpha_union)
         )
-        loads = (f"{row.imbalance_modulo:.2f}", f"{row.imbalance_blocks:.2f}")
+        loads = (f"{load:.2f}" for load in (row.imbalance_modulo, row.imbalance_hashed, row.imbalance_blocks))
         counts = (f"{row.rows:,}", bytes_text(row.row_bytes), f"{row.lookups:g}", f"{row.ids:,.0f}")
         rows.append((fact.name, *counts, *alphas, *loads, hottest))
     header = (
         *("read by row", "rows", "row", "lookups", "ids", "alpha worker", "node", "union"),
-        *("load modulo", "blocks", "hottest row"),
+        *("load modulo", "hashed", "blocks", "hottest row"),
     )
     legend = (
         "per worker and step; alpha is distinct rows / rows, merged over a node and over all workers;\n"
-        "load is that of the busiest owner / mean, row r with owner r % workers, or in contiguous blocks"
+        "load is the busiest owner's / mean, rows dealt modulo the workers, hashed, or in contiguous blocks"
     )
     return f"{aligned(header, rows)}\n{legend}"
 

@@ -119,8 +119,8 @@ def stage_seconds(
         clock = StageClock(device)
         with following(model, paths, clock.enter, clock.leave):
             value = loss(model, batch)
-        clock.begin_backward()
-        _backward(value)
+            clock.begin_backward()
+            _backward(value)
         clock.end()
         clocks.append(clock)
         for parameter in model.parameters():

@@ -49,6 +49,8 @@ UNREAD = {
 
 MAX_NORM = "max_norm rewrites rows during the look-up, on whichever worker reads them"
 SCALED = "scale_grad_by_freq divides by how often an id occurs in the whole batch, which no owner sees"
+VIEWED = "its rows are read through a view of another shape, which an owned table does not offer"
+MADE_FROM = "{} takes shape and dtype from it, which an owned table does not offer; take them from another tensor"
 SHARED = "its memory is shared with {}"
 
 
@@ -125,7 +127,11 @@ class WatchReads(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for name in self._touched_in(bound.get(argument.name)):
                     self.before_write(self.readings[name].parameter)
-        if func.is_view or func._overloadpacket in UNREAD:
+        if func.is_view:
+            return
+        if func._overloadpacket in UNREAD:
+            for name in self._touched_in(list(bound.values())):
+                self.readings[name].refusals.add(MADE_FROM.format(_short(func)))
             return
         gathered = GATHERS[func][0] if func in GATHERS else COMPANIONS.get(func)
         for argument_name, value in bound.items():
@@ -146,6 +152,8 @@ class WatchReads(TorchDispatchMode):
         if ids is None:
             return False
         reading.gathers.add(_short(func))
+        if table.shape != reading.parameter.shape:
+            reading.refusals.add(VIEWED)
         if bound.get("scale_grad_by_freq"):
             reading.refusals.add(SCALED)
         if self.counts_lookups:

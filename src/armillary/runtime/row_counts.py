@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary.exchanges.ownership import Ownership
 from armillary.facts.parameter import RowFacts
 
 __all__ = ["NO_LOOKUPS", "Lookups", "merged", "row_facts"]
@@ -56,7 +57,7 @@ def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: in
     used = batches[: len(batches) // workers * workers]
     nodes = [merged(used[first : first + workers_per_node]) for first in range(0, len(used), workers_per_node)]
     steps = [merged(used[first : first + workers]) for first in range(0, len(used), workers)]
-    everything = merged(batches)
+    everything, owners = merged(batches), tuple(range(workers))
     paddings = set(everything.paddings)
     return RowFacts(
         rows=rows,
@@ -67,8 +68,9 @@ def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: in
         alpha_node=_alpha(nodes, rows),
         alpha_union=_alpha(steps, rows),
         hottest=_hottest(everything),
-        load_modulo=_load([batch.rows % workers for batch in used], workers),
-        load_blocks=_load([batch.rows // -(-rows // workers) for batch in used], workers),
+        load_modulo=_load(used, Ownership(rows, owners, workers, "modulo")),
+        load_hashed=_load(used, Ownership(rows, owners, workers, "hashed")),
+        load_blocks=_shares([batch.rows // -(-rows // workers) for batch in used], workers),
         padding_idx=paddings.pop() if len(paddings) == 1 else None,
     )
 
@@ -84,7 +86,12 @@ def _hottest(lookups: Lookups) -> tuple[tuple[int, float], ...]:
     return tuple((int(lookups.rows[place]), int(lookups.counts[place]) / total) for place in order)
 
 
-def _load(owners: Sequence[Tensor], workers: int) -> tuple[float, ...]:
+def _load(batches: Sequence[Lookups], ownership: Ownership) -> tuple[float, ...]:
+    """Each owner's share when rows are dealt out as the exchange over owned rows does."""
+    return _shares([ownership.keys(batch.rows) // ownership.capacity for batch in batches], ownership.workers)
+
+
+def _shares(owners: Sequence[Tensor], workers: int) -> tuple[float, ...]:
     """Each owner's share of all rows sent; equal shares if none is."""
     counts = torch.cat(list(owners)).bincount(minlength=workers).tolist()
     total = sum(counts)

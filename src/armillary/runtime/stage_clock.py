@@ -36,20 +36,17 @@ class StageClock:
         self.since = self._now()
 
     def enter(self, stage: str, inputs: Any) -> None:
-        if self.charged is self.backward:
-            return  # a checkpointed stage is run again: its own backward time
         if stage != self.path[-1]:
             self._hook(inputs, lambda: self._turn_to(OUTSIDE) if self.current == stage else None)
         self.path.append(stage)
         self._turn_to(stage)
 
     def leave(self, stage: str, outputs: Any) -> None:
-        if self.charged is self.backward:
-            return
         self.path.pop()
         if stage != self.path[-1]:
             self._hook(outputs, lambda: self._turn_to(stage))
-        self._turn_to(self.path[-1])
+        if self.charged is self.forward:  # in a backward pass a checkpointed stage ran again: its backward follows
+            self._turn_to(self.path[-1])
 
     def begin_backward(self) -> None:
         self._turn_to(OUTSIDE, always=True)
