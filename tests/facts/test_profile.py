@@ -150,7 +150,7 @@ def test_a_refused_table_is_read_by_row_and_not_shardable() -> None:
 
 PICTURE = """
 profile {fingerprint}: 3 parameters, 266.0 KiB (250.0 KiB read by row, 16.0 KiB whole)
-model alpha 0.0695 over 8 batches, 2 workers in nodes of 1
+model alpha 0.0695 over 8 batches; workers: 2, per node: 1
 
 parameter         shape  dtype        bytes  read   arrival  stage    note
 ------------  ---------  -------  ---------  -----  -------  -------  -------------------------------
@@ -173,6 +173,15 @@ head         8.19 k    16.0 KiB      4.0 KiB  500.0 ms    1.50 s
 
 def test_a_profile_prints_as_a_picture() -> None:
     assert str(PROFILE) == PICTURE.strip().format(fingerprint=PROFILE.fingerprint)
+
+
+def test_a_long_list_folds_its_smallest_dense_parameters_and_nothing_else() -> None:
+    many = tuple(replace(HEAD, name=f"layer{n}", bytes=100 + n, arrival=n) for n in range(30))
+    tiny = replace(SCALE, name="tiny", bytes=1)
+    text = str(replace(PROFILE, parameters=(*many, TABLE, tiny)))
+    assert f"and 10 smaller dense ones, {sum(100 + n for n in range(10))} B" in text
+    assert [f"layer{n} " in text for n in range(30)] == [False] * 10 + [True] * 20
+    assert "tiny" in text and "table.weight" in text
 
 
 def test_units_are_chosen_to_be_read() -> None:

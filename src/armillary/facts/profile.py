@@ -108,7 +108,7 @@ class Profile:
     def __str__(self) -> str:
         size = f"{len(self.parameters)} parameters, {bytes_text(self.parameter_bytes)}"
         split = f"{bytes_text(self.row_bytes)} read by row, {bytes_text(self.dense_bytes)} whole"
-        seen = f"{self.batches} batches, {self.workers} workers in nodes of {self.workers_per_node}"
+        seen = f"{self.batches} batches; workers: {self.workers}, per node: {self.workers_per_node}"
         title = f"profile {self.fingerprint}: {size} ({split})\nmodel alpha {self.alpha:.4f} over {seen}"
         return table(title, self.parameters, self.stages)
 

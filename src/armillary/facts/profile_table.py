@@ -12,6 +12,7 @@ from .stage import StageFact
 __all__ = ["aligned", "bytes_text", "count_text", "seconds_text", "table"]
 
 WIDEST_NOTE = 60
+DENSE_SHOWN = 20  # the other dense parameters, smaller ones, are summed up in one line
 
 
 def bytes_text(count: float) -> str:
@@ -64,6 +65,9 @@ def table(title: str, parameters: Sequence[ParameterFact], stages: Sequence[Stag
 
 
 def _parameters(facts: Sequence[ParameterFact]) -> str:
+    plain = [fact for fact in facts if fact.reads == "dense" and not _note(fact)]
+    folded = plain[DENSE_SHOWN:]
+    hidden = {fact.name for fact in folded}
     rows = [
         (
             fact.name,
@@ -76,9 +80,13 @@ def _parameters(facts: Sequence[ParameterFact]) -> str:
             _note(fact),
         )
         for fact in facts
+        if fact.name not in hidden
     ]
     header = ("parameter", "shape", "dtype", "bytes", "read", "arrival", "stage", "note")
-    return aligned(header, rows, left=(0, 2, 4, 6, 7))
+    listing = aligned(header, rows, left=(0, 2, 4, 6, 7))
+    if not folded:
+        return listing
+    return f"{listing}\nand {len(folded)} smaller dense ones, {bytes_text(sum(fact.bytes for fact in folded))}"
 
 
 def _note(fact: ParameterFact) -> str:
