@@ -176,10 +176,10 @@ def test_a_profile_prints_as_a_picture() -> None:
 
 
 def test_a_long_list_folds_its_smallest_dense_parameters_and_nothing_else() -> None:
-    many = tuple(replace(HEAD, name=f"layer{n}", bytes=100 + n, arrival=n) for n in range(30))
+    many = tuple(replace(HEAD, name=f"layer{n}", bytes=50 + n, arrival=n) for n in range(30))
     tiny = replace(SCALE, name="tiny", bytes=1)
     text = str(replace(PROFILE, parameters=(*many, TABLE, tiny)))
-    assert f"and 10 smaller dense ones, {sum(100 + n for n in range(10))} B" in text
+    assert f"and 10 smaller dense ones, {sum(50 + n for n in range(10))} B" in text
     assert [f"layer{n} " in text for n in range(30)] == [False] * 10 + [True] * 20
     assert "tiny" in text and "table.weight" in text
 
