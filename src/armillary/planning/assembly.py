@@ -1,0 +1,99 @@
+"""From a choice per parameter to the groups of a plan, in the order in which gradients arrive.
+
+A table that is exchanged by row is a group of its own. Dense parameters share buckets with those of the same exchange;
+under `owned_dense` without a named owner each parameter goes whole to the owner that has fewest bytes so far, which is
+how a naive parameter server places variables.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from armillary.exchanges.exchange import row_exchanges
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Group, Mean
+from armillary.planning.buckets import arrival_of, buckets
+from armillary.planning.candidates import Candidate, Question
+from armillary.planning.pricing import dense_forecast, idle_round
+
+__all__ = ["groups"]
+
+WHOLE = "read whole"
+
+
+def groups(
+    chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean
+) -> tuple[Group, ...]:
+    """
+    Args:
+        chosen, reasons: by parameter name, for every trained parameter.
+    """
+    made: list[tuple[float, Group]] = []
+    for fact in question.trained:
+        one = chosen[fact.name]
+        if one.choice.name in row_exchanges():
+            reason = reasons[fact.name]
+            group = Group(fact.name, (fact.name,), one.placement, one.choice, one.update, one.forecast, reason)
+            made.append((arrival_of(fact), group))
+    for choice, facts in _alike(chosen, question):
+        for members in buckets(facts, question.limits):
+            made.append((max(map(arrival_of, members)), _bucket(members, choice, reasons, question, mean)))
+    # Parameters without a gradient have no place in the order: they keep the model's.
+    ordered = [group for _, group in sorted(made, key=lambda pair: pair[0])]
+    return _with_idle_round(_numbered(ordered), question)
+
+
+def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Choice, list[ParameterFact]]]:
+    """Dense parameters by exchange and options; those of `owned_dense` get their owners here."""
+    alike: list[tuple[Choice, list[ParameterFact]]] = []
+    load = [0] * question.case.topology.workers
+    for fact in question.trained:
+        choice = chosen[fact.name].choice
+        if choice.name in row_exchanges():
+            continue
+        if choice.name == "owned_dense" and "owner" not in choice.options:
+            owner = min(range(len(load)), key=load.__getitem__)
+            load[owner] += fact.bytes
+            alike.append((Choice("owned_dense", {**choice.options, "owner": owner}), [fact]))
+            continue
+        for other, facts in alike:
+            if other == choice and "owner" not in choice.options:
+                facts.append(fact)
+                break
+        else:
+            alike.append((choice, [fact]))
+    return alike
+
+
+def _bucket(
+    members: Sequence[ParameterFact], choice: Choice, reasons: Mapping[str, str], question: Question, mean: Mean
+) -> Group:
+    """Behind the gradients a bucket carries a used flag per parameter and, with the mean over weights, a weight."""
+    item_bytes = members[0].bytes // max(1, members[0].elements)
+    nbytes = sum(fact.bytes for fact in members) + item_bytes * (len(members) + (mean == "weights"))
+    said = list(dict.fromkeys(_said(fact, reasons[fact.name], len(members)) for fact in members))
+    names = tuple(fact.name for fact in members)
+    forecast = dense_forecast(nbytes, choice, question.case)
+    return Group("bucket", names, "replicated", choice, "exact", forecast, "; ".join(said))
+
+
+def _said(fact: ParameterFact, reason: str, members: int) -> str:
+    return reason if members == 1 or reason == WHOLE else f"{fact.name}: {reason}"
+
+
+def _numbered(ordered: Sequence[Group]) -> list[Group]:
+    """Buckets by their place among buckets; a parameter's name has no space, so they never clash."""
+    number, named = 0, []
+    for group in ordered:
+        is_bucket = group.name == "bucket"
+        named.append(replace(group, name=f"bucket {number}") if is_bucket else group)
+        number += is_bucket
+    return named
+
+
+def _with_idle_round(ordered: list[Group], question: Question) -> tuple[Group, ...]:
+    """The round that ends a step's look-ups is charged to the first row-sharded table."""
+    for place, group in enumerate(ordered):
+        if group.placement == "row_sharded":
+            ordered[place] = replace(group, forecast=group.forecast + idle_round(question.case.topology))
+            break
+    return tuple(ordered)

@@ -1,0 +1,133 @@
+"""What the user demands of single parameters: honoured, or refused with the reason. Never ignored.
+
+A demand names a parameter (or one of its aliases, or a glob pattern) and says a placement ("replicated",
+"row_sharded"), an exchange by name, or an exchange with its options (a `Choice`).
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Placement
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+
+__all__ = ["Constraint", "allows", "names_of", "placement_of", "resolve", "why_not_by_row"]
+
+Constraint = str | Choice
+
+PLACEMENTS = ("replicated", "row_sharded")
+
+
+def placement_of(choice: Choice) -> Placement:
+    """Where an exchange keeps the parameter."""
+    is_split = choice.name in row_exchanges() and build_row(choice.name, **choice.options).placement != "replicated"
+    return "row_sharded" if is_split else "replicated"
+
+
+def allows(constraint: Constraint | None, choice: Choice) -> bool:
+    """Whether a choice is what the constraint demands; a name alone leaves the options open."""
+    if constraint is None:
+        return True
+    if isinstance(constraint, Choice):
+        return constraint == choice
+    return constraint == (placement_of(choice) if constraint in PLACEMENTS else choice.name)
+
+
+def matching(pattern: str, profile: Profile) -> list[ParameterFact]:
+    """The trainable parameters that a name, alias or glob pattern means.
+
+    Raises:
+        ValueError: it means none, or only frozen ones.
+    """
+    found = [fact for fact in profile.parameters if _means(pattern, fact)]
+    if not found:
+        names = [name for fact in profile.parameters for name in (fact.name, *fact.aliases)]
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+        raise ValueError(
+            f"plan: {pattern!r} names no parameter of the model; "
+            f"{'did you mean ' + ' or '.join(map(repr, near)) if near else 'there are ' + ', '.join(names)}?"
+        )
+    if trained := [fact for fact in found if fact.requires_grad]:
+        return trained
+    raise ValueError(
+        f"plan: {pattern!r} names only frozen parameters, which never travel; drop the constraint, or train "
+        f"{', '.join(fact.name for fact in found)}"
+    )
+
+
+def _means(pattern: str, fact: ParameterFact) -> bool:
+    return any(pattern == name or fnmatchcase(name, pattern) for name in (fact.name, *fact.aliases))
+
+
+def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: Topology) -> dict[str, Constraint]:
+    """What is demanded of each parameter that something is demanded of. A name outweighs a pattern.
+
+    Raises:
+        ValueError: a constraint names no parameter, is unknown, contradicts another, or cannot be honoured.
+    """
+    named: dict[str, tuple[bool, str, Constraint]] = {}
+    for pattern, constraint in constraints.items():
+        _refuse_unknown(pattern, constraint, topology)
+        for fact in matching(pattern, profile):
+            entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
+            other = named.get(fact.name, entry)
+            if other[0] == entry[0] and other[2] != constraint:
+                raise ValueError(
+                    f"plan: {fact.name!r} is {other[2]} by {other[1]!r} and {constraint} by {pattern!r}; want one"
+                )
+            named[fact.name] = max(other, entry, key=lambda one: one[0])
+    for name, (_, _, constraint) in named.items():
+        _refuse_impossible(profile.parameter(name), constraint)
+    return {name: constraint for name, (_, _, constraint) in named.items()}
+
+
+def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) -> None:
+    name = constraint.name if isinstance(constraint, Choice) else constraint
+    exchanges = {**dense_exchanges(), **row_exchanges()}
+    if name not in exchanges and (isinstance(constraint, Choice) or name not in PLACEMENTS):
+        known = ", ".join((*PLACEMENTS, *sorted(exchanges)))
+        raise ValueError(
+            f"plan: {pattern!r} is to be {name!r}, which is no placement and no exchange; there are {known}"
+        )
+    if not isinstance(constraint, Choice):
+        return
+    build = build_row if name in row_exchanges() else build_dense
+    try:
+        build(name, **constraint.options)
+    except TypeError as error:
+        raise ValueError(f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}") from error
+    owners = constraint.options.get("owners", 0)
+    if not 0 <= owners <= topology.workers:
+        raise ValueError(
+            f"plan: {pattern!r} is to have {owners} owners among {topology.workers} workers; want 1 to "
+            f"{topology.workers}, or 0 for all"
+        )
+
+
+def _needs_rows(constraint: Constraint) -> bool:
+    name = constraint.name if isinstance(constraint, Choice) else constraint
+    return name == "row_sharded" or name in row_exchanges()
+
+
+def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
+    if _needs_rows(constraint) and not fact.shardable:
+        raise ValueError(
+            f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' (all_reduce)"
+        )
+
+
+def why_not_by_row(fact: ParameterFact) -> str:
+    """Why a parameter cannot be exchanged by row."""
+    if fact.refusals:
+        return "; ".join(fact.refusals)
+    if fact.reads == "never":
+        return "no batch read it"
+    return f"it is read whole by {', '.join(fact.dense_readers) or 'an operation'}"
+
+
+def names_of(patterns: Iterable[str], profile: Profile) -> frozenset[str]:
+    """Every trainable parameter that one of the patterns means."""
+    return frozenset(fact.name for pattern in patterns for fact in matching(pattern, profile))

@@ -1,0 +1,82 @@
+"""Why a plan is what it is: a sentence for every parameter, and what became of every candidate."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.profile_table import bytes_text, seconds_text
+from armillary.planning.candidates import Candidate, Question, allowed, candidates
+from armillary.planning.constraints import allows, why_not_by_row
+
+__all__ = ["Verdict", "reason", "verdicts"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A candidate and what became of it. lost: why it was not taken, empty for the one that was."""
+
+    candidate: Candidate
+    lost: str
+
+    @property
+    def is_chosen(self) -> bool:
+        return not self.lost
+
+
+def reason(
+    fact: ParameterFact, free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question
+) -> str:
+    """One sentence: what decided, and the price of the runner-up.
+
+    Args:
+        free, chosen: the cheapest choice before and after everything was made to fit in memory.
+    """
+    one = chosen[fact.name]
+    if fact.name in question.wanted:
+        return f"by constraint {question.wanted[fact.name]}{_against(one, question, fact)}"
+    if fact.reads == "never":
+        return "never read"
+    if not fact.shardable:
+        return "read whole" if fact.reads == "dense" else f"not by row: {why_not_by_row(fact)}"
+    if question.case.topology.workers == 1:
+        return "one worker: nothing crosses"
+    said = f"alpha {fact.alpha:.2g}: {seconds_text(one.forecast.seconds)}"
+    if free[fact.name] != one:
+        cheaper = free[fact.name]
+        return f"{said}; {cheaper.choice}, {seconds_text(cheaper.forecast.seconds)}, does not fit in memory"
+    return f"{said}{_against(one, question, fact)}"
+
+
+def _against(one: Candidate, question: Question, fact: ParameterFact) -> str:
+    """The cheapest other exchange that the constraint allows."""
+    others = [other for other in allowed(fact, question) if other.choice.name != one.choice.name]
+    if not others:
+        return ""
+    other = min(others, key=lambda way: way.forecast.seconds)
+    return f"; next {other.choice}, {seconds_text(other.forecast.seconds)}"
+
+
+def verdicts(free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question) -> tuple[Verdict, ...]:
+    """Of every parameter that is read by row, in the model's order, candidates in the order they were listed."""
+    return tuple(
+        Verdict(way, _lost(way, free[fact.name], chosen[fact.name], question))
+        for fact in question.trained
+        if fact.reads == "rows"
+        for way in candidates(fact, question)
+    )
+
+
+def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question) -> str:
+    demanded = question.wanted.get(way.parameter)
+    if way == chosen:
+        return ""
+    if not allows(demanded, way.choice):
+        return f"constraint: {demanded}"
+    slower = way.forecast.seconds - chosen.forecast.seconds
+    if slower >= 0 and chosen == free:
+        return f"{seconds_text(slower)} slower"
+    if way.forecast.memory_bytes > chosen.forecast.memory_bytes:
+        return f"needs {bytes_text(way.forecast.memory_bytes - chosen.forecast.memory_bytes)} more, which do not fit"
+    if slower >= 0:
+        return f"{seconds_text(slower)} slower"
+    return f"{seconds_text(-slower)} faster, but costs the round that ends look-ups"

@@ -1,0 +1,151 @@
+"""From a profile and a topology to a plan: enumerate, price, keep what fits, take the cheapest, say why.
+
+`plan` prices every way each table may cross the workers; nearly dense tables go dense because the price says so.
+`plan_by_rule` decides by Parallax's rule alone and only forecasts. Both honour the user's constraints or refuse them.
+
+Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
+planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.planning.assembly import groups
+from armillary.planning.buckets import BucketLimits, default_limits
+from armillary.planning.candidates import Candidate, Question, candidate
+from armillary.planning.choosing import cheapest
+from armillary.planning.constraints import Constraint, allows, names_of, resolve
+from armillary.planning.explanation import Verdict, reason, verdicts
+from armillary.planning.fitting import fit, menu, refuse_misfit
+from armillary.planning.parallax import parallax
+from armillary.planning.pricing import ADAM, Assumptions, Case
+
+__all__ = ["NO_CONSTRAINTS", "explain", "plan", "plan_by_rule"]
+
+NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
+
+
+def plan(
+    profile: Profile,
+    topology: Topology,
+    *,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Iterable[str] = (),
+    mean: Mean = "workers",
+    bucket_bytes: int = 0,
+    assumptions: Assumptions = ADAM,
+) -> Plan:
+    """The cheapest plan that fits.
+
+    Args:
+        constraints: name, alias or glob pattern -> placement, exchange name, or a `Choice` with options.
+        lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
+        bucket_bytes: of dense gradients; 0 means the default of the topology's backend.
+        assumptions: what the optimizer keeps and how fast a rank's processor is.
+
+    Raises:
+        ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
+    """
+    question = _question(profile, topology, constraints, lazy, bucket_bytes, assumptions)
+    options = menu(question)
+    free = cheapest(options, topology)
+    chosen = fit(free, options, question)
+    reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
+    return _written(chosen, reasons, question, mean)
+
+
+def plan_by_rule(
+    profile: Profile,
+    topology: Topology,
+    *,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    mean: Mean = "workers",
+    assumptions: Assumptions = ADAM,
+) -> Plan:
+    """Parallax's rule for every parameter; `constraints` as in `plan` outweigh it.
+
+    Raises:
+        ValueError: as `plan`.
+    """
+    question = _question(profile, topology, constraints, (), 0, assumptions)
+    chosen, reasons = {}, {}
+    for fact in question.trained:
+        demanded, rule = question.wanted.get(fact.name), parallax(fact)
+        if allows(demanded, rule):
+            chosen[fact.name] = candidate(fact, rule, question)
+            reasons[fact.name] = "read whole" if rule.name == "all_reduce" else "Parallax's rule: read by row only"
+        else:
+            chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
+            reasons[fact.name] = f"by constraint {demanded}"
+    refuse_misfit(chosen, question)
+    return _written(chosen, reasons, question, mean)
+
+
+def explain(
+    profile: Profile,
+    topology: Topology,
+    *,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Iterable[str] = (),
+    bucket_bytes: int = 0,
+    assumptions: Assumptions = ADAM,
+) -> tuple[Verdict, ...]:
+    """Every candidate of every parameter that is read by row, priced, with why it lost; arguments as `plan`'s."""
+    question = _question(profile, topology, constraints, lazy, bucket_bytes, assumptions)
+    options = menu(question)
+    free = cheapest(options, topology)
+    return verdicts(free, fit(free, options, question), question)
+
+
+def _question(
+    profile: Profile,
+    topology: Topology,
+    constraints: Mapping[str, Constraint],
+    lazy: Iterable[str],
+    bucket_bytes: int,
+    assumptions: Assumptions,
+) -> Question:
+    limits = BucketLimits(bucket_bytes, bucket_bytes) if bucket_bytes else default_limits(topology.backend)
+    wanted, quiet = resolve(constraints, profile, topology), names_of(lazy, profile)
+    return Question(Case(profile, topology, assumptions), wanted, quiet, limits)
+
+
+def _demanded_choice(constraint: Constraint | None) -> Choice:
+    """The simplest choice that a constraint the rule does not meet can mean."""
+    if isinstance(constraint, Choice):
+        return constraint
+    assert constraint is not None
+    return Choice({"replicated": "all_reduce", "row_sharded": "owned_rows"}.get(constraint, constraint))
+
+
+def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:
+    profile, topology = question.case.profile, question.case.topology
+    return Plan(
+        workers=topology.workers,
+        groups=groups(chosen, reasons, question, mean),
+        model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in question.trained),
+        topology_fingerprint=topology.fingerprint,
+        workers_per_node=topology.workers_per_node,
+        mean=mean,
+        compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
+        notes=_notes(chosen, question),
+    )
+
+
+def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ...]:
+    profile, topology = question.case.profile, question.case.topology
+    notes = []
+    seen, asked = (profile.workers, profile.workers_per_node), (topology.workers, topology.workers_per_node)
+    if profile.row_bytes and seen != asked:
+        notes.append(
+            f"row facts were taken with {seen[0]} workers in nodes of {seen[1]}; merged rows of {asked[0]} in nodes of "
+            f"{asked[1]} are extrapolated"
+        )
+    if whole := sorted(name for name in question.lazy if chosen[name].update == "exact"):
+        notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")
+    if unread := [fact.name for fact in question.trained if fact.arrival is None]:
+        notes.append(f"no gradient was seen in the profile: {', '.join(unread)}")
+    return tuple(notes)
