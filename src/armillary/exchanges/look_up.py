@@ -51,7 +51,7 @@ class Round(NamedTuple):
     """What came of it.
 
     table: index of the table that was served, or None when no rank wished for one.
-    pulled: what this rank got of it (no rows if it did not ask). needs_gradient: some asker will push gradients.
+    pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
     weights: the weight each rank declared.
     """
 
@@ -82,14 +82,14 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
         return Round(None, None, False, False, weights)
-    chosen = min(code for code in wanted if code > _IDLE)
-    table = tables[chosen - 1]
-    served = tuple(int(header[2]) if header[0] == chosen else 0 for header in headers)
-    needs_gradient = any(header[1] for header in headers if header[0] == chosen)
-    asks = wanted[place.rank] == chosen
+    # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
+    chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
+    table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])
+    served = tuple(int(header[2]) if (header[0], header[1]) == chosen else 0 for header in headers)
+    asks = (headers[place.rank][0], headers[place.rank][1]) == chosen
     keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
     pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
-    return Round(chosen - 1, pulled, asks, needs_gradient, weights)
+    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, weights)
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

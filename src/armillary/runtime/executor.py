@@ -83,6 +83,7 @@ class Executor:
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
     weight: float = 1.0
+    total_weight: float = 0.0
     is_phantom: bool = False  # this rank's data have run out: it goes on with weight zero
     flights: list[Flight] = field(default_factory=list)
     norm_cache: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
@@ -190,12 +191,21 @@ class Executor:
             while any(flight.left > 0 for flight in self.flights):
                 for flight in self.flights:
                     flight.advance(self.transport)
+            if self.mean == "weights":
+                self.total_weight = self._sum_weights()
             for unit, flight in zip(self.units, self.flights, strict=True):
                 self._take_home(unit, flight.land(self.transport))
         self.flights = []
         self.is_open = False
         self.is_settled = True
         self.norm_cache.clear()
+
+    def _sum_weights(self) -> float:
+        """What all ranks declared: known from the look-ups' headers, else asked for."""
+        if self.look_ups.pulled:
+            return sum(self.look_ups.weights)
+        mine = torch.tensor([self.declared_weight], dtype=torch.float64)
+        return float(self.transport.complete(_sum(mine), "weights"))
 
     def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
         if isinstance(unit, DenseUnit):
@@ -205,7 +215,7 @@ class Executor:
             return
         rows, sums = result
         if self.mean == "weights":
-            sums = sums / (sum(self.look_ups.weights) or 1.0)
+            sums = sums / (self.total_weight or 1.0)
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
 

@@ -97,8 +97,8 @@ class TableHandle(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
-        if func is torch.ops.aten.detach.default:
-            return handle
+        if func is torch.ops.aten.detach.default and handle is not None:
+            return _detach(handle)
         name = handle.reader.name if handle is not None else "a row-sharded table"
         raise _refusal(name, str(func), "constrain it: plan(..., {name: 'replicated'})")
 
@@ -115,7 +115,7 @@ def _embedding(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     _refuse_options(weight, max_norm, scale_grad_by_freq)
-    rows, inverse = weight.reader.read(input)
+    rows, inverse = _read(weight, input)
     return functional.embedding(inverse, rows, _padding(input, inverse, padding_idx, weight))
 
 
@@ -125,7 +125,7 @@ def _embedding_bag(
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
     _refuse_options(weight, max_norm, scale_grad_by_freq)
-    rows, inverse = weight.reader.read(input)
+    rows, inverse = _read(weight, input)
     if not len(rows):  # embedding_bag refuses a table without rows: bags without ids are zero
         bags = input.shape[0] if offsets is None else len(offsets) - include_last_offset
         return torch.zeros(bags, weight.shape[1], dtype=rows.dtype) + rows.sum()
@@ -133,6 +133,16 @@ def _embedding_bag(
         inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset, padding_idx=_padding(input, inverse, padding_idx, weight),
     )  # fmt: skip
+
+
+def _read(table: TableHandle, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A detached handle reads without gradient, as a detached tensor would."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and table.requires_grad):
+        return table.reader.read(ids)
+
+
+def _detach(table: TableHandle) -> TableHandle:
+    return TableHandle(table.reader, table, requires_grad=False)
 
 
 def _refuse_options(weight: TableHandle, max_norm: float | None, scale_grad_by_freq: bool) -> None:
@@ -159,14 +169,14 @@ def _getitem(table: TableHandle, index: Any) -> Tensor:
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         raise _refusal(table.reader.name, f"indexing with {type(index).__name__}", "index with a tensor of row numbers")
     ids = torch.where(index < 0, index + table.shape[0], index)
-    rows, inverse = table.reader.read(ids)
+    rows, inverse = _read(table, ids)
     return rows[inverse]
 
 
 def _index_select(table: TableHandle, dim: int, index: Tensor) -> Tensor:
     if dim % table.dim() != 0:
         raise _refusal(table.reader.name, f"index_select over dim {dim}", "select rows: dim 0")
-    rows, inverse = table.reader.read(index)
+    rows, inverse = _read(table, index)
     return rows.index_select(0, inverse)
 
 
@@ -204,12 +214,13 @@ _READS: dict[Any, Callable[..., Any]] = {
     torch.index_select: _index_select,
     functional.linear: _linear,
     Tensor.copy_: _copy_,
-    Tensor.detach: lambda table: table,
+    Tensor.detach: _detach,
+    Tensor.data.__get__: _detach,
 }
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_sparse", "is_cuda", "is_meta",
-    "grad_fn", "is_quantized", "nbytes", "itemsize", "_version", "data",
+    "grad_fn", "is_quantized", "nbytes", "itemsize", "_version",
 )  # fmt: skip
 
 _HARMLESS: set[Any] = {

@@ -88,8 +88,11 @@ class LookUps:
                 return rows
 
     def _round(self, wish: Wish) -> Round:
-        label = self.pulled[wish.table].name if isinstance(wish.table, int) else "look-ups"
-        outcome: Round = self.transport.complete(look_up(wish, self.served, self.transport.place), label)
+        program = look_up(wish, self.served, self.transport.place)
+        headers = self.transport.start(next(program), "look-ups")()
+        wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
+        label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
+        outcome: Round = self.transport.complete(program, label, headers)
         self._remember(outcome, wish)
         return outcome
 

@@ -134,9 +134,8 @@ class Transport:
 
         return wait
 
-    def complete(self, program: Program[Any], label: str) -> Any:
-        """Carries one program to its end, one request at a time."""
-        answer: Any = None
+    def complete(self, program: Program[Any], label: str, answer: Any = None) -> Any:
+        """Carries one program to its end, one request at a time; `answer` is that to a request already made."""
         while True:
             try:
                 request = program.send(answer)
