@@ -41,9 +41,7 @@ def main(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="netlab", description="Runs a program on N hosts of one machine.")
     parser.add_argument("hosts", type=int, nargs="?", metavar="HOSTS", help="how many hosts")
-    parser.add_argument(
-        "mbit", type=float, nargs="?", metavar="MBIT", help="Mbit/s of each link, 0: no limit"
-    )
+    parser.add_argument("mbit", type=float, nargs="?", metavar="MBIT", help="Mbit/s of each link, 0: no limit")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="R", help="default 1")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="default 600")
     parser.add_argument("--sweep", action="store_true", help="remove labs whose process is dead")

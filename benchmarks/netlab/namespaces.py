@@ -88,9 +88,7 @@ def require_tools() -> None:
         raise LabUnavailable(f"netlab: needs root to make network namespaces, running as uid {os.geteuid()}")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise LabUnavailable(
-            f"netlab: needs iproute2, found no {' and no '.join(missing)} on PATH; install it"
-        )
+        raise LabUnavailable(f"netlab: needs iproute2, found no {' and no '.join(missing)} on PATH; install it")
 
 
 def tell(*command: str, lines: str = "") -> str:
@@ -119,9 +117,7 @@ def stop_processes(namespace: str) -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while pids := [int(word) for word in tell("ip", "netns", "pids", namespace).split()]:
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"netlab: processes {pids} in {namespace} outlive SIGKILL; see their state in ps"
-            )
+            raise RuntimeError(f"netlab: processes {pids} in {namespace} outlive SIGKILL; see their state in ps")
         for pid in pids:
             _kill(pid)
         time.sleep(0.005)

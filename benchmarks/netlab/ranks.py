@@ -43,10 +43,7 @@ class Rank:
     error: Path
 
     def last_words(self) -> str:
-        return (
-            self.error.read_text(errors="replace")[-SHOWN_CHARACTERS:].strip()
-            or "(nothing on standard error)"
-        )
+        return self.error.read_text(errors="replace")[-SHOWN_CHARACTERS:].strip() or "(nothing on standard error)"
 
 
 @dataclass(frozen=True)

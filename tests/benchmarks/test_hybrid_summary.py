@@ -1,0 +1,113 @@
+"""Statistics of the benchmark: medians, quartiles, and ratios that a drifting machine cannot move."""
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.hybrid.record import Block, Record, load, save
+from benchmarks.hybrid.summary import Quartiles, paired_ratios, quartiles, summarise, table
+from hypothesis import given
+from hypothesis import strategies as st
+
+SECONDS = st.floats(1e-3, 1e3)
+
+
+def block(mode: str, round: int, *step_seconds: float) -> Block:
+    return Block(
+        mode=mode,
+        round=round,
+        step_seconds=step_seconds,
+        wall_seconds=max(step_seconds),
+        cpu_seconds=min(step_seconds),
+        sent_bytes=(4e6, 1e6),
+        received_bytes=(1e6, 4e6),
+        peak_bytes=2**20,
+        loss=1.0,
+    )
+
+
+def record(*blocks: Block) -> Record:
+    return Record({"hosts": 2, "mbit_per_second": 100.0}, blocks)
+
+
+def test_quartiles_are_those_found_by_hand():
+    assert quartiles([5, 1, 4, 2, 3]) == Quartiles(2, 3, 4)
+    assert quartiles([1, 2]) == Quartiles(1.25, 1.5, 1.75)
+    assert quartiles([7]) == Quartiles(7, 7, 7)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=30))
+def test_a_quarter_of_the_numbers_lie_on_the_far_side_of_each_quartile(numbers):
+    found = quartiles(numbers)
+    assert found.first <= found.median <= found.third
+    for below, share in ((found.first, 0.25), (found.median, 0.5), (found.third, 0.75)):
+        under = sum(number < below for number in numbers)
+        at_most = sum(number <= below for number in numbers)
+        assert under <= share * (len(numbers) - 1) + 1 and at_most >= share * (len(numbers) - 1)
+
+
+def test_no_numbers_have_no_quartiles():
+    with pytest.raises(ValueError, match="no numbers"):
+        quartiles([])
+
+
+@given(st.lists(SECONDS, min_size=2, max_size=8), st.floats(0.1, 10))
+def test_a_drifting_machine_does_not_move_paired_ratios(drift, ratio):
+    """Every round runs at another speed; the ratio within each is the same."""
+    blocks = [
+        block(mode, index, *(factor * speed * step for step in (1.0, 1.1, 1.3)))
+        for index, speed in enumerate(drift)
+        for mode, factor in (("new", ratio), ("old", 1.0))
+    ]
+    assert paired_ratios(record(*blocks), "new", "old") == pytest.approx([ratio] * len(drift))
+
+
+def test_a_ratio_pairs_blocks_of_one_round_in_whatever_order_they_ran():
+    found = record(block("new", 0, 1), block("old", 0, 2), block("old", 1, 50), block("new", 1, 200))
+    assert paired_ratios(found, "new", "old") == (0.5, 4.0)
+
+
+def test_one_slow_step_does_not_move_a_ratio():
+    found = record(block("new", 0, 1, 1, 90), block("old", 0, 2, 2, 2))
+    assert paired_ratios(found, "new", "old") == (0.5,)
+
+
+def test_the_worst_host_is_the_one_with_most_over_all_rounds():
+    first, second = block("new", 0, 1), replace(block("new", 1, 1), sent_bytes=(2e6, 7e6))
+    (summary,) = summarise(record(first, second), "new")
+    assert (summary.mean_sent_bytes, summary.worst_sent_bytes, summary.worst_received_bytes) == (3.5e6, 4e6, 4e6)
+
+
+def test_the_peak_is_that_of_the_worst_round():
+    found = record(block("new", 0, 1), replace(block("new", 1, 1), peak_bytes=5 * 2**20))
+    assert summarise(found, "new")[0].peak_bytes == 5 * 2**20
+
+
+def test_the_table_reads_as_drawn():
+    found = record(block("new", 0, 0.1, 0.2, 0.3), block("old", 0, 0.4, 0.4, 0.4))
+    assert table(found, "old").splitlines() == [
+        "hosts 2, mbit_per_second 100.0.",
+        "",
+        "| mode | ms a step: median (quartiles) | times old: median (rounds) | all ranks, ms a step"
+        " | MB a host sends: mean (worst) | worst receives | CPU, ms a rank | peak MiB a rank |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| new | 200 (150-250) | 0.50 (0.50) | 300 | 2.50 (4.00) | 4.00 | 100 | 1 |",
+        "| old | 400 (400-400) | 1.00 (1.00) | 400 | 2.50 (4.00) | 4.00 | 400 | 1 |",
+    ]
+
+
+def test_a_baseline_that_was_not_measured_is_refused():
+    with pytest.raises(ValueError, match="no mode 'old' in the record; there are new"):
+        table(record(block("new", 0, 1)), "old")
+
+
+def test_a_record_with_a_missing_or_a_double_turn_is_refused():
+    with pytest.raises(ValueError, match=r"missing \[\('old', 1\)\]"):
+        record(block("new", 0, 1), block("old", 0, 1), block("new", 1, 1))
+    with pytest.raises(ValueError, match="once in every round"):
+        record(block("new", 0, 1), block("new", 0, 1))
+
+
+def test_a_record_comes_back_from_json_as_it_went(tmp_path):
+    found = record(block("new", 0, 0.1, 0.25), block("old", 0, 1 / 3))
+    save(found, tmp_path / "record.json")
+    assert load(tmp_path / "record.json") == found
