@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from .plan_table import Line, plan_table
+
 __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"]
 
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
@@ -62,7 +64,8 @@ class Forecast:
 class Group:
     """Parameters that cross the workers together.
 
-    `update` says which rows of a table the optimizer step moves (see `UPDATES`); a dense group is always exact. `reason` is the planner's sentence for the reader.
+    `update` says which rows of a table the optimizer step moves (see `UPDATES`); a dense group is always exact.
+    `reason` is the planner's sentence for the reader.
     """
 
     name: str
@@ -149,6 +152,15 @@ class Plan:
             raise ValueError(f"plan: no group {group.name!r}; there are {', '.join(g.name for g in self.groups)}")
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
+    def __str__(self) -> str:
+        divisor = "the number of workers" if self.mean == "workers" else "the sum of declared weights"
+        machines = f", topology {self.topology_fingerprint}" if self.topology_fingerprint else ""
+        title = (
+            f"plan for {self.workers} workers, {self.workers_per_node} a node, model {self.model_fingerprint}"
+            f"{machines}; schedule {self.schedule}; mean over {divisor}"
+        )
+        return plan_table(title, [_line(group) for group in self.groups], self.compute_seconds, UPDATES, self.notes)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
@@ -176,3 +188,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         return cls.from_json(Path(path).read_text())
+
+
+def _line(group: Group) -> Line:
+    cost, exchange = group.forecast, str(group.exchange)
+    names = (group.name, group.parameters, group.placement, exchange, group.update)
+    return Line(*names, cost.sent_bytes, cost.memory_bytes, cost.seconds, group.reason)

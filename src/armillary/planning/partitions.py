@@ -1,0 +1,132 @@
+"""Parallax's partition search: over how many owners to split a table, from a few timed trials.
+
+More partitions share the work of the owners, and each costs something of its own: seconds = theta0 + theta1 / P +
+theta2 P. A few numbers of partitions are timed by doubling and halving, the model is fitted, and the best whole number
+between the smallest and the largest tried is taken.
+
+Source: Parallax (Kim et al., EuroSys 2019, partitioning) and its code (`common/partitions.py`). Departures: a trial is
+a call, not a new launch of the job; theta1 and theta2 are not let below zero, as no partition speeds up by its own
+cost; a trial that cannot run ends the doubling, not the search.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["CostModel", "Search", "Trial", "best_partitions", "fit", "search"]
+
+FEWEST_TO_FIT = 3
+
+
+class Trial(NamedTuple):
+    """A measured number of partitions; infinite seconds where it could not run."""
+
+    partitions: int
+    seconds: float
+
+
+class CostModel(NamedTuple):
+    """seconds = theta0 + theta1 / P + theta2 P."""
+
+    theta0: float
+    theta1: float
+    theta2: float
+
+    def seconds(self, partitions: float) -> float:
+        return self.theta0 + self.theta1 / partitions + self.theta2 * partitions
+
+
+class Search(NamedTuple):
+    """What was tried and what came of it. model: None where too few trials could run for a fit."""
+
+    chosen: int
+    trials: tuple[Trial, ...]
+    model: CostModel | None
+
+    def __str__(self) -> str:
+        lines = ["partitions  measured ms  fitted ms"]
+        for partitions, seconds in self.trials:
+            fitted = "-" if self.model is None else f"{self.model.seconds(partitions) * 1e3:.3f}"
+            measured = "failed" if math.isinf(seconds) else f"{seconds * 1e3:.3f}"
+            mark = " <- chosen" if partitions == self.chosen else ""
+            lines.append(f"{partitions:>10}  {measured:>11}  {fitted:>9}{mark}")
+        if self.chosen not in [partitions for partitions, _ in self.trials] and self.model is not None:
+            lines.append(f"{self.chosen:>10}  {'-':>11}  {self.model.seconds(self.chosen) * 1e3:>9.3f} <- chosen")
+        return "\n".join(lines)
+
+
+def fit(trials: Sequence[Trial]) -> CostModel:
+    """Least squares with theta1, theta2 >= 0: the best of the fits in which one or both are held at zero.
+
+    Raises:
+        ValueError: fewer than three different numbers of partitions.
+    """
+    partitions = np.array([float(trial.partitions) for trial in trials])
+    seconds = np.array([trial.seconds for trial in trials])
+    if len(set(partitions.tolist())) < FEWEST_TO_FIT or not np.isfinite(seconds).all() or partitions.min() < 1:
+        raise ValueError(
+            f"partitions: want {FEWEST_TO_FIT} numbers of partitions or more with finite seconds, got {list(trials)}"
+        )
+    columns = np.stack([np.ones_like(partitions), 1 / partitions, partitions], axis=1)
+    best, best_residual = CostModel(0.0, 0.0, 0.0), math.inf
+    for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):
+        theta = np.zeros(3)
+        theta[kept] = np.linalg.lstsq(columns[:, kept], seconds, rcond=None)[0]
+        residual = float(((columns @ theta - seconds) ** 2).sum())
+        if theta[1] >= 0 and theta[2] >= 0 and residual < best_residual:
+            best, best_residual = CostModel(*theta.tolist()), residual
+    return best
+
+
+def best_partitions(model: CostModel, fewest: int, most: int) -> int:
+    """The whole number in [fewest, most] with the fewest seconds; the smaller of equals."""
+    return min(range(fewest, most + 1), key=model.seconds)
+
+
+def search(seconds: Callable[[int], float], start: int, fewest: int = 1, most: int = 1 << 20) -> Search:
+    """Doubles from `start` while the time falls, then halves from below it while the time falls; fits, and chooses.
+
+    Args:
+        seconds: times one number of partitions; infinity says that it cannot run (out of memory).
+        start: the first to be tried, for example the number of nodes. fewest, most: bounds of what may be tried.
+
+    Raises:
+        ValueError: the bounds are empty or exclude `start`; or nothing could run.
+    """
+    if not 1 <= fewest <= start <= most:
+        raise ValueError(f"partitions: want 1 <= fewest <= start <= most, got {fewest}, {start}, {most}")
+    failed: list[Trial] = []
+    first = Trial(start, seconds(start))
+    while math.isinf(first.seconds) and 2 * first.partitions <= most:
+        failed.append(first)  # fewer partitions will not run either
+        first = Trial(2 * first.partitions, seconds(2 * first.partitions))
+    if math.isinf(first.seconds):
+        raise ValueError(f"partitions: none of {[trial.partitions for trial in (*failed, first)]} could run")
+    lowest = first.partitions if failed else fewest
+    upward = _while_falling(seconds, first, lambda partitions: 2 * partitions, lowest, most)
+    downward = _while_falling(seconds, first, lambda partitions: partitions // 2, lowest, most)
+    return _chosen([*failed, first, *upward, *downward])
+
+
+def _while_falling(
+    seconds: Callable[[int], float], first: Trial, following: Callable[[int], int], lowest: int, most: int
+) -> list[Trial]:
+    """Trials after `first` inside the bounds, up to and with the first that takes longer than the one before it."""
+    trials, before = [], first
+    while lowest <= (partitions := following(before.partitions)) <= most:
+        trials.append(Trial(partitions, seconds(partitions)))
+        if trials[-1].seconds >= before.seconds:
+            break
+        before = trials[-1]
+    return trials
+
+
+def _chosen(trials: Sequence[Trial]) -> Search:
+    ran = [trial for trial in trials if math.isfinite(trial.seconds)]
+    ordered = tuple(sorted(trials))
+    if len(ran) < FEWEST_TO_FIT:
+        return Search(min(ran, key=lambda trial: trial.seconds).partitions, ordered, None)
+    model, tested = fit(ran), [trial.partitions for trial in ran]
+    return Search(best_partitions(model, min(tested), max(tested)), ordered, model)
