@@ -1,0 +1,55 @@
+"""What every rank of the benchmark runs: `run.py` starts it inside a lab."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from armillary.runtime.transport import start_process_group
+from benchmarks.hybrid.measure import Rounds, all_alive, interleave, one_at_a_time, rehearse
+from benchmarks.hybrid.model import Sizes
+from benchmarks.hybrid.ours import ours
+from benchmarks.hybrid.peers import peers
+from benchmarks.hybrid.record import Record, machine, save
+
+SMALL = Sizes(vocabulary=512, features=8, hidden=8, projection=4, sentences=2, words=4, negatives=16)
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    start_process_group()
+    sizes = Sizes(options.vocabulary, options.features, negatives=options.negatives)
+    everything = {**ours(sizes, options.mbit), **peers(sizes)}
+    small = {**ours(SMALL, options.mbit), **peers(SMALL)}
+    names = options.modes.split(",")
+    rehearse({name: small[name] for name in names})
+    factories = {name: everything[name] for name in names}
+    lend = one_at_a_time(factories) if options.one_at_a_time else all_alive(factories)
+    rounds = Rounds(options.rounds, 2, options.steps)
+    blocks = interleave(factories, rounds, lend)
+    if torch.distributed.get_rank() == 0:
+        conditions = {
+            "workers": torch.distributed.get_world_size(), "Mbit/s": options.mbit, "V": sizes.vocabulary,
+            "D": sizes.features, "batch": f"{sizes.sentences} x {sizes.words}", "negatives": sizes.negatives,
+            "rounds": rounds.rounds, "timed steps": rounds.timed_steps, "machine": machine(),
+        }  # fmt: skip
+        save(Record(conditions, blocks), Path(options.out))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--modes", required=True)
+    parser.add_argument("--mbit", type=float, required=True)
+    parser.add_argument("--vocabulary", type=int, default=400_000)
+    parser.add_argument("--features", type=int, default=256)
+    parser.add_argument("--negatives", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--one-at-a-time", action="store_true")
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
