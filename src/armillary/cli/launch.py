@@ -1,0 +1,110 @@
+"""Starts the workers of a command on this machine, by torch's elastic launcher, and reports how they ended.
+
+The workers run the very command line the user typed; that they are workers they see by RANK in their environment, as
+they do under an outer torchrun, where nothing is launched here. Of several failing workers the one that failed first is
+shown, once; Ctrl-C stops them all with one message.
+
+This is the one file that imports torch.distributed.launcher.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+__all__ = ["Failure", "first_failure", "is_worker", "keep_failure", "launch"]
+
+INTERRUPTED = 130
+# Ctrl-C reaches the launcher alone, which passes it on: a worker then ends at once and says nothing.
+WORKER = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from armillary.cli.main import main; main()"
+EXPECTED = (ValueError, FloatingPointError, IndexError, TypeError, OSError)
+SHUTDOWN_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker ended. seconds: when, since the epoch."""
+
+    rank: int
+    seconds: float
+    text: str
+
+
+def is_worker() -> bool:
+    """Whether somebody (this file, torchrun) launched this process as one of several."""
+    return "RANK" in os.environ
+
+
+def launch(arguments: Sequence[str], workers: int) -> Failure | None:
+    """Runs `armillary *arguments` in `workers` processes until all have ended; the first failure, if any.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; every worker is gone.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="armillary_") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            local_addr="localhost",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-c", WORKER, *arguments)
+        except SignalException:
+            raise KeyboardInterrupt from None
+        except ChildFailedError as error:
+            return first_failure(Path(logs), {rank: one.exitcode for rank, one in error.failures.items()})
+    return None
+
+
+def keep_failure(error: BaseException, rank: int) -> None:
+    """Writes the error where the launcher looks for it (TORCHELASTIC_ERROR_FILE), in torch's own format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "seconds": time.time()}
+    message = {"message": text_of(error), "extraInfo": extra, "rank": rank}
+    Path(path).write_text(json.dumps({"message": message}))
+
+
+def text_of(error: BaseException) -> str:
+    """What the user needs: our refusals speak for themselves; others come with the way that led to them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    if isinstance(error, EXPECTED) and frames and frames[-1].filename.startswith(ours):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
+    """The earliest error any worker wrote down; a worker killed by a signal left none, and comes first."""
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code not in (2, 15)}
+    for rank, signal in sorted(killed.items()):
+        reason = "; the machine may be out of memory" if signal == 9 else ""
+        return Failure(rank, 0.0, f"ended by signal {signal}{reason}")
+    found = []
+    for path in logs.rglob("error.json"):
+        message = json.loads(path.read_text())["message"]
+        found.append(Failure(message["rank"], message["extraInfo"]["seconds"], message["message"]))
+    if not found:
+        rank, code = next(iter(exit_codes.items()))
+        return Failure(rank, 0.0, f"ended with exit code {code} and no message")
+    return min(found, key=lambda failure: failure.seconds)

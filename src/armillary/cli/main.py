@@ -1,0 +1,26 @@
+"""The command `armillary`: train, plan and verify a workload."""
+
+import typer
+
+from armillary.cli.train import train_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="armillary",
+    help="Plans, runs and checks the training of an ordinary PyTorch model on many workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+
+
+@app.callback()
+def commands() -> None:
+    """Plans, runs and checks the training of an ordinary PyTorch model on many workers."""
+
+
+def main() -> None:
+    """Runs the command line in sys.argv."""
+    app()

@@ -1,0 +1,108 @@
+"""The options that commands share: what they are called, their units and defaults, and what they are turned into."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology
+from armillary.session.decide import Wishes
+from armillary.session.workload import Workload, find, small
+
+__all__ = [
+    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "Replicate", "Seed", "Set", "TopologyFile",
+    "Workers", "WorkloadName", "wishes", "workload_of",
+]  # fmt: skip
+
+WorkloadName = Annotated[
+    str, typer.Argument(metavar="WORKLOAD", help="A built-in workload, or the path of a file that has workload().")
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="Worker processes. [default: 2; under torchrun as many as it started]", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Corpus = Annotated[str, typer.Option(help="Text file or folder (plain or .gz) to train on, for workloads of text.")]
+Set = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="An option of the workload; may be repeated.")
+]
+IsSmall = Annotated[bool, typer.Option("--small", help="The workload's small version, on stand-in data.")]
+Seed = Annotated[int, typer.Option(help="Of initial values, data order and random layers.")]
+Lazy = Annotated[
+    list[str],
+    typer.Option(
+        metavar="PATTERN", help="Tables of which only rows with a gradient move: less memory, NOT exact. Repeatable."
+    ),
+]
+Replicate = Annotated[
+    list[str], typer.Option(metavar="PATTERN", help="Parameters that stay whole on every worker. Repeatable.")
+]
+Exchanges = Annotated[
+    list[str],
+    typer.Option(
+        "--exchange", metavar="NAME=PATTERN", help="Parameters that travel by this exchange, as owned_rows=emb.*."
+    ),
+]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="Carry out this plan.json instead of making one.")]
+TopologyFile = Annotated[
+    Path | None, typer.Option("--topology", help="Plan for the machines in this file instead of measuring these.")
+]
+
+
+def workload_of(name: str, settings: Sequence[str], corpus: str, is_small: bool) -> Workload:
+    """
+    Raises:
+        ValueError: no such workload, or an option it refuses.
+    """
+    options = small(name) if is_small else {}
+    options |= {key: _value(text) for key, text in (_pair(setting, "--set") for setting in settings)}
+    if corpus:
+        options["corpus"] = corpus
+    return find(name, options)
+
+
+def wishes(
+    lazy: Sequence[str],
+    replicate: Sequence[str],
+    exchanges: Sequence[str],
+    plan_file: Path | None,
+    topology_file: Path | None,
+) -> Wishes:
+    """
+    Raises:
+        ValueError: a file cannot be read, or a wish is not of the form that is wanted.
+    """
+    constraints = dict.fromkeys(replicate, "replicated")
+    for wish in exchanges:
+        name, pattern = _pair(wish, "--exchange")
+        constraints[pattern] = name
+    plan = None if plan_file is None else _read(plan_file, Plan, "plan")
+    if plan is not None and (constraints or lazy):
+        raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
+    topology = None if topology_file is None else _read(topology_file, Topology, "topology")
+    return Wishes(constraints, tuple(lazy), plan, topology)
+
+
+def _read(path: Path, kind: type[Any], noun: str) -> Any:
+    try:
+        return kind.load(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{noun}: {path} is no {noun} file ({type(error).__name__}: {error})") from error
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"{option}: want NAME=VALUE, got {text!r}")
+    return key, value
+
+
+def _value(text: str) -> Any:
+    """A number, boolean or other Python literal; else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

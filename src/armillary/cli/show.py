@@ -1,0 +1,160 @@
+"""What a training run looks like on a terminal: tables before and after, a moving line between."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from armillary.facts.plan import Forecast
+from armillary.facts.profile_table import aligned, bytes_text, count_text, seconds_text
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+
+__all__ = ["Line", "as_json", "comparison_text", "decided_text", "drain", "ended_text", "show"]
+
+BAR = 20  # characters
+LINE_SECONDS = 10.0
+
+
+def decided_text(decided: Decided) -> str:
+    """The facts and the plan, as tables."""
+    topology = decided.topology
+    link = topology.link
+    speed = f"{link.bytes_per_second * 8 / 1e9:.2f} Gbit/s, {seconds_text(link.latency_seconds)} latency"
+    machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
+    memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
+    return f"{decided.profile}\n\nmachines: {machines}, {memory}\n\n{decided.plan}\n"
+
+
+def show(events: Iterable[Event], steps: int, unit: str, folder: Path) -> None:
+    """Draws the events as they come: a moving line on a terminal, now and then a line elsewhere."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    line = Line(steps, unit)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for event in events:
+            match event:
+                case Decided():
+                    console.print(decided_text(event))
+                case Warned(text):
+                    console.print(f"warning: {text}", style="yellow")
+                case Resumed(step, path):
+                    line.begin(step)
+                    console.print(f"going on after step {step} from {path}")
+                case Saved(step, path):
+                    console.print(f"saved step {step}: {path}", style="dim")
+                case Ended():
+                    console.print(f"{line.text()}\n\n{ended_text(event, unit, folder)}")
+                case Progress() | Evaluated():
+                    line.take(event)
+                    live.update(Text(line.text()), refresh=True)
+                    if not console.is_terminal and line.is_due():
+                        console.print(line.text())
+
+
+class Line:
+    """The line that moves: the latest of everything."""
+
+    def __init__(self, steps: int, unit: str):
+        self.steps, self.unit = steps, unit
+        self.step = self.first = 0
+        self.began_seconds = self.said_seconds = time.monotonic()
+        self.parts: dict[str, str] = {}
+
+    def begin(self, step: int) -> None:
+        self.step = self.first = step
+
+    def take(self, event: Progress | Evaluated) -> None:
+        self.step = event.step
+        if isinstance(event, Evaluated):
+            name, value = list(event.metrics.items())[-1]
+            self.parts["held out"] = f"held-out {name.replace('_', ' ')} {value:.4g}"
+        else:
+            self.parts["rate"] = f"{count_text(event.samples_per_second)} {self.unit}/s"
+            self.parts["loss"] = f"loss {event.loss:.3f}"
+            self.parts["sent"] = f"{event.sent_bytes / 1e6:.2f} MB sent/step"
+
+    def is_due(self) -> bool:
+        """Whether it is time for another line where lines do not move."""
+        now = time.monotonic()
+        if now - self.said_seconds < LINE_SECONDS:
+            return False
+        self.said_seconds = now
+        return True
+
+    def text(self) -> str:
+        filled = BAR * self.step // self.steps
+        bar = "#" * filled + "." * (BAR - filled)
+        parts = [self.parts[key] for key in ("rate", "loss", "held out", "sent") if key in self.parts]
+        return " | ".join((f"{bar} {self.step}/{self.steps}", *parts, f"{self._left()} left"))
+
+    def _left(self) -> str:
+        spent = time.monotonic() - self.began_seconds
+        done = self.step - self.first
+        seconds = round(spent * (self.steps - self.step) / done) if done else 0
+        return f"{seconds // 60}:{seconds % 60:02}"
+
+
+def ended_text(ended: Ended, unit: str, folder: Path) -> str:
+    """Forecast beside measured, then the held-out metrics."""
+    lines = [comparison_text(ended), ""]
+    for name, value in ended.metrics.items():
+        simple = f" (a simpler method: {ended.baseline[name]:.4g})" if name in ended.baseline else ""
+        lines.append(f"held-out {name.replace('_', ' ')}: {value:.4g}{simple}")
+    rate = f"{count_text(ended.samples_per_second)} {unit}/s"
+    lines.append(f"{rate}, {seconds_text(ended.step_seconds)} a step; everything is under {folder}")
+    return "\n".join(lines)
+
+
+def comparison_text(ended: Ended) -> str:
+    """Forecast beside measured: bytes sent, memory and seconds of every group and of the whole step."""
+    total, rows = Forecast(), []
+    for line in ended.comparison:
+        rows.append((line.group, line.exchange, *_cells(line.forecast, line.measured)))
+        total = total + line.measured
+    measured = Forecast(total.sent_bytes, ended.resident_bytes, ended.step_seconds)
+    rows.append(("step", "", *_cells(ended.forecast, measured)))
+    pairs = ("sent kB/step", "memory MiB", "time ms")
+    header = ("forecast : measured", "exchange", *(cell for pair in pairs for cell in (pair, ":")))
+    legend = (
+        "per worker; memory of a group: its tensors between steps, of the step: the process at its peak, activations "
+        "included;\ntime of a group: in flight, overlapping; of the step: from one to the next"
+    )
+    return f"{aligned(header, rows, left=(0, 1))}\n{legend}"
+
+
+def _cells(forecast: Forecast, measured: Forecast) -> tuple[str, ...]:
+    units = (("sent_bytes", 1e3, 1), ("memory_bytes", 1 << 20, 1), ("seconds", 1e-3, 2))
+    return tuple(
+        f"{getattr(one, name) / unit:,.{digits}f}" for name, unit, digits in units for one in (forecast, measured)
+    )
+
+
+def drain(events: Iterable[Event]) -> Ended:
+    """Runs the events through without showing them."""
+    for event in events:
+        last = event
+    assert isinstance(last, Ended), last
+    return last
+
+
+def as_json(thing: Any) -> str:
+    """One JSON object; what JSON has no number for is null."""
+    return json.dumps(_plain(thing))
+
+
+def _plain(thing: Any) -> Any:
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return {field.name: _plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+    if isinstance(thing, Mapping):
+        return {str(key): _plain(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [_plain(item) for item in thing]
+    if isinstance(thing, Path):
+        return str(thing)
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing

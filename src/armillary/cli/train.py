@@ -1,0 +1,93 @@
+"""`armillary train`: trains a workload on some workers under a plan made for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import (
+    AsJson,
+    Corpus,
+    Exchanges,
+    IsSmall,
+    Lazy,
+    PlanFile,
+    Replicate,
+    Seed,
+    Set,
+    TopologyFile,
+    Workers,
+    WorkloadName,
+    wishes,
+    workload_of,
+)  # fmt: skip
+from armillary.cli.show import as_json, drain, show
+from armillary.cli.workers import rank, run_in_workers
+from armillary.runtime.transport import Transport
+from armillary.session.checkpoint import latest
+from armillary.session.folder import CHECKPOINTS, run_folder
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.train import Settings, train
+
+__all__ = ["train_command"]
+
+
+def train_command(
+    workload: WorkloadName,
+    workers: Workers = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. [default: the workload's]")] = None,
+    seed: Seed = 0,
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    options: Set = [],  # noqa: B006  typer copies it
+    lazy: Lazy = [],  # noqa: B006
+    replicate: Replicate = [],  # noqa: B006
+    exchange: Exchanges = [],  # noqa: B006
+    plan_file: PlanFile = None,
+    topology_file: TopologyFile = None,
+    runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    name: Annotated[str, typer.Option(help="Of this run's folder. [default: the workload's name, numbered]")] = "",
+    resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
+    every_steps: Annotated[int, typer.Option(help="Steps between checkpoints; 0: see --every-seconds.")] = 0,
+    every_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints; 0: never.")] = 60.0,
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    json: AsJson = False,
+) -> None:
+    """Trains WORKLOAD: profiles it, prints a plan, carries it out, and holds the forecast beside what happened.
+
+    Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
+    """
+    stem = Path(workload).stem
+
+    def body() -> int:
+        task = workload_of(workload, options, corpus, small)
+        granted = wishes(lazy, replicate, exchange, plan_file, topology_file)
+        transport = Transport()
+        folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
+        transport.close()
+        count = steps or task.steps
+        settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
+        events = train(task, settings)
+        if not json and rank() == 0:
+            show(events, count, task.unit, folder)
+            return 0
+        ended = drain(events)
+        if rank() == 0:
+            print(as_json({"workload": task.name, "folder": folder, **vars(ended)}))
+        return 0
+
+    chosen: list[Path] = []
+
+    def named() -> list[str]:
+        """The launcher fixes the folder, so that it can say where the last checkpoint is."""
+        chosen.append(run_folder(runs, stem, name, resume))
+        return [] if name else ["--name", chosen[0].name]
+
+    def interrupted() -> str:
+        folder = chosen[0] if chosen else runs / (name or stem)
+        good = latest(folder / CHECKPOINTS) if folder.is_dir() else None
+        if good is None:
+            return "No checkpoint was written yet."
+        return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"
+
+    run_in_workers(workers, body, named, interrupted)

@@ -1,0 +1,98 @@
+"""Measures the job, profiles a workload's model on real batches and plans its training: on rank 0, for everyone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint
+from armillary.planning.planner import plan as make_plan
+from armillary.planning.pricing import Assumptions
+from armillary.runtime.measure import measure, workers_per_node
+from armillary.runtime.profiler import profile
+from armillary.runtime.row_update import leaves_untouched_rows
+from armillary.runtime.transport import Transport
+from armillary.session.events import Decided
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.workload import Batch, Workload
+
+__all__ = ["Wishes", "assumptions_of", "decide", "first_batches", "open_transport"]
+
+PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user wants of the plan, whatever the prices say.
+
+    Args of note:
+        constraints: parameter name or pattern -> placement or exchange.
+        lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
+        plan: take this one as it is. topology: take this one, measure nothing.
+    """
+
+    constraints: Mapping[str, Constraint] = field(default_factory=dict)
+    lazy: tuple[str, ...] = ()
+    plan: Plan | None = None
+    topology: Topology | None = None
+
+
+def open_transport() -> Transport:
+    """A transport that knows how ranks are packed into nodes."""
+    alone = Transport()
+    per_node = workers_per_node(alone)
+    if per_node == 1:
+        return alone
+    alone.close()
+    return Transport(per_node)
+
+
+def decide(workload: Workload, model: nn.Module, seed: int, wishes: Wishes) -> Decided:
+    """Every rank must call it, and every rank gets what rank 0 decided.
+
+    Raises:
+        ValueError: a wish cannot be granted, or nothing fits.
+    """
+    transport = open_transport()
+    topology = wishes.topology or measure(transport)
+
+    def think() -> tuple[str, str]:
+        batches = first_batches(workload, topology.workers, PROFILED_STEPS, seed)
+        found = profile(
+            model, batches, workload.loss, workers=topology.workers, workers_per_node=topology.workers_per_node
+        )
+        chosen = wishes.plan or make_plan(
+            found,
+            topology,
+            constraints=wishes.constraints,
+            lazy=wishes.lazy,
+            assumptions=assumptions_of(workload),
+        )
+        return found.to_json(), chosen.to_json()
+
+    profile_json, plan_json = by_rank_zero(transport, think)
+    transport.close()
+    return Decided(Profile.from_json(profile_json), topology, Plan.from_json(plan_json))
+
+
+def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> list[Batch]:
+    """What all workers draw in their first steps: step by step, worker by worker."""
+    drawn = [list(islice(workload.batches("train", worker, workers, seed), steps)) for worker in range(workers)]
+    return [batch for together in zip(*drawn, strict=False) for batch in together]
+
+
+def assumptions_of(workload: Workload) -> Assumptions:
+    """What the workload's optimizer keeps per parameter and whether it moves rows without gradient, found by trying."""
+    matrix = nn.Parameter(torch.ones(4, 4))
+    optimizer = workload.optimizer([matrix])
+    quiet = leaves_untouched_rows(optimizer, optimizer.param_groups[0])
+    matrix.grad = torch.ones(4, 4)
+    optimizer.step()
+    state = optimizer.state[matrix].values()
+    slots = sum(isinstance(value, Tensor) and value.shape == matrix.shape for value in state)
+    return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet)

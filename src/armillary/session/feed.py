@@ -1,0 +1,107 @@
+"""Which batches a worker draws, and whether two workers draw the same by mistake.
+
+Every worker must see its own share of the data. A workload cuts its data itself; `shard` does it for any loader. Ranks
+that see the same data learn as much as one, which nothing else would reveal, so first batches are compared.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from armillary.runtime.agreement import checksum
+from armillary.runtime.transport import Transport
+from armillary.session.workload import Batch, Workload
+
+__all__ = ["Feed", "alike_ranks", "leaves", "shard", "stream_seed"]
+
+Item = TypeVar("Item")
+
+
+def shard(batches: Iterable[Item], worker: int, workers: int) -> Iterator[Item]:
+    """Every `workers`-th batch, beginning with the one numbered `worker`; an incomplete last round is dropped.
+
+    Works with any loader that gives the same batches on every worker (same seed). Each worker still loads all of them;
+    where loading is costly, use torch's DistributedSampler with num_replicas=run.workers, rank=run.rank.
+
+    Raises:
+        ValueError: there is no such worker.
+    """
+    if not 0 <= worker < workers:
+        raise ValueError(f"shard: worker {worker} of {workers}; workers are numbered from 0")
+    source = iter(batches)
+    while len(together := list(islice(source, workers))) == workers:
+        yield together[worker]
+
+
+def stream_seed(seed: int, step: int, worker: int) -> int:
+    """The seed of a worker's random stream at a step, so that a resumed or a replayed step draws what it drew."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {worker}".encode()).digest()[:7])
+
+
+class Feed:
+    """A worker's training batches, epoch after epoch. `epoch` and `drawn` say where it stands.
+
+    Raises:
+        ValueError: (at the first draw) the worker has no batch at all.
+    """
+
+    def __init__(self, workload: Workload, place: tuple[int, int], seed: int, epoch: int = 0, drawn: int = 0):
+        self.workload, self.place, self.seed = workload, place, seed
+        self.epoch, self.drawn = epoch, drawn
+        self.source = self._open()
+        for _ in islice(self.source, drawn):  # where a resumed run left off
+            pass
+
+    def _open(self) -> Iterator[Batch]:
+        return self.workload.batches("train", *self.place, self.seed + self.epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        for batch in self.source:
+            self.drawn += 1
+            return batch
+        if not self.drawn:
+            worker, workers = self.place
+            raise ValueError(
+                f"rank {worker}: {self.workload.name} has no training batch for worker {worker} of {workers}; "
+                "take a smaller batch_size, fewer workers or more data"
+            )
+        self.epoch, self.drawn = self.epoch + 1, 0
+        self.source = self._open()
+        return next(self)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps; JSON-able."""
+        return {"epoch": self.epoch, "drawn": self.drawn, "workers": self.place[1]}
+
+    @classmethod
+    def resume(cls, workload: Workload, place: tuple[int, int], seed: int, state: Mapping[str, int]) -> "Feed":
+        """Goes on where `state` left off; on another number of workers, after as many examples (rounded down)."""
+        drawn = state["drawn"] * state["workers"] // place[1]
+        return cls(workload, place, seed, state["epoch"], drawn)
+
+
+def leaves(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, in order, whatever tuples, lists and dictionaries hold them."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves(value)]
+    if isinstance(batch, list | tuple):
+        return [leaf for value in batch for leaf in leaves(value)]
+    return []
+
+
+def alike_ranks(batch: Batch, transport: Transport) -> list[tuple[int, ...]]:
+    """The sets of ranks whose batches are equal, which they should never be; empty when all is well."""
+    sums = transport.share(tuple(checksum(leaf) for leaf in leaves(batch)))
+    ranks: dict[Any, list[int]] = defaultdict(list)
+    for rank, found in enumerate(sums):
+        ranks[found].append(rank)
+    return [tuple(same) for found, same in ranks.items() if len(same) > 1 and found]

@@ -1,0 +1,76 @@
+"""The folder a run leaves behind: plan, profile, topology, metrics, trace, plot and checkpoints. Rank 0 writes it."""
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from armillary.facts.trace import Trace
+from armillary.session.events import Decided, Ended, Evaluated, Progress
+from armillary.session.plot import plot
+
+__all__ = ["CHECKPOINTS", "keep_decision", "keep_end", "note", "open_folder", "run_folder"]
+
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+
+
+def open_folder(folder: Path) -> None:
+    """Makes the folder and sees that it can be written, before any time is spent on training.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"run: cannot write to {folder} ({error}); pass a --runs that can be written") from None
+
+
+def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:
+    """The folder of a run: runs/name if it has a name; else the first of runs/stem, runs/stem-2 and so on that does
+    not exist, or when it is resumed the youngest that does.
+
+    Raises:
+        ValueError: a new run would write into an old one, or there is nothing to resume.
+    """
+    if not is_resumed:
+        numbered = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        folder = runs / (name or next(one for one in numbered if not (runs / one).exists()))
+        if (folder / METRICS).exists():
+            raise ValueError(f"run: {folder} already holds a run; pass --resume to go on with it, or another --name")
+        return folder
+    found = [folder for folder in runs.glob(f"{name or stem}*") if _is_of(folder, name, stem)]
+    if not found:
+        raise ValueError(f"run: nothing to resume: no folder {name or stem} under {runs}; drop --resume")
+    return max(found, key=lambda folder: folder.stat().st_mtime_ns)
+
+
+def _is_of(folder: Path, name: str, stem: str) -> bool:
+    if name:
+        return folder.name == name
+    return folder.name == stem or folder.name.removeprefix(f"{stem}-").isdigit()
+
+
+def keep_decision(folder: Path, decided: Decided) -> None:
+    decided.profile.save(folder / "profile.json")
+    decided.topology.save(folder / "topology.json")
+    decided.plan.save(folder / "plan.json")
+
+
+def note(folder: Path, event: Progress | Evaluated) -> None:
+    """Adds one line to the metrics."""
+    with (folder / METRICS).open("a") as metrics:
+        metrics.write(json.dumps({"kind": type(event).__name__.lower(), **asdict(event)}) + "\n")
+
+
+def keep_end(folder: Path, ended: Ended, trace: Trace, unit: str) -> None:
+    """The trace of the last steps, the summary with forecast beside measured, and the plot."""
+    trace.save(folder / "trace.json")
+    (folder / "summary.json").write_text(json.dumps(asdict(ended), indent=2) + "\n")
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    plot(lines, ended.baseline, unit).savefig(folder / "plot.png")

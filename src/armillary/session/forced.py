@@ -1,0 +1,57 @@
+"""Plans that nobody chose by price: every parameter by one given exchange, wherever that exchange can carry it.
+
+`verify` holds each exchange against one process with them, and they are what a priced plan is compared with.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Group, Placement, Plan, model_fingerprint
+from armillary.facts.profile import Profile
+
+__all__ = ["fingerprint_of", "forced"]
+
+
+def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Plan:
+    """Every trained parameter by `exchange`; by all_reduce where a row exchange meets one that is not read by row.
+
+    Raises:
+        ValueError: no such exchange; the message lists those that exist.
+    """
+    trained = [fact for fact in profile.parameters if fact.requires_grad]
+    known = {**dense_exchanges(), **row_exchanges()}
+    if exchange.name not in known:
+        raise ValueError(f"plan: no exchange {exchange.name!r}; there are {', '.join(sorted(known))}")
+    by_row = [fact for fact in trained if fact.shardable] if exchange.name in row_exchanges() else []
+    rest = [fact for fact in trained if fact not in by_row]
+    dense = exchange if exchange.name in dense_exchanges() else Choice("all_reduce")
+    groups = [_table(fact, exchange) for fact in by_row]
+    for dtype, members in _by_dtype(rest).items():
+        names = tuple(fact.name for fact in members)
+        groups.append(Group(f"dense {dtype}", names, "replicated", dense, reason="asked for"))
+    arrival = {fact.name: math.inf if fact.arrival is None else fact.arrival for fact in trained}
+    groups.sort(key=lambda group: max(arrival[name] for name in group.parameters))
+    return Plan(profile.workers, tuple(groups), fingerprint_of(profile), workers_per_node=workers_per_node)
+
+
+def fingerprint_of(profile: Profile) -> str:
+    """The fingerprint that `attach` will take of the profiled model."""
+    return model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in profile.parameters if fact.requires_grad)
+
+
+def _table(fact: ParameterFact, exchange: Choice) -> Group:
+    placement: Placement = "replicated"
+    if build_row(exchange.name, **exchange.options).placement == "row_sharded":
+        placement = "row_sharded"
+    return Group(fact.name, (fact.name,), placement, exchange, reason="asked for")
+
+
+def _by_dtype(facts: Iterable[ParameterFact]) -> dict[str, list[ParameterFact]]:
+    """A bucket holds one dtype."""
+    found: dict[str, list[ParameterFact]] = defaultdict(list)
+    for fact in facts:
+        found[fact.dtype].append(fact)
+    return found

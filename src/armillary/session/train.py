@@ -1,0 +1,223 @@
+"""Trains a workload under a plan, and tells what happens as it goes.
+
+`train` is a generator of events, so that whoever runs it decides what to show: the command line draws a progress bar,
+a test collects them. Every rank iterates over it alike; only rank 0 writes files.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.plan import Forecast
+from armillary.facts.profile import Profile
+from armillary.facts.trace import Trace
+from armillary.session.attach import attach
+from armillary.session.checkpoint import Every, latest, load, save
+from armillary.session.decide import Wishes, decide
+from armillary.session.evaluate import evaluate
+from armillary.session.events import Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+from armillary.session.feed import Feed, alike_ranks, stream_seed
+from armillary.session.folder import CHECKPOINTS, keep_decision, keep_end, note, open_folder
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.run import Run
+from armillary.session.tally import Tally, compare, held_bytes, reset_peak_memory, resident_bytes
+from armillary.session.workload import Workload, baseline
+
+__all__ = ["Settings", "train"]
+
+PROGRESS_STEPS = 10
+GLANCES = 10  # short evaluations during a run, of this many batches per rank
+GLANCE_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to train and what to keep.
+
+    Args of note:
+        folder: of this run; rank 0 must be able to write it.
+        every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
+        keep: so many checkpoints.
+    """
+
+    folder: Path
+    steps: int
+    seed: int = 0
+    every_steps: int = 0
+    every_seconds: float = 60.0
+    keep: int = 2
+    resume: bool = False
+    wishes: Wishes = field(default_factory=Wishes)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.keep < 1 or self.every_steps < 0 or self.every_seconds < 0:
+            raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+
+def train(workload: Workload, settings: Settings) -> Iterator[Event]:
+    """Plans, trains, evaluates, and leaves everything in the run's folder.
+
+    Raises:
+        ValueError: the folder cannot be written, or the plan does not fit.
+        FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
+    """
+    torch.manual_seed(settings.seed)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    decided = decide(workload, model, settings.seed, settings.wishes)
+    run = attach(decided.plan, model, optimizer)
+    by_rank_zero(run.transport, lambda: open_folder(settings.folder))
+    if run.rank == 0:
+        keep_decision(settings.folder, decided)
+    yield decided
+    training = Training(workload, settings, run, activations_of(decided.profile))
+    yield from training.begin()
+    while training.step < settings.steps:
+        training.advance()
+        yield from training.look_around()
+    yield from training.end()
+    run.transport.close()
+
+
+class Training:
+    """A run from its first step, or the one it resumes at, to its last. Sums are of this rank, since last told."""
+
+    def __init__(self, workload: Workload, settings: Settings, run: Run, activations: Forecast):
+        self.workload, self.settings, self.run = workload, settings, run
+        self.place = (run.rank, run.workers)
+        self.feed = Feed(workload, self.place, settings.seed)
+        self.tally = Tally(run.plan)
+        self.forecast = run.plan.forecast + activations
+        self.resident_bytes = self.peak_bytes = 0.0  # before training without the plan's tensors; while training
+        self.every = Every(settings.every_steps, settings.every_seconds)
+        self.step = self.first_step = self.told_step = 0
+        self.loss_sum = self.samples = 0.0
+        self.total_samples = self.train_seconds = 0.0
+        self.since = time.perf_counter()
+
+    def begin(self) -> Iterator[Event]:
+        """Resumes where a checkpoint left off, if asked to, and looks whether ranks draw the same data."""
+        path = latest(self.settings.checkpoints) if self.settings.resume else None
+        if path is not None:
+            state = load(self.run, path)
+            self.step = self.first_step = self.told_step = int(state["step"])
+            self.feed = Feed.resume(self.workload, self.place, self.settings.seed, state["feed"])
+            yield Resumed(self.step, path)
+        first = next(self.workload.batches("train", *self.place, self.settings.seed), None)
+        for same in alike_ranks(first, self.run.transport):
+            ranks = ", ".join(map(str, same))
+            yield Warned(f"ranks {ranks} draw the same training data; batches() must give each worker its own share")
+        reset_peak_memory()
+        self.resident_bytes = resident_bytes()[0] - sum(held_bytes(self.run).values())
+        self.run.transport.recording = True
+        self.since = time.perf_counter()
+
+    def advance(self) -> None:
+        """One optimizer step."""
+        torch.manual_seed(stream_seed(self.settings.seed, self.step, self.run.rank))
+        batch = next(self.feed)
+        self.run.optimizer.zero_grad(set_to_none=True)
+        loss = self.workload.loss(self.run.model, batch)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(self._not_finite(value))
+        loss.backward()
+        self.run.optimizer.step()
+        self.step += 1
+        self.loss_sum += value
+        self.samples += self.workload.samples(batch)
+
+    def _not_finite(self, value: float) -> str:
+        good = latest(self.settings.checkpoints)
+        remedy = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+        return (
+            f"rank {self.run.rank}: the loss is {value} at step {self.step}; {remedy}. Lower the learning rate, or "
+            "look at this rank's batch"
+        )
+
+    def look_around(self) -> Iterator[Event]:
+        """What is due after a step: progress, a glance at held-out data, a checkpoint."""
+        is_last = self.step == self.settings.steps
+        if self.step % PROGRESS_STEPS == 0 or is_last:
+            yield self._told(self._progress())
+        glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
+        if self.step % glance_steps == 0 and not is_last:
+            yield self._told(Evaluated(self.step, self._evaluate(GLANCE_BATCHES), is_whole=False))
+        if self.every.due(self.run, self.step) and not is_last:
+            yield self._save()
+
+    def _told(self, event: Progress | Evaluated) -> Event:
+        if self.run.rank == 0:
+            note(self.settings.folder, event)
+        return event
+
+    def _progress(self) -> Progress:
+        """Adds up what all ranks did since the last time; outside the trace."""
+        seconds = time.perf_counter() - self.since
+        steps, workers = self.step - self.told_step, self.run.workers
+        sent = self.tally.add(self.run.take_trace().records, steps)
+        mine = torch.tensor([self.loss_sum, self.samples, sent], dtype=torch.float64)
+        self.run.transport.recording = False
+        loss_sum, samples, sent = self.run.transport.complete(_sum(mine), "progress").tolist()
+        self.run.transport.recording = True
+        self.train_seconds += seconds
+        self.total_samples += samples
+        self.loss_sum = self.samples = 0.0
+        self.told_step, self.since = self.step, time.perf_counter()
+        return Progress(self.step, loss_sum / workers / steps, samples / seconds, sent / workers / steps)
+
+    def _evaluate(self, batches: int | None) -> dict[str, float]:
+        """Its time and memory are not those of training."""
+        began = time.perf_counter()
+        self.peak_bytes = max(self.peak_bytes, resident_bytes()[1])
+        metrics = evaluate(self.workload, self.run, self.settings.seed, batches)
+        reset_peak_memory()
+        self.since += time.perf_counter() - began
+        return metrics
+
+    def _save(self) -> Saved:
+        began = time.perf_counter()
+        self.run.transport.recording = False
+        loop = {"step": self.step, "feed": self.feed.state()}
+        path = save(self.run, self.settings.checkpoints, loop=loop, keep=self.settings.keep)
+        self.run.transport.recording = True
+        self.since += time.perf_counter() - began
+        return Saved(self.step, path)
+
+    def end(self) -> Iterator[Event]:
+        """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
+        comparison = compare(self.run, self.tally)
+        if self.step > self.first_step:
+            yield self._save()
+        metrics = self._evaluate(None)
+        peak = self.run.transport.agree_largest([self.peak_bytes - self.resident_bytes])[0]
+        yield self._told(Evaluated(self.step, metrics, is_whole=True))
+        steps = max(self.step - self.first_step, 1)
+        seconds = self.train_seconds or math.inf
+        simple = by_rank_zero(self.run.transport, lambda: baseline(self.workload))
+        rate = self.total_samples / seconds
+        ended = Ended(self.step, metrics, simple, comparison, self.forecast, seconds / steps, rate, peak)
+        if self.run.rank == 0:
+            trace = Trace(self.run.rank, tuple(self.tally.records))
+            keep_end(self.settings.folder, ended, trace, self.workload.unit)
+        yield ended
+
+
+def activations_of(profile: Profile) -> Forecast:
+    """Memory that a step needs besides the plan's groups."""
+    return Forecast(memory_bytes=float(sum(stage.activation_bytes for stage in profile.stages)))
+
+
+def _sum(tensor: Tensor) -> Program[Tensor]:
+    total: Tensor = yield AllReduce(tensor)
+    return total
