@@ -144,6 +144,8 @@ class Transport:
             answer = self.start(request, label)()
 
     def _group(self, scope: Scope, tensor: Tensor) -> Any:
+        if scope == "rail" and ("rail", "cpu") not in self.groups:
+            scope = "world"  # nodes of one rank
         device = tensor.device.type if (scope, tensor.device.type) in self.groups else "cpu"
         return self.groups[scope, device][0]
 
