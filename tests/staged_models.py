@@ -31,9 +31,14 @@ def block(stage: int, norm: type[nn.Module] | None = nn.LayerNorm, dropout: floa
 
 
 def stages_of(count: int, dtype: torch.dtype = torch.float64, **options: Any) -> nn.ModuleList:
-    """`count` stages of different sizes, the same weights every time."""
-    torch.manual_seed(count)
-    return nn.ModuleList([block(stage, **options) for stage in range(count)]).to(dtype)
+    """`count` stages of different sizes, the same weights every time (in threads, too: by a generator of their own)."""
+    stages = nn.ModuleList([block(stage, **options) for stage in range(count)]).to(dtype)
+    generator = torch.Generator().manual_seed(count)
+    with torch.no_grad():
+        for parameter in stages.parameters():
+            draw = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_((draw - 0.5) * 0.9 + (parameter.dim() == 1))
+    return stages
 
 
 def data(steps: int, micro_batches: int, dtype: torch.dtype = torch.float64) -> list[list[tuple[Tensor, Tensor]]]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
+from armillary.runtime.course import Course
 from armillary.runtime.one_device import OneDevice
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
@@ -31,7 +32,11 @@ def run_one_device(schedule, optimizer="momentum", dtype=torch.float64, drains=(
     observe, recompute = options.pop("observe", lambda *_: None), options.pop("recompute", ())
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    run = OneDevice(as_stages(stages), made, schedule, squared_error, recompute=recompute, observe=observe)
+    run = OneDevice(
+        as_stages(stages),
+        made,
+        Course(schedule, squared_error, recompute=frozenset(recompute), observe=observe),
+    )
     scheduler = drop(made, DROP)
     finished = []
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
@@ -105,7 +110,7 @@ def test_settling_changes_nothing_and_a_drain_is_the_references_drain():
 def test_after_settling_the_model_holds_the_newest_weights():
     stages = stages_of(3)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run = OneDevice(as_stages(stages), optimizer, cyclic(3, slack=3), squared_error)
+    run = OneDevice(as_stages(stages), optimizer, Course(cyclic(3, slack=3), squared_error))
     reference_stages = stages_of(3)
     reference = Reference(
         reference_stages, OPTIMIZERS["momentum"](reference_stages.parameters()), cyclic(3, slack=3), squared_error
@@ -149,7 +154,7 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
                 flying = {flight.version for place, flight in run._flights.items() if place[2] == j}  # noqa: B023
                 kept[j].add(len(flying.union(store.versions)))
 
-        run = OneDevice(as_stages(stages), optimizer, cyclic(3, slack=slack), squared_error, observe=observe)
+        run = OneDevice(as_stages(stages), optimizer, Course(cyclic(3, slack=slack), squared_error, observe=observe))
         for batches in data(4, 3):
             run.step(batches)
         assert [max(counts) for counts in kept] == most
@@ -191,8 +196,8 @@ def test_tuples_and_dicts_and_skip_connections_cross_stages():
         if runner == "reference":
             run = Reference(stages, optimizer, schedule, squared_error)
         else:
-            again = range(4) if runner == "recomputed" else ()
-            run = OneDevice(as_stages(stages), optimizer, schedule, squared_error, recompute=again)
+            again = frozenset(range(4) if runner == "recomputed" else ())
+            run = OneDevice(as_stages(stages), optimizer, Course(schedule, squared_error, recompute=again))
         for batches in data(4, 2):
             run.step(batches)
         if runner != "reference":
@@ -203,7 +208,7 @@ def test_tuples_and_dicts_and_skip_connections_cross_stages():
 
 def test_autocast_around_the_step_reaches_every_stage():
     results = []
-    for make in (lambda s, *rest: Reference(s, *rest), lambda s, *rest: OneDevice(as_stages(s), *rest)):
+    for make in (Reference, lambda s, optimizer, *course: OneDevice(as_stages(s), optimizer, Course(*course))):
         stages = stages_of(3, torch.float32)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
         run = make(stages, optimizer, cyclic(3), lambda output, target: squared_error(output.float(), target))
@@ -220,7 +225,7 @@ def test_autocast_around_the_step_reaches_every_stage():
 def test_gradients_from_elsewhere_are_refused():
     stages = stages_of(2)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
-    run = OneDevice(as_stages(stages), optimizer, cyclic(2), squared_error)
+    run = OneDevice(as_stages(stages), optimizer, Course(cyclic(2), squared_error))
     stages[0][0].weight.grad = torch.ones_like(stages[0][0].weight)
     with pytest.raises(RuntimeError, match=r"1 parameters of shapes \[\(5, 5\)\] have gradients that no schedule made"):
         run.step(data(1, 2)[0])
@@ -230,6 +235,8 @@ def test_what_does_not_fit_the_schedule_is_refused():
     stages = stages_of(2)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
     with pytest.raises(ValueError, match="3 stages, the model is cut into 2"):
-        OneDevice(as_stages(stages), optimizer, cyclic(3), squared_error)
+        OneDevice(as_stages(stages), optimizer, Course(cyclic(3), squared_error))
     with pytest.raises(ValueError, match="got 3 micro-batches, want 2"):
-        OneDevice(as_stages(stages), optimizer, cyclic(2), squared_error).step(data(1, 3)[0])
+        OneDevice(as_stages(stages), optimizer, Course(cyclic(2), squared_error)).step(data(1, 3)[0])
+    with pytest.raises(ValueError, match=r"cannot recompute stages \[2\]; the schedule has 2"):
+        Course(cyclic(2), squared_error, recompute=frozenset({1, 2}))

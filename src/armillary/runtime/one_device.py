@@ -7,31 +7,21 @@ Source: Fournier & Oyallon, 2024, single-device mode. The same runtime carries o
 accumulation), which are its fair baselines.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
+from armillary.runtime.course import Course
 from armillary.runtime.delayed_step import Options, options_of, refuse_gradients
 from armillary.runtime.stage_pass import Flight, Gradients, Value, enter, take_off
 from armillary.runtime.stages import Stage
+from armillary.runtime.step_losses import LossBook, StepLosses
 from armillary.runtime.versions import StageWeights
 from armillary.schedules.agenda import Agenda, Due
-from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.schedule import Place
 
-__all__ = ["OneDevice", "StepLosses"]
-
-Observer = Callable[[Due, int, Collection[Place]], None]
-
-
-@dataclass(frozen=True, eq=False)
-class StepLosses:
-    """The losses of all micro-batches of one training step, in their order."""
-
-    step: int
-    losses: tuple[Tensor, ...]
+__all__ = ["OneDevice"]
 
 
 class OneDevice:
@@ -40,31 +30,19 @@ class OneDevice:
     Args:
         stages: the model, cut.
         optimizer: the user's, over the parameters of the model.
-        loss: loss(output, target) -> scalar mean over one micro-batch.
-        recompute: stages that keep only their input and run again before their backward.
-        observe: told after every action what it was, the version it read, and the places held now.
 
     Raises:
         ValueError: the schedule has another number of stages.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        optimizer: Optimizer,
-        schedule: Schedule,
-        loss: Callable[[Any, Any], Tensor],
-        seed: int = 0,
-        recompute: Collection[int] = (),
-        observe: Observer = lambda due, version, held: None,
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course) -> None:
+        schedule = course.schedule
         if len(stages) != schedule.stages:
             raise ValueError(
                 f"one_device: the schedule has {schedule.stages} stages, the model is cut into {len(stages)}"
             )
         self.schedule, self.drains = schedule, list[int]()
-        self._stages, self._optimizer, self._loss, self._seed = stages, optimizer, loss, seed
-        self._recompute, self._observe = recompute, observe
+        self._stages, self._optimizer, self._course = stages, optimizer, course
         self._weights = [StageWeights(stage, optimizer, schedule.micro_batches) for stage in stages]
         self._agenda = Agenda(schedule, range(schedule.workers))
         self._steps = 0
@@ -74,7 +52,7 @@ class OneDevice:
         self._values: dict[Place, Value] = {}  # waiting for the forward of the place
         self._gradients: dict[Place, Gradients] = {}  # waiting for the backward of the place
         self._flights: dict[Place, Flight] = {}
-        self._losses: dict[int, dict[int, Tensor]] = {}
+        self._book = LossBook(schedule.micro_batches)
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
         """Hands in one training step: per micro-batch, what the first stage reads and what the loss compares with.
@@ -109,10 +87,8 @@ class OneDevice:
     def _work_off(self, actions: Iterator[Due]) -> list[StepLosses]:
         for due in actions:
             version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
-            self._observe(due, version, self._flights.keys())
-        complete = [step for step, losses in self._losses.items() if len(losses) == self.schedule.micro_batches]
-        found = {step: self._losses.pop(step) for step in complete}
-        return [StepLosses(step, tuple(losses[m] for m in sorted(losses))) for step, losses in found.items()]
+            self._course.observe(due, version, self._flights.keys())
+        return self._book.complete()
 
     def _forward(self, place: Place) -> int:
         step, micro_batch, j = place
@@ -123,12 +99,12 @@ class OneDevice:
             self._stages[j],
             (version, self._weights[j].at(version)),
             self._values.pop(place),
-            (self._seed, place),
-            loss=(lambda output: self._loss(output, target)) if last else None,
-            keep=j not in self._recompute,
+            (self._course.seed, place),
+            loss=(lambda output: self._course.loss(output, target)) if last else None,
+            keep=j not in self._course.recompute,
         )
         if last:
-            self._losses.setdefault(step, {})[micro_batch] = value.leaves[0]
+            self._book.enter(step, micro_batch, value.leaves[0])
         else:
             self._values[step, micro_batch, j + 1] = value
         self._done[j][micro_batch] += 1

@@ -1,0 +1,43 @@
+"""What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from armillary.schedules.agenda import Due
+from armillary.schedules.schedule import Place, Schedule
+
+__all__ = ["Course", "Observer"]
+
+Observer = Callable[[Due, int, Collection[Place]], None]
+
+
+def _ignore(due: Due, version: int, held: Collection[Place]) -> None:
+    """The observer that does not look."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """
+    Args:
+        loss: loss(output, target) -> scalar mean over one micro-batch.
+        seed: with the place, fixes the random numbers of every stage of every micro-batch of every step.
+        recompute: stages that keep only their input and run again before their backward.
+        observe: told after every action what it was, the version of the weights it read, and the places held now.
+
+    Raises:
+        ValueError: a stage to recompute that the schedule does not have.
+    """
+
+    schedule: Schedule
+    loss: Callable[[Any, Any], Tensor]
+    seed: int = 0
+    recompute: frozenset[int] = frozenset()
+    observe: Observer = _ignore
+
+    def __post_init__(self) -> None:
+        strange = [stage for stage in self.recompute if not 0 <= stage < self.schedule.stages]
+        if strange:
+            raise ValueError(f"course: cannot recompute stages {strange}; the schedule has {self.schedule.stages}")
