@@ -86,7 +86,7 @@ def test_targets_are_the_next_words_and_each_held_out_word_is_a_target_once():
     assert len(text) - 1 - len(targets) < work.length
 
 
-def test_training_beats_the_bigram_yardsticks_unigram_floor():
+def test_training_lands_between_the_unigram_and_the_bigram_model():
     torch.manual_seed(0)
     work = lm.workload(**{**lm.SMALL, "width": 16, "hidden": 32, "learning_rate": 0.5, "negatives": 60})
     model = work.model()

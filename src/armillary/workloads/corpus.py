@@ -5,10 +5,7 @@ running this already has, with a long-tailed vocabulary. Any file or folder of t
 The ids are kept in a cache folder, so that several workers which start at once tokenise only once.
 """
 
-import fcntl
 import gzip
-import hashlib
-import os
 import re
 import sysconfig
 from dataclasses import dataclass
@@ -16,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .kept import Arrays, fingerprint, joined, kept, parted
 
 __all__ = ["END_OF_LINE", "UNKNOWN", "Corpus", "load", "synthetic", "tokens"]
 
@@ -59,16 +58,9 @@ def load(corpus: str, min_count: int, cache: str) -> Corpus:
     Raises ValueError if the path is missing, empty or not text.
     """
     files = stdlib_files() if corpus == "stdlib" else files_under(Path(corpus))
-    listing = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-    key = hashlib.sha256("\n".join([LAYOUT, str(min_count), *listing]).encode()).hexdigest()[:16]
-    folder = Path(cache) / "corpus"
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / f"{key}.npz"
-    with (folder / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first to come reads the text; the lock dies with its holder
-        if not kept.exists():
-            write(kept, number(documents(files, corpus), min_count))
-    return read(kept)
+    path = Path(cache) / "corpus" / f"{fingerprint(files, LAYOUT, min_count)}.npz"
+    arrays = kept(path, lambda: as_arrays(number(documents(files, corpus), min_count)))
+    return Corpus(arrays["train"], arrays["held_out"], parted(arrays["words"]))
 
 
 def stdlib_files() -> list[Path]:
@@ -150,19 +142,8 @@ def is_held_out(document: int) -> bool:
     return document % HELD_OUT_EVERY == HELD_OUT_EVERY // 2
 
 
-def write(path: Path, corpus: Corpus) -> None:
-    """Writes beside `path`, then renames: a reader sees the whole file or none."""
-    # No token holds a space, so one can part them.
-    draft = path.with_suffix(f".{os.getpid()}.npz")
-    words = np.frombuffer(" ".join(corpus.words).encode(), dtype=np.uint8)
-    np.savez(draft, train=corpus.train, held_out=corpus.held_out, words=words)
-    os.replace(draft, path)
-
-
-def read(path: Path) -> Corpus:
-    with np.load(path, allow_pickle=False) as kept:
-        words = tuple(kept["words"].tobytes().decode().split(" "))
-        return Corpus(kept["train"], kept["held_out"], words)
+def as_arrays(corpus: Corpus) -> Arrays:
+    return {"train": corpus.train, "held_out": corpus.held_out, "words": joined(corpus.words)}
 
 
 def synthetic(vocabulary: int, length: int) -> Corpus:

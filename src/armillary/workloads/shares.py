@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ids", "draw", "held_out_share", "shuffled", "train_share"]
+__all__ = ["Ids", "alike", "draw", "held_out_share", "shuffled", "train_share"]
 
 Ids = NDArray[np.int64]
 
@@ -27,6 +27,17 @@ def draw(split: str, examples: int, batch_size: int, place: tuple[int, int], see
 def shuffled(examples: int, seed: int) -> Ids:
     """The order of one training epoch, the same for every worker."""
     return np.random.default_rng(seed).permutation(examples)
+
+
+def alike(lengths: Ids, together: int, seed: int) -> Ids:
+    """The order of one training epoch in which global batches of `together` examples have similar lengths.
+
+    Padding then costs little. Which examples meet, and when, is still random among those of equal length.
+    """
+    order = shuffled(len(lengths), seed)
+    order = order[: len(order) // together * together]  # drop at random, not the longest
+    batches = order[np.argsort(lengths[order], kind="stable")].reshape(-1, together)
+    return np.random.default_rng((seed, 1)).permutation(batches).ravel()
 
 
 def train_share(order: Ids, batch_size: int, place: tuple[int, int]) -> Iterator[Ids]:
