@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["Failure", "first_failure", "is_worker", "keep_failure", "launch"]
+__all__ = ["INTERRUPTED", "Failure", "first_failure", "is_worker", "keep_failure", "launch", "text_of"]
 
 INTERRUPTED = 130
 # Ctrl-C reaches the launcher alone, which passes it on: a worker then ends at once and says nothing.
@@ -75,13 +75,13 @@ def launch(arguments: Sequence[str], workers: int) -> Failure | None:
     return None
 
 
-def keep_failure(error: BaseException, rank: int) -> None:
-    """Writes the error where the launcher looks for it (TORCHELASTIC_ERROR_FILE), in torch's own format."""
+def keep_failure(text: str, rank: int) -> None:
+    """Writes why this worker ends where the launcher looks for it (TORCHELASTIC_ERROR_FILE), in torch's own format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "seconds": time.time()}
-    message = {"message": text_of(error), "extraInfo": extra, "rank": rank}
+    message = {"message": text, "extraInfo": extra, "rank": rank}
     Path(path).write_text(json.dumps({"message": message}))
 
 

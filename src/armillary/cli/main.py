@@ -2,7 +2,9 @@
 
 import typer
 
+from armillary.cli.plan import plan_command
 from armillary.cli.train import train_command
+from armillary.cli.verify import verify_command
 
 __all__ = ["app", "main"]
 
@@ -14,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("plan")(plan_command)
+app.command("verify")(verify_command)
 
 
 @app.callback()

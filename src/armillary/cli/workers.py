@@ -48,7 +48,10 @@ def _run(workers: int | None, body: Callable[[], int], more_arguments: Callable[
         _refuse_other_count(workers)
         _share_cores()
         start_process_group()
-        return body()
+        code = body()
+        if code:
+            keep_failure("", rank())  # its body has said what there is to say
+        return code
     count = DEFAULT_WORKERS if workers is None else workers
     if count < 1:
         raise ValueError(f"--workers: want at least 1, got {count}")
@@ -66,7 +69,7 @@ def _fail(error: Exception) -> NoReturn:
     if not is_worker():
         typer.echo(f"error: {text_of(error)}", err=True)
         raise typer.Exit(1)
-    keep_failure(error, rank())
+    keep_failure(text_of(error), rank())
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         typer.echo(f"error on rank {rank()}: {text_of(error)}", err=True)
     # Threads of a half-finished exchange may be alive: a proper exit could wait for peers that wait for this rank.

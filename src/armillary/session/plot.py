@@ -12,40 +12,36 @@ BLUE, ORANGE, GREY = "#2563a8", "#c2570c", "#777777"
 
 
 def plot(lines: Sequence[Mapping[str, Any]], baseline: Mapping[str, float], unit: str) -> Figure:
-    """The figure of a run's metrics (`folder.note`); the last held-out metric in `report` is the one drawn."""
+    """The figure of a run's metrics (`folder.note`); the last metric of the workload's report is the one drawn."""
     progress = [line for line in lines if line["kind"] == "progress"]
     evaluated = [line for line in lines if line["kind"] == "evaluated"]
-    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    _draw_loss(above, progress)
-    if evaluated:
-        _draw_metric(above, evaluated, baseline)
+    figure = Figure(figsize=(9, 9), dpi=120, layout="constrained")
+    panels = figure.subplots(3 if evaluated else 2, 1, sharex=True)
     steps = [line["step"] for line in progress]
-    below.plot(steps, [line["samples_per_second"] for line in progress], color=BLUE, linewidth=1)
-    below.set_ylabel(f"throughput ({unit} per second, all workers)")
-    below.set_xlabel("optimizer steps")
-    below.set_ylim(bottom=0)
-    below.grid(alpha=0.3)
+    panels[0].plot(steps, [line["loss"] for line in progress], color=BLUE, linewidth=1)
+    panels[0].set_ylabel("training loss\n(mean over workers)")
+    if evaluated:
+        _draw_metric(panels[1], evaluated, baseline)
+    panels[-1].plot(steps, [line["samples_per_second"] for line in progress], color=BLUE, linewidth=1)
+    panels[-1].set_ylabel(f"throughput\n({unit} per second, all workers)")
+    panels[-1].set_ylim(bottom=0)
+    panels[-1].set_xlabel("optimizer steps")
+    for panel in panels:
+        panel.grid(alpha=0.3)
     return figure
 
 
-def _draw_loss(axes: Axes, progress: Sequence[Mapping[str, Any]]) -> None:
-    steps = [line["step"] for line in progress]
-    axes.plot(steps, [line["loss"] for line in progress], color=BLUE, linewidth=1, label="training loss")
-    axes.set_ylabel("training loss (mean over workers)", color=BLUE)
-    axes.grid(alpha=0.3)
-
-
 def _draw_metric(axes: Axes, evaluated: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]) -> None:
+    """Glances at some batches as rings, the whole split as a disc, the baseline as a line."""
     name = list(evaluated[-1]["metrics"])[-1]
-    other = axes.twinx()
     values = [line["metrics"][name] for line in evaluated]
-    other.plot([line["step"] for line in evaluated], values, "o-", color=ORANGE, markersize=4)
-    label = f"held-out {name.replace('_', ' ')}"
-    other.set_ylabel(label, color=ORANGE)
-    if min(values) > 0 and max(values) > 20 * min(values):
-        other.set_yscale("log")
+    steps = [line["step"] for line in evaluated]
+    axes.plot(steps, values, "o-", color=ORANGE, markerfacecolor="white", label="some held-out batches")
+    whole = [(line["step"], line["metrics"][name]) for line in evaluated if line["is_whole"]]
+    axes.plot(*zip(*whole, strict=True), "o", color=ORANGE, label="all held-out data")
     if name in baseline:
-        other.axhline(baseline[name], color=GREY, linestyle="--", linewidth=1)
-        text = f"baseline {baseline[name]:.4g}"
-        other.annotate(text, (0.99, baseline[name]), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.axhline(baseline[name], color=GREY, linestyle="--", label=f"a simpler method: {baseline[name]:.4g}")
+    if min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+    axes.set_ylabel(f"held-out {name.replace('_', ' ')}")
+    axes.legend()

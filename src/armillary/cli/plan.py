@@ -1,0 +1,63 @@
+"""`armillary plan`: what training a workload would take, without training it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from armillary.cli.options import (
+    AsJson,
+    Corpus,
+    Exchanges,
+    IsSmall,
+    Lazy,
+    Replicate,
+    Seed,
+    Set,
+    TopologyFile,
+    Workers,
+    WorkloadName,
+    wishes,
+    workload_of,
+)  # fmt: skip
+from armillary.cli.show import as_json, decided_text
+from armillary.cli.workers import rank, run_in_workers
+from armillary.session.decide import decide
+
+__all__ = ["plan_command"]
+
+
+def plan_command(
+    workload: WorkloadName,
+    workers: Workers = None,
+    seed: Seed = 0,
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    options: Set = [],  # noqa: B006  typer copies it
+    lazy: Lazy = [],  # noqa: B006
+    replicate: Replicate = [],  # noqa: B006
+    exchange: Exchanges = [],  # noqa: B006
+    topology_file: TopologyFile = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Profiles WORKLOAD, measures the links between the workers, and prints the plan with its forecast.
+
+    With --topology nothing is measured and no worker is started: the file says what is planned for.
+    """
+
+    def body() -> int:
+        task = workload_of(workload, options, corpus, small)
+        granted = wishes(lazy, replicate, exchange, None, topology_file)
+        torch.manual_seed(seed)
+        decided = decide(task, task.model(), seed, granted)
+        if rank() == 0:
+            print(as_json(decided) if json else decided_text(decided))
+            if out is not None:
+                decided.plan.save(out)
+        return 0
+
+    run_in_workers(workers if topology_file is None else 1, body)
