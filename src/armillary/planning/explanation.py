@@ -36,8 +36,10 @@ def reason(
         return f"by constraint {question.wanted[fact.name]}{_against(one, question, fact)}"
     if fact.reads == "never":
         return "never read"
+    if fact.reads == "dense":
+        return "read whole"
     if not fact.shardable:
-        return "read whole" if fact.reads == "dense" else f"not by row: {why_not_by_row(fact)}"
+        return f"not by row: {why_not_by_row(fact)}"
     if question.case.topology.workers == 1:
         return "one worker: nothing crosses"
     said = f"alpha {fact.alpha:.2g}: {seconds_text(one.forecast.seconds)}"

@@ -1,0 +1,93 @@
+"""A plan fits the memory of a rank, at the least cost; where none does, the message says what would."""
+
+import re
+
+import pytest
+from planning_cases import dense, machines, model, table
+
+from armillary.planning.planner import explain, plan, plan_by_rule
+from armillary.planning.pricing import ADAM
+
+MIB = 1 << 20
+TABLE = 64 * MIB  # of 131,072 rows of 512 B
+
+
+def wide(name="t", arrival=0, alpha=0.9, **more):
+    return table(name, arrival, rows=131_072, width=128, alpha=alpha, union=1.0, **more)
+
+
+FAST = {"megabits": 100_000}  # where nearly dense tables go dense: 256 MiB with Adam
+
+
+def test_without_a_limit_the_nearly_dense_table_goes_dense():
+    assert plan(model(wide()), machines(4, **FAST)).group_of("t").exchange.name == "all_reduce"
+
+
+def test_a_limit_makes_it_shard_and_says_what_was_given_up():
+    topology = machines(4, memory=100 * MIB, **FAST)
+    made = plan(model(wide()), topology)
+    assert made.group_of("t").placement == "row_sharded"
+    assert made.forecast.memory_bytes <= 100 * MIB
+    assert re.search(r"all_reduce, [\d.]+ ms, does not fit in memory", made.group_of("t").reason)
+    lost = {str(v.candidate.choice): v.lost for v in explain(model(wide()), topology)}
+    assert re.fullmatch(r"needs [\d.]+ MiB more, which do not fit", lost["all_reduce"])
+
+
+def test_only_as_much_is_given_up_as_must_be():
+    profile = model(wide("t", 0), wide("u", 1))
+    made = plan(profile, machines(4, memory=400 * MIB, **FAST))
+    assert sorted(group.placement for group in made.groups) == ["replicated", "row_sharded"]
+
+
+def test_activations_and_frozen_parameters_take_room_too():
+    cold = dense("cold", 8 * MIB, arrival=None, requires_grad=False)
+    limit = machines(4, memory=290 * MIB, **FAST)
+    assert plan(model(wide()), limit).group_of("t").placement == "replicated"
+    assert plan(model(wide(), cold, activations=30 * MIB), limit).group_of("t").placement == "row_sharded"
+
+
+def remedies(profile, topology, **wishes):
+    with pytest.raises(ValueError, match="nothing fits") as refused:
+        plan(profile, topology, **wishes)
+    return str(refused.value)
+
+
+def test_more_workers_are_as_many_as_are_needed():
+    """64 MiB with Adam are 256 MiB over N: 26 workers for 10 MiB, and no fewer."""
+    said = remedies(model(wide()), machines(4, memory=10 * MIB))
+    workers = int(re.search(r"\d+\. (\d+) workers in \d+ node", said).group(1))
+    assert workers == 26
+    assert plan(model(wide()), machines(workers, memory=10 * MIB)).forecast.memory_bytes <= 10 * MIB
+    remedies(model(wide()), machines(workers - 1, memory=10 * MIB))
+
+
+def test_a_constraint_in_the_way_is_named():
+    said = remedies(model(wide()), machines(4, memory=100 * MIB), constraints={"t": "replicated"})
+    assert re.search(r"placement row_sharded for 't', by dropping the constraint: [\d.]+ MiB", said)
+    assert "workers in" not in said  # no number of them would do: the table is whole on every rank
+
+
+def test_lazy_is_named_where_it_helps():
+    profile = model(table("t", rows=131_072, width=128, alpha=0.001, union=0.004))
+    limit = machines(4, memory=50 * MIB)
+    said = remedies(profile, limit)
+    assert "lazy=['t']" in said and "NOT exact" in said
+    assert plan(profile, limit, lazy=["t"]).forecast.memory_bytes <= 50 * MIB
+
+
+def test_a_smaller_batch_is_named_with_its_factor():
+    profile = model(dense("d", MIB), activations=90 * MIB)  # 16 MiB with Adam
+    said = remedies(profile, machines(4, memory=46 * MIB))
+    assert "batches 3.0 times smaller, whose activations take 30.0 MiB" in said
+
+
+def test_the_last_remedy_is_the_memory_that_would_do():
+    said = remedies(model(dense("d", MIB)), machines(4, memory=MIB))
+    assert said.splitlines()[1:] == ["  1. ranks with 16.0 MiB of memory"]
+    assert plan(model(dense("d", MIB)), machines(4, memory=16 * MIB)).workers == 4
+
+
+def test_the_rule_does_not_fit_what_it_does_not_price():
+    tables = [table(f"t{i}", i, rows=131_072, width=128, refusals=("max_norm",)) for i in range(2)]
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan_by_rule(model(*tables), machines(4, memory=TABLE), assumptions=ADAM)

@@ -1,0 +1,146 @@
+"""A forecast against what happened: bytes counted in lockstep, memory by hand, seconds of hand-made links."""
+
+import pytest
+import torch
+from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
+
+from armillary.exchanges.exchange import Place, build_row
+from armillary.exchanges.look_up import Table, Wish, look_up
+from armillary.facts.plan import Choice
+from armillary.facts.topology import Link
+from armillary.planning.planner import plan
+from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, owners_of, row_forecast
+from armillary.reference import lockstep
+from armillary.runtime.row_counts import Lookups
+from armillary.runtime.row_counts import row_facts as count_rows
+
+ROWS, WIDTH, ASKED = 9973, 8, 4000
+
+
+def one_step(exchange, whole, ids, place):
+    """One rank: a look-up, the idle round, the push."""
+    owned = exchange.ownership(ROWS, place)
+    keys = torch.unique(owned.keys(ids))
+    if exchange.placement == "replicated":
+        none = (0,) * place.workers
+        pulled = yield from exchange.pull(keys, none, none, whole, owned, place)
+    else:
+        shard = whole[owned.ids(place.rank)] if place.rank in owned.owners else whole[:0]
+        held = Table("table", exchange, owned, shard)
+        pulled = (yield from look_up(Wish(0, keys, True, 0), [held], place)).pulled
+        yield from look_up(Wish("idle", keys[:0], False, 0), [held], place)
+    yield from exchange.push([torch.ones(len(keys), WIDTH)], [pulled.ticket], owned, place)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "choice",
+    [Choice("gather_rows"), Choice("owned_rows"), Choice("owned_rows", {"owners": 1}),
+     Choice("owned_rows", {"order": "hashed"}), Choice("owned_rows_by_node")],
+    ids=str,
+)  # fmt: skip
+def test_predicted_bytes_are_those_counted(choice, nodes, per_node):
+    workers = nodes * per_node
+    generator = torch.Generator().manual_seed(workers)
+    batches = [torch.randperm(ROWS, generator=generator)[:ASKED] for _ in range(workers)]
+    looked = [Lookups(1, ids.sort().values, torch.ones_like(ids)) for ids in batches]
+    counted = count_rows(ROWS, WIDTH * 4, looked, workers, per_node)
+    topology, profile = machines(nodes, per_node), model(table(facts=counted), workers=workers, per_node=per_node)
+    exchange = build_row(choice.name, **choice.options)
+    programs = [
+        one_step(exchange, torch.ones(ROWS, WIDTH), ids, Place(rank, workers, per_node))
+        for rank, ids in enumerate(batches)
+    ]
+    _, sent = lockstep.run(programs, per_node)
+    forecast = row_forecast(table(facts=counted), choice, "exact", Case(profile, topology))
+    if exchange.placement == "row_sharded":
+        forecast = forecast + idle_round(topology)
+    # A worker's share of its own rows is 1 / N in the mean over draws; this is one draw.
+    assert forecast.sent_bytes == pytest.approx(sum(sent) / workers, rel=0.01)
+    if exchange.placement == "replicated" or workers == 1:
+        assert forecast.sent_bytes == pytest.approx(sum(sent) / workers, rel=1e-12)
+
+
+def test_the_bytes_of_a_bucket_are_those_of_its_tensor():
+    """Gradients, and one used flag a parameter; with the mean over weights the weight too."""
+    profile = model(dense("a", 1000, 0), dense("b", 24, 1))
+    for mean, extra in (("workers", 2), ("weights", 3)):
+        (group,) = plan(profile, machines(4), mean=mean).groups
+        assert group.forecast.sent_bytes == 2 * 3 / 4 * 4 * (1024 + extra)
+
+
+@pytest.mark.parametrize(("slots", "moves", "update", "copies", "windows"), [
+    (0, False, "exact", 1, 2),
+    (1, False, "exact", 2, 3),
+    (1, True, "exact", 3, 0),
+    (2, True, "exact", 4, 0),
+    (2, True, "lazy", 3, 4),
+])  # fmt: skip
+@pytest.mark.parametrize(("choice", "owners"), [("owned_rows", 4), ("gather_rows", 1)])
+def test_memory_is_weight_gradient_and_state_of_the_rows_held(slots, moves, update, copies, windows, choice, owners):
+    """Exact Adam 4 T / N; lazy 3 T / N and the touched rows once more, four times (weight, gradient, moments)."""
+    rows = row_facts(rows=1000, width=16, alpha=0.1, union=0.25)
+    assumptions = type(ADAM)(optimizer_slots=slots, moves_quiet_rows=moves)
+    forecast = row_forecast(table(facts=rows), Choice(choice), update, Case(model(), machines(4), assumptions))
+    held = 64_000 / owners
+    assert forecast.memory_bytes == copies * held + windows * 0.25 * held
+
+
+def test_the_busiest_owner_is_what_counts():
+    even = row_facts(workers=4)
+    skewed = type(even)(**{**even.__dict__, "load_modulo": (0.7, 0.1, 0.1, 0.1)})
+    links = machines(4, latency=0.0)
+    case = Case(model(), links, LINKS_ONLY)
+    choice = Choice("owned_rows")
+    one, other = (row_forecast(table(facts=facts), choice, "exact", case) for facts in (even, skewed))
+    assert one.sent_bytes == other.sent_bytes
+    assert other.seconds == pytest.approx(2.8 * one.seconds, rel=1e-3)
+
+
+def test_fewer_owners_have_busier_links_and_the_same_bytes():
+    case = Case(model(workers=8), machines(8), LINKS_ONLY)
+    forecasts = [
+        row_forecast(table(workers=8), Choice("owned_rows", {"owners": p}), "exact", case) for p in (1, 2, 4, 8)
+    ]
+    assert len({forecast.sent_bytes for forecast in forecasts}) == 1
+    seconds = [forecast.seconds for forecast in forecasts]
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 4
+
+
+def test_merging_inside_nodes_pays_where_the_node_is_fast_and_shares_its_rows():
+    rows = row_facts(alpha=0.05, node=0.06, union=0.1, workers=16)
+
+    def seconds(name, inside):
+        case = Case(model(workers=16, per_node=8), machines(2, 8, inside=Link(0, inside), latency=0.0), LINKS_ONLY)
+        return row_forecast(table(facts=rows), Choice(name), "exact", case).seconds
+
+    assert seconds("owned_rows_by_node", 1e11) < seconds("owned_rows", 1e11)
+    assert seconds("owned_rows_by_node", 1e7) > seconds("owned_rows", 1e7)
+
+
+def test_one_worker_pays_for_no_link():
+    case = Case(model(table(workers=1), workers=1), machines(1), LINKS_ONLY)
+    assert dense_forecast(1000, Choice("all_reduce"), case).seconds == pytest.approx(0, abs=1e-12)
+    for name in ("gather_rows", "owned_rows"):
+        forecast = row_forecast(table(workers=1), Choice(name), "exact", case)
+        assert (forecast.seconds, forecast.sent_bytes) == (pytest.approx(0, abs=1e-12), 0)
+    assert idle_round(machines(1)).seconds == 0
+
+
+def test_a_ring_of_n_pays_two_latencies_a_hop():
+    links = machines(5, latency=0.5)
+    seconds = dense_forecast(1000, Choice("all_reduce"), Case(model(workers=5), links, LINKS_ONLY)).seconds
+    assert seconds == pytest.approx(2 * 4 * 0.5 + 2 * 4 / 5 * 1000 / links.between.bytes_per_second)
+
+
+def test_no_owners_named_means_all_workers():
+    assert (
+        owners_of(Choice("owned_rows"), machines(6)) == owners_of(Choice("owned_rows", {"owners": 0}), machines(6)) == 6
+    )
+
+
+def test_assumptions_refuse_nonsense():
+    with pytest.raises(ValueError, match="optimizer_slots >= 0"):
+        type(SGD)(optimizer_slots=-1)
+    with pytest.raises(ValueError, match="memory_bytes_per_second > 0"):
+        type(SGD)(memory_bytes_per_second=0)

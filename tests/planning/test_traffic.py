@@ -1,0 +1,66 @@
+"""Rows of a step from what was profiled: exact where it was measured, inside its bounds where it was not."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import machines, model, row_facts
+
+from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+
+
+def test_what_was_measured_is_not_estimated():
+    facts = row_facts(rows=1000, alpha=0.1, node=0.15, union=0.4, workers=8)
+    profile = model(workers=8, per_node=2)
+    assert [merged_rows(facts, profile, n) for n in (1, 2, 8)] == pytest.approx([100, 150, 400])
+
+
+@given(workers=st.integers(1, 2000), alpha=st.floats(1e-6, 1), growth=st.floats(1, 4))
+def test_merged_rows_lie_between_one_workers_and_all_workers_rows(workers, alpha, growth):
+    facts = row_facts(rows=100_000, alpha=alpha, union=min(1.0, alpha * growth))
+    merged = merged_rows(facts, model(), workers)
+    one = alpha * 100_000
+    assert one * (1 - 1e-9) <= merged <= min(100_000, workers * one) * (1 + 1e-9)
+
+
+@given(lookups=st.floats(1, 20), alpha=st.floats(1e-4, 1), repeats=st.floats(1, 50))
+def test_rows_by_look_up_lie_between_merged_once_and_every_time_anew(lookups, alpha, repeats):
+    merged = alpha * 10_000
+    facts = row_facts(rows=10_000, alpha=alpha, lookups=lookups, ids=merged * repeats)
+    moved = traffic(facts, model(), machines())
+    assert merged * (1 - 1e-9) <= moved.distinct_rows <= max(1.0, lookups) * merged * (1 + 1e-9)
+    if facts.ids > 1:
+        assert moved.distinct_rows <= max(facts.ids, merged) * (1 + 1e-9)
+
+
+def test_one_look_up_needs_no_estimate():
+    facts = row_facts(lookups=1.0)
+    assert traffic(facts, model(), machines()) == traffic_merged(facts, model(), machines())
+
+
+def test_heaps_law_holds_within_a_fifth_for_zipf_ids():
+    """Two look-ups of Zipf ids: the estimate against the count."""
+    generator = torch.Generator().manual_seed(0)
+    weights = 1 / torch.arange(1, 20_001, dtype=torch.float64)
+    looks = [torch.multinomial(weights, 1000, replacement=True, generator=generator) for _ in range(2)]
+    distinct = sum(len(torch.unique(ids)) for ids in looks)
+    merged = len(torch.unique(torch.cat(looks)))
+    facts = row_facts(rows=20_000, alpha=merged / 20_000, union=1.0, lookups=2.0, ids=2000)
+    assert merged < distinct
+    assert traffic(facts, model(), machines()).distinct_rows == pytest.approx(distinct, rel=0.2)
+
+
+def test_the_busiest_of_fewer_owners_follows_from_the_loads_of_all():
+    """row % 2 is the parity of row % 4; of hashed rows, neighbouring blocks join."""
+    loads = {"load_modulo": (0.4, 0.1, 0.3, 0.2), "load_hashed": (0.4, 0.1, 0.3, 0.2)}
+    facts = type(row_facts())(**{**row_facts().__dict__, **loads})
+    assert [busiest_share(facts, owners, "modulo") for owners in (1, 2, 4)] == pytest.approx([1, 0.7, 0.4])
+    assert [busiest_share(facts, owners, "hashed") for owners in (1, 2, 4)] == pytest.approx([1, 0.5, 0.4])
+    assert busiest_share(facts, 3, "modulo") == busiest_share(facts, 3, "hashed") == 1 / 3
+
+
+def test_the_modulo_shares_are_those_of_real_rows():
+    rows = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:333] ** 2 % 997
+    share = {p: (rows % p).bincount(minlength=p).double() / len(rows) for p in (2, 4)}
+    facts = type(row_facts())(**{**row_facts().__dict__, "load_modulo": tuple(share[4].tolist())})
+    assert busiest_share(facts, 2, "modulo") == pytest.approx(float(share[2].max()))
