@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.transport import start_process_group, stop_process_group
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, one_at_a_time, rehearse
 from benchmarks.hybrid.model import Sizes
 from benchmarks.hybrid.ours import ours
@@ -35,6 +35,8 @@ def main() -> None:
             "rounds": rounds.rounds, "timed steps": rounds.timed_steps, "machine": machine(),
         }  # fmt: skip
         save(Record(conditions, blocks), Path(options.out))
+    torch.distributed.barrier()
+    stop_process_group()
 
 
 def _options() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import Program
 from armillary.facts.topology import Link, Topology
-from armillary.runtime.transport import Transport
+from armillary.runtime.transport import Transport, stop_process_group
 from benchmarks.netlab import counted_bytes
 
 DENSE_BYTES = 4_000_000
@@ -39,6 +39,9 @@ def main() -> None:
             rows += [measured(name, example, transport, topology) for example in entry.examples]
     if place.rank == 0:
         Path(options.out).write_text(json.dumps([row for row in rows if row], indent=1) + "\n")
+    transport.barrier()
+    transport.close()
+    stop_process_group()
 
 
 def _counted(transport: Transport, action: Callable[[], Any]) -> float:

@@ -23,7 +23,7 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, sent_bytes
 from armillary.facts.trace import Record
 
-__all__ = ["Transport", "start_process_group"]
+__all__ = ["Transport", "start_process_group", "stop_process_group"]
 
 Wait = Callable[[], Any]
 
@@ -54,6 +54,12 @@ def start_process_group(timeout_seconds: float = 600.0) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
+
+
+def stop_process_group() -> None:
+    """Leaves the job. A process that ends without it may abort, its gloo threads still running."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Transport:
