@@ -1,0 +1,40 @@
+"""An error of one rank that must not stop it before the others have heard of it.
+
+A rank that leaves a collective conversation half-way leaves the others waiting for ever. Inside `kept` an error is
+remembered and the rank goes on taking part; `agree` then raises on every rank, naming the one that failed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from armillary.runtime.transport import Transport
+
+__all__ = ["FirstError"]
+
+
+@dataclass(eq=False)
+class FirstError:
+    """The first error since it was made; `what` is being done, for the message."""
+
+    what: str
+    error: Exception | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Remembers an error and goes on; what a signal raises (Ctrl-C) is never kept."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+
+    def agree(self, transport: Transport, remedy: str = "") -> None:
+        """Collective.
+
+        Raises:
+            RuntimeError: some rank failed since this was made; every rank raises, with the first failing rank's words.
+        """
+        mine = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        for rank, text in enumerate(transport.share(mine)):
+            if text is not None:
+                raise RuntimeError(f"{self.what}: rank {rank}: {text}{remedy and f' ({remedy})'}") from self.error

@@ -1,0 +1,163 @@
+"""Saves and resumes a run, and exports it to plain PyTorch.
+
+A checkpoint is one folder per step, written by all workers at once: each writes its contiguous block of the rows of
+every table and of its optimizer state, rank 0 all the rest. It does not know the plan: it opens on any number of
+workers and under any other plan. `state_dict()` never communicates; everything here does, so every rank must call it.
+"""
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.runtime.checkpoint import Marker, RowIndex, latest, mark, new_folder, next_serial, prune
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.handle import TableHandle
+from armillary.runtime.optimizer_state import by_name, parameter_names, table_state
+from armillary.runtime.row_blocks import equal_spans, to_spans
+from armillary.runtime.row_file import FileRecord, Layout, RowFile, digest, sync_folder
+from armillary.runtime.saved import REST
+from armillary.session.every import Every
+from armillary.session.export import export
+from armillary.session.load import load
+from armillary.session.row_tensors import RowTensor, row_tensors
+from armillary.session.run import Run
+
+__all__ = ["Every", "export", "latest", "load", "save"]
+
+
+def save(run: Run, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
+    """Collective, between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the
+    disk, and the newest; an error at any moment leaves the older ones as they were.
+
+    Args:
+        folder: seen by every worker (a shared file system if they run on several machines).
+        loop: what this rank's loop wants back on resume (scheduler and scaler state_dicts, random state, place in the
+            data): plain values and tensors. Each rank gives its own.
+        keep: how many of the newest checkpoints in `folder` stay.
+
+    Raises:
+        ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
+    """
+    folder, loop = Path(folder), dict(loop or {})
+    if keep < 1:
+        raise ValueError(f"save: want to keep at least 1 checkpoint, got {keep}")
+    transport = run.transport
+    run.executor.look_ups.serve_until("idle")
+    trouble = FirstError("save")
+    with trouble.kept():
+        _refuse_unloadable(loop)
+        names = parameter_names(run.model, run.optimizer, run.tables)
+    trouble.agree(transport)
+    _refuse_disagreement(run, (transport.step, str(folder), keep, names))
+    tensors = row_tensors(run)
+    loops = transport.share(loop)
+    path = folder
+    with trouble.kept():
+        if run.rank == 0:
+            path = new_folder(folder, transport.step)
+    trouble.agree(transport)
+    path = Path(transport.share(path)[0])
+    records: list[FileRecord] = []
+    with trouble.kept():
+        if run.rank == 0:
+            records.append(_write_rest(run, path / REST, names, loops))
+    records += _write_rows(run, path, tensors, trouble)
+    trouble.agree(transport, f"{path} is unfinished and will not be loaded; older checkpoints are as they were")
+    files = tuple(record for theirs in transport.share(records) for record in theirs)
+    with trouble.kept():
+        if run.rank == 0:
+            marker = Marker(
+                transport.step, next_serial(folder), run.workers, files, _index(run, tensors), _aliases(run)
+            )
+            mark(path, marker)
+            prune(folder, keep)
+    trouble.agree(transport)
+    return path
+
+
+def _refuse_unloadable(loop: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(loop, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"loop holds what torch.load(weights_only=True) refuses; give plain values, tensors and state_dicts. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _refuse_disagreement(run: Run, mine: tuple[Any, ...]) -> None:
+    everyones = run.transport.share(mine)
+    for what, theirs in zip(("step", "folder", "keep", "optimizer parameters"), zip(*everyones, strict=True)):
+        if any(other != theirs[0] for other in theirs):
+            listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(theirs))
+            raise ValueError(f"save: ranks disagree on the {what} ({listing}); call save alike on every rank")
+
+
+def _file_name(rank: int, workers: int) -> str:
+    return f"rows-{rank:05d}-of-{workers:05d}.safetensors"
+
+
+def _write_rows(run: Run, folder: Path, tensors: list[RowTensor], trouble: FirstError) -> list[FileRecord]:
+    """This rank's blocks of every row tensor. After an error it goes on taking part, without writing."""
+    layouts = {}
+    for tensor in tensors:
+        first, last = equal_spans(tensor.table.shape[0], run.workers)[run.rank]
+        layouts[tensor.key] = Layout((last - first, *tensor.table.shape[1:]), tensor.shard.dtype)
+    file: RowFile | None = None
+    if not tensors:
+        return []
+    with trouble.kept():
+        file = RowFile(folder / _file_name(run.rank, run.workers), layouts)
+    for tensor in tensors:
+        spans = equal_spans(tensor.table.shape[0], run.workers)
+        for _, block in to_spans(tensor.shard, tensor.table, spans, run.transport):
+            with trouble.kept():
+                if file is not None and trouble.error is None:
+                    file.append(block)
+    with trouble.kept():
+        if file is not None and trouble.error is None:
+            return [file.finish()]
+    return []
+
+
+def _write_rest(run: Run, path: Path, names: list[str], loops: list[dict[str, Any]]) -> FileRecord:
+    """Everything that is not cut by row. The optimizer goes by parameter name."""
+    model = {key: value for key, value in run.model.state_dict().items() if not isinstance(value, TableHandle)}
+    optimizer = by_name(run.optimizer.state_dict(), names)
+    for name, table in run.tables.items():
+        rest = table_state(table, run.optimizer, run.held.get(name, {})).rest
+        optimizer["state"].pop(name, None)
+        if rest:
+            optimizer["state"][name] = rest
+    content = {
+        "model": model, "optimizer": optimizer, "optimizer_class": type(run.optimizer).__name__, "loops": loops,
+    }  # fmt: skip
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+    return FileRecord(path.name, path.stat().st_size, digest(path))
+
+
+def _index(run: Run, tensors: list[RowTensor]) -> dict[str, RowIndex]:
+    index = {}
+    for tensor in tensors:
+        spans = equal_spans(tensor.table.shape[0], run.workers)
+        parts = tuple((_file_name(rank, run.workers), *span) for rank, span in enumerate(spans))
+        dtype = str(tensor.shard.dtype).removeprefix("torch.")
+        index[tensor.key] = RowIndex(tuple(tensor.table.shape), dtype, parts)
+    return index
+
+
+def _aliases(run: Run) -> dict[str, str]:
+    """Other names under which the model's state_dict holds a table (tied weights)."""
+    handles = {key: value for key, value in run.model.state_dict().items() if isinstance(value, TableHandle)}
+    return {key: handle.reader.name for key, handle in handles.items() if key != handle.reader.name}

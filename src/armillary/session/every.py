@@ -1,0 +1,39 @@
+"""When the next checkpoint is due: every so many steps or seconds, by rank 0's clock.
+
+Clocks of workers differ, and a rank that saves alone waits for ever; so rank 0's decides and the others are told.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from armillary.session.run import Run
+
+__all__ = ["Every"]
+
+
+@dataclass(eq=False)
+class Every:
+    """Begins when it is made. steps, seconds: whichever comes first; 0 is never."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    last_seconds: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.seconds < 0:
+            raise ValueError(f"every: want no negative interval, got {self.steps} steps, {self.seconds} seconds")
+
+    def is_due(self, step: int, now_seconds: float) -> bool:
+        """Whether `step` ends an interval, or the last one to be due was too long ago. Asks nobody."""
+        by_step = self.steps > 0 and step > 0 and step % self.steps == 0
+        return by_step or 0 < self.seconds <= now_seconds - self.last_seconds
+
+    def due(self, run: Run, step: int) -> bool:
+        """Collective where seconds count (one number per call): the same answer on every rank, after `step` steps."""
+        now = time.monotonic()
+        is_due = self.is_due(step, now)
+        if self.seconds > 0:
+            is_due = bool(run.transport.agree_largest([float(is_due and run.rank == 0)])[0])
+        if is_due:
+            self.last_seconds = now
+        return is_due

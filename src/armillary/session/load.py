@@ -1,0 +1,194 @@
+"""Puts what was saved into a run, whatever plan and number of workers it was saved under.
+
+Everything is opened, checked against the model and the optimizer, and agreed on by all ranks before the first value
+is overwritten: a checkpoint that does not fit leaves the run as it was.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.handle import TableHandle
+from armillary.runtime.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
+from armillary.runtime.row_blocks import block_rows, equal_spans, from_spans
+from armillary.runtime.row_file import StoredRows
+from armillary.runtime.saved import Saved, open_saved, read_rows
+from armillary.runtime.table import RowTable
+from armillary.session.run import Run
+
+__all__ = ["load"]
+
+
+def load(run: Run, path: str | Path) -> dict[str, Any]:
+    """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
+    state_dict or of {"model": state_dict, "optimizer": state_dict}.
+
+    Returns:
+        What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for counters
+        and schedulers, not for random streams. Empty from a plain file.
+
+    Raises:
+        RuntimeError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
+    """
+    transport, trouble = run.transport, FirstError("load")
+    run.executor.look_ups.serve_until("idle")
+    named: dict[str, Any] | None = None
+    saved: Saved | None = None
+    with trouble.kept():
+        saved = open_saved(Path(path), run.rank, run.workers)
+        _refuse_other_model(run, saved.model)
+        named = _optimizer_by_name(run, saved)
+    trouble.agree(transport)
+    assert saved is not None
+    digests = transport.share(saved.digest)
+    if len(set(digests)) > 1:
+        listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        raise RuntimeError(f"load: ranks opened different things ({listing}); give all of them the same path")
+    with torch.no_grad():
+        _drop_gradients(run)
+        _fill_model(run, saved.model, trouble)
+        if named is not None:
+            _fill_optimizer(run, named, trouble)
+    trouble.agree(transport, "the run is now half loaded: load again")
+    transport.step = saved.step
+    run.executor.norm_cache.clear()
+    if not saved.loops:
+        return {}
+    return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
+
+
+def _refuse_other_model(run: Run, saved: Mapping[str, Any]) -> None:
+    mine = run.model.state_dict()
+    missing, extra = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+    if missing or extra:
+        raise ValueError(
+            f"it was saved from another model: it misses {missing or 'nothing'} and has {extra or 'nothing'} besides"
+        )
+    for key, value in mine.items():
+        if isinstance(value, Tensor) and tuple(value.shape) != tuple(saved[key].shape):
+            raise ValueError(
+                f"{key!r} was saved with shape {tuple(saved[key].shape)}, the model has {tuple(value.shape)}"
+            )
+
+
+def _optimizer_by_name(run: Run, saved: Saved) -> dict[str, Any] | None:
+    """The saved optimizer by parameter name, checked against the run's; None if there is none to load."""
+    if saved.optimizer is None:
+        return None
+    name = type(run.optimizer).__name__
+    if saved.optimizer_class not in ("", name):
+        raise ValueError(
+            f"it was saved from {saved.optimizer_class}, this run has {name}; use the same optimizer class"
+        )
+    names = parameter_names(run.model, run.optimizer, run.tables)
+    named = by_name(saved.optimizer, names) if saved.is_numbered else dict(saved.optimizer)
+    by_index(named, names, run.optimizer)
+    shapes = {name: handle.shape for name, handle in run.model.named_parameters()}
+    for owner, entries in named["state"].items():
+        for entry, value in entries.items():
+            if isinstance(value, StoredRows) and tuple(value.shape) != tuple(shapes[owner]):
+                raise ValueError(
+                    f"{entry!r} of {owner!r} was saved with shape {value.shape}, want {tuple(shapes[owner])}"
+                )
+    return named
+
+
+def _drop_gradients(run: Run) -> None:
+    """Gradients of before belong to other values; so do the rows a window may still hold."""
+    run.optimizer.zero_grad(set_to_none=True)
+    for table in run.tables.values():
+        table.pending = []
+        if table.has_window:
+            table.window_rows = None
+            table.parameter.data = table.shard[:0].clone()
+
+
+def _fill_model(run: Run, saved: Mapping[str, Any], trouble: FirstError) -> None:
+    mine = run.model.state_dict()
+    whole = {}
+    filled: set[str] = set()  # a tied table has several keys
+    for key, value in mine.items():
+        stored = saved[key]
+        if isinstance(value, TableHandle):
+            table = run.tables[value.reader.name]
+            if table.name not in filled:
+                filled.add(table.name)
+                _fill_shard(run, table.shard, table, stored, trouble)
+        elif isinstance(stored, StoredRows):
+            with trouble.kept():
+                _fill_whole(value, stored)
+        else:
+            whole[key] = stored
+    with trouble.kept():
+        run.model.load_state_dict(whole, strict=False)
+
+
+def _fill_optimizer(run: Run, named: Mapping[str, Any], trouble: FirstError) -> None:
+    """Tables get the rows this rank holds: in the optimizer's own state, or beside it where it sees a window."""
+    names = parameter_names(run.model, run.optimizer, run.tables)
+    state: dict[str, dict[str, Any]] = {}
+    for held in run.held.values():
+        held.clear()
+    for name in names:
+        if name not in named["state"]:
+            continue
+        entries = dict(named["state"][name])
+        table = run.tables.get(name)
+        for entry in sorted(entries):
+            value = entries[entry]
+            if table is not None and is_row_shaped(value, table):
+                entries[entry] = _table_entry(run, table, entry, value, trouble)
+            elif isinstance(value, StoredRows):
+                entries[entry] = torch.empty(value.shape, dtype=value.dtype)
+                with trouble.kept():
+                    _fill_whole(entries[entry], value)
+            elif isinstance(value, Tensor):
+                entries[entry] = value.clone()  # it may be mapped from the file
+        state[name] = entries
+    with trouble.kept():
+        run.optimizer.load_state_dict(by_index({**named, "state": state}, names, run.optimizer))
+
+
+def _table_entry(run: Run, table: RowTable, entry: str, stored: Tensor | StoredRows, trouble: FirstError) -> Tensor:
+    dtype = table.shard.dtype if stored.dtype.is_floating_point else stored.dtype  # as torch.optim casts
+    rows = torch.zeros(table.shard.shape, dtype=dtype, device=table.shard.device)
+    _fill_shard(run, rows, table, stored, trouble)
+    if not table.has_window:
+        return rows
+    run.held[table.name][entry] = rows
+    return rows[:0].clone()
+
+
+def _fill_whole(into: Tensor, stored: StoredRows) -> None:
+    step = block_rows(into)
+    for first in range(0, into.shape[0], step):
+        last = min(first + step, into.shape[0])
+        into[first:last].copy_(stored.read(first, last))
+
+
+def _fill_shard(run: Run, into: Tensor, table: RowTable, stored: Tensor | StoredRows, trouble: FirstError) -> None:
+    """The rows this rank holds of a table or of its optimizer state. Of files cut by row, each rank reads its block."""
+    if table.is_pulled and isinstance(stored, StoredRows):
+        spans = equal_spans(table.shape[0], run.workers)
+
+        def read(first: int, last: int) -> Tensor:
+            rows = torch.zeros((last - first, *into.shape[1:]), dtype=into.dtype)
+            with trouble.kept():  # the other ranks wait for this rank's rows, whatever they are
+                rows.copy_(stored.read(first, last))
+            return rows
+
+        from_spans(read, into, table, spans, run.transport)
+        return
+    with trouble.kept():
+        step = block_rows(into)
+        for first in range(0, into.shape[0], step):
+            last = min(first + step, into.shape[0])
+            if table.is_pulled:
+                rows = stored[table.ownership.ids(run.rank, torch.arange(first, last))]  # type: ignore[index]
+            else:
+                rows = read_rows(stored, first, last)
+            into[first:last].copy_(rows)
