@@ -50,6 +50,14 @@ def test_only_rows_that_were_read_have_a_gradient():
         assert gradient.indices()[0].tolist() == ids.unique().tolist()
 
 
+def test_the_model_is_the_same_whatever_the_random_stream():
+    def built_at(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return list(seeded_model(SIZES, sparse=True).parameters())
+
+    assert all(map(torch.equal, built_at(1), built_at(2)))
+
+
 def test_building_the_model_leaves_the_random_stream_alone():
     torch.manual_seed(5)
     want = torch.rand(3)

@@ -62,7 +62,7 @@ def test_a_drifting_machine_does_not_move_paired_ratios(drift, ratio):
 
 
 def test_a_ratio_pairs_blocks_of_one_round_in_whatever_order_they_ran():
-    found = record(block("new", 0, 1), block("old", 0, 2), block("old", 1, 50), block("new", 1, 200))
+    found = record(block("new", 1, 200), block("old", 0, 2), block("old", 1, 50), block("new", 0, 1))
     assert paired_ratios(found, "new", "old") == (0.5, 4.0)
 
 

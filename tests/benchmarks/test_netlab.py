@@ -79,6 +79,11 @@ def test_a_link_holds_its_speed_in_both_directions(lab, pairs):
     assert shaped_seconds > least_seconds > slowest(lab, sent_bytes, *pairs)
 
 
+def test_ranks_run_on_the_hosts_they_are_told_they_run_on(lab):
+    finished = lab.run(["cat", "/sys/class/net/eth0/address"], ranks_per_host=2)
+    assert [output.strip()[-2:] for output in finished.outputs] == ["00", "00", "01", "01", "02", "02"]
+
+
 def test_two_labs_at_once_share_nothing(lab):
     with Lab(2, 0) as other:
         counted = crossed(lab, lambda: slowest(other, 100_000, "0-1"))
