@@ -215,7 +215,7 @@ _READS: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     Tensor.copy_: _copy_,
     Tensor.detach: _detach,
-    Tensor.data.__get__: _detach,
+    **{getattr(Tensor, name).__get__: _detach for name in ("data",)},
 }
 
 _PROPERTIES = (

@@ -6,6 +6,7 @@ torch's own backward of the gather adds up duplicates, in any mode of any of the
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ class LookUps:
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"{table.name}: read inside a backward (activation checkpointing recomputes it?); keep the look-up of a "
-                "row-sharded table outside the checkpointed part"
+                f"{table.name}: read inside a backward (activation checkpointing recomputes it?); keep the look-up of "
+                "a row-sharded table outside the checkpointed part"
             )
         self._refuse_out_of_range(table, ids)
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
@@ -113,11 +114,12 @@ class LookUps:
 
         waiting.rows.register_post_accumulate_grad_hook(arrived)
 
-    def serve_until(self, state: str, weight: float = 1.0) -> None:
+    def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"."""
         if not self.pulled:
             return
-        wish = Wish(state, torch.empty(0, dtype=torch.int64), False, self.transport.step, weight)  # type: ignore[arg-type]
+        nothing = torch.empty(0, dtype=torch.int64)
+        wish = Wish(state, nothing, False, self.transport.step, weight)
         with torch.no_grad():
             while True:
                 outcome = self._round(wish)

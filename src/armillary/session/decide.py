@@ -1,11 +1,15 @@
-"""Measures the job, profiles a workload's model on real batches and plans its training: on rank 0, for everyone."""
+"""Measures the job, profiles a model on real batches and plans its training: on rank 0, for everyone."""
 
-from collections.abc import Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
@@ -14,6 +18,7 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions
 from armillary.runtime.measure import measure, workers_per_node
+from armillary.runtime.probe import Loss
 from armillary.runtime.profiler import profile
 from armillary.runtime.row_update import leaves_untouched_rows
 from armillary.runtime.transport import Transport
@@ -21,7 +26,7 @@ from armillary.session.events import Decided
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Wishes", "assumptions_of", "decide", "first_batches", "open_transport"]
+__all__ = ["Subject", "Wishes", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
 
 PROFILED_STEPS = 2
 
@@ -52,7 +57,28 @@ def open_transport() -> Transport:
     return Transport(per_node)
 
 
-def decide(workload: Workload, model: nn.Module, seed: int, wishes: Wishes) -> Decided:
+@dataclass(frozen=True)
+class Subject:
+    """What is to be trained. draw: workers -> some batches, in the order of `profile`; only rank 0 draws."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+    draw: Callable[[int], Iterable[Batch]]
+
+
+def subject_of(workload: Workload, seed: int) -> Subject:
+    """A new model of the workload, the same on every rank, with its optimizer."""
+    torch.manual_seed(seed)
+    model = workload.model()
+
+    def draw(workers: int) -> list[Batch]:
+        return first_batches(workload, workers, PROFILED_STEPS, seed)
+
+    return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
+
+
+def decide(subject: Subject, wishes: Wishes) -> Decided:
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
@@ -62,16 +88,15 @@ def decide(workload: Workload, model: nn.Module, seed: int, wishes: Wishes) -> D
     topology = wishes.topology or measure(transport)
 
     def think() -> tuple[str, str]:
-        batches = first_batches(workload, topology.workers, PROFILED_STEPS, seed)
-        found = profile(
-            model, batches, workload.loss, workers=topology.workers, workers_per_node=topology.workers_per_node
-        )
+        workers, per_node = topology.workers, topology.workers_per_node
+        batches = subject.draw(workers)
+        found = profile(subject.model, batches, subject.loss, workers=workers, workers_per_node=per_node)
         chosen = wishes.plan or make_plan(
             found,
             topology,
             constraints=wishes.constraints,
             lazy=wishes.lazy,
-            assumptions=assumptions_of(workload),
+            assumptions=assumptions_of(subject.optimizer),
         )
         return found.to_json(), chosen.to_json()
 
@@ -86,13 +111,22 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
     return [batch for together in zip(*drawn, strict=False) for batch in together]
 
 
-def assumptions_of(workload: Workload) -> Assumptions:
-    """What the workload's optimizer keeps per parameter and whether it moves rows without gradient, found by trying."""
-    matrix = nn.Parameter(torch.ones(4, 4))
-    optimizer = workload.optimizer([matrix])
-    quiet = leaves_untouched_rows(optimizer, optimizer.param_groups[0])
-    matrix.grad = torch.ones(4, 4)
-    optimizer.step()
-    state = optimizer.state[matrix].values()
-    slots = sum(isinstance(value, Tensor) and value.shape == matrix.shape for value in state)
+def assumptions_of(optimizer: Optimizer) -> Assumptions:
+    """What the optimizer keeps per parameter and whether it moves rows without gradient, found by trying it out."""
+    options = optimizer.param_groups[0]
+    quiet = leaves_untouched_rows(optimizer, options)
+    parameter, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))
+    if parameter is None:
+        parameter, state = _state_after_a_step(optimizer, options)
+    slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
     return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet)
+
+
+def _state_after_a_step(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """Of a twin with one parameter; the optimizer itself is left alone."""
+    matrix = nn.Parameter(torch.ones(4, 4))
+    matrix.grad = torch.ones(4, 4)
+    twin = copy.copy(optimizer)
+    twin.param_groups, twin.state = [{**options, "params": [matrix]}], defaultdict(dict)
+    twin.step()
+    return matrix, twin.state[matrix]

@@ -1,0 +1,53 @@
+"""Over how many owners each table is split, found by timing the exchange in this job before step 0.
+
+Parallax relaunches the whole job for every number of partitions it tries (EuroSys 2019, partitioning); here a trial is
+a look-up and a push. The model theta0 + theta1 / P + theta2 P is fitted and the choice is written into the plan, with
+its log.
+"""
+
+import math
+from dataclasses import replace
+
+from armillary.exchanges.exchange import build_row
+from armillary.facts.plan import Choice, Group, Plan
+from armillary.facts.profile import Profile
+from armillary.planning.partitions import Search, search
+from armillary.runtime.row_timer import row_seconds
+from armillary.runtime.transport import Transport
+
+__all__ = ["choose_owners"]
+
+
+def choose_owners(plan: Plan, profile: Profile, transport: Transport, memory_bytes: int) -> Plan:
+    """The plan with the number of owners of every `owned_rows` table that does not name one.
+
+    Every rank must call it; all of them get the same plan. A table is not split over fewer owners than can hold it
+    twice (weight and gradient).
+    """
+    notes: list[str] = []
+    groups: list[Group] = []
+    for group in plan.groups:
+        if group.exchange.name != "owned_rows" or "owners" in group.exchange.options or plan.workers == 1:
+            groups.append(group)
+            continue
+        found = _search(group, profile, transport, memory_bytes)
+        table = str(found).replace("\n", "\n    ")
+        notes.append(f"{group.parameters[0]}: owners searched, {found.chosen} of {plan.workers} chosen\n    {table}")
+        options = {**group.exchange.options, "owners": found.chosen}
+        groups.append(replace(group, exchange=Choice(group.exchange.name, options)))
+    return replace(plan, groups=tuple(groups), notes=(*plan.notes, *notes))
+
+
+def _search(group: Group, profile: Profile, transport: Transport, memory_bytes: int) -> Search:
+    fact = profile.parameter(group.parameters[0])
+    assert fact.rows is not None, f"{fact.name} is exchanged by row but was never read by row"
+    rows, row_numel = fact.shape[0], math.prod(fact.shape[1:])
+    distinct = round(fact.rows.alpha_worker * rows)
+    fewest = min(transport.place.workers, max(1, math.ceil(2 * fact.bytes / memory_bytes)))
+
+    def seconds(owners: int) -> float:
+        exchange = build_row("owned_rows", **{**group.exchange.options, "owners": owners})
+        return row_seconds(transport, exchange, rows, row_numel, distinct)
+
+    start = max(fewest, min(transport.place.nodes, transport.place.workers))
+    return search(seconds, start, fewest, transport.place.workers)
