@@ -1,1 +1,34 @@
 """Armillary: plans, runs and checks the training of an ordinary PyTorch model on many workers."""
+
+from armillary.facts.plan import Choice, Plan
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.planning.planner import plan
+from armillary.runtime.profiler import profile
+from armillary.session.attach import attach
+from armillary.session.checkpoint import latest, save
+from armillary.session.every import Every
+from armillary.session.export import export
+from armillary.session.feed import shard
+from armillary.session.load import load
+from armillary.session.parallelize import measure, parallelize
+from armillary.session.verify import verify
+
+__all__ = [
+    "Choice",
+    "Every",
+    "Plan",
+    "Profile",
+    "Topology",
+    "attach",
+    "export",
+    "latest",
+    "load",
+    "measure",
+    "parallelize",
+    "plan",
+    "profile",
+    "save",
+    "shard",
+    "verify",
+]

@@ -52,7 +52,8 @@ def launch(arguments: Sequence[str], workers: int) -> Failure | None:
     Raises:
         KeyboardInterrupt: Ctrl-C; every worker is gone.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what went wrong is said once, below
     with tempfile.TemporaryDirectory(prefix="armillary_") as logs:
         config = LaunchConfig(
             min_nodes=1,

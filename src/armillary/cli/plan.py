@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from armillary.cli.options import (
@@ -23,7 +22,7 @@ from armillary.cli.options import (
 )  # fmt: skip
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
-from armillary.session.decide import decide
+from armillary.session.decide import decide, subject_of
 
 __all__ = ["plan_command"]
 
@@ -52,8 +51,7 @@ def plan_command(
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
         granted = wishes(lazy, replicate, exchange, None, topology_file)
-        torch.manual_seed(seed)
-        decided = decide(task, task.model(), seed, granted)
+        decided = decide(subject_of(task, seed), granted)
         if rank() == 0:
             print(as_json(decided) if json else decided_text(decided))
             if out is not None:

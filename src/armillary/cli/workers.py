@@ -12,7 +12,7 @@ import torch
 import typer
 
 from armillary.cli.launch import INTERRUPTED, is_worker, keep_failure, launch, text_of
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.transport import start_process_group, stop_process_group
 
 __all__ = ["DEFAULT_WORKERS", "rank", "run_in_workers"]
 
@@ -49,6 +49,7 @@ def _run(workers: int | None, body: Callable[[], int], more_arguments: Callable[
         _share_cores()
         start_process_group()
         code = body()
+        stop_process_group()
         if code:
             keep_failure("", rank())  # its body has said what there is to say
         return code
@@ -56,13 +57,19 @@ def _run(workers: int | None, body: Callable[[], int], more_arguments: Callable[
     if count < 1:
         raise ValueError(f"--workers: want at least 1, got {count}")
     if count == 1:
-        return body()
+        code = body()
+        stop_process_group()
+        return code
     failure = launch([*sys.argv[1:], *more_arguments()], count)
     if failure is None:
         return 0
     if failure.text:
-        typer.echo(f"error on rank {failure.rank}: {failure.text}", err=True)
+        typer.echo(f"error: {_with_rank(failure.text, failure.rank)}", err=True)
     return 1
+
+
+def _with_rank(text: str, rank: int) -> str:
+    return text if text.startswith("rank ") else f"rank {rank}: {text}"
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -71,7 +78,7 @@ def _fail(error: Exception) -> NoReturn:
         raise typer.Exit(1)
     keep_failure(text_of(error), rank())
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        typer.echo(f"error on rank {rank()}: {text_of(error)}", err=True)
+        typer.echo(f"error: {_with_rank(text_of(error), rank())}", err=True)
     # Threads of a half-finished exchange may be alive: a proper exit could wait for peers that wait for this rank.
     sys.stdout.flush()
     os._exit(1)

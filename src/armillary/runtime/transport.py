@@ -9,6 +9,7 @@ makes them contiguous; uneven all_gather fails, so uneven traffic is all_to_all_
 rank order.
 """
 
+import atexit
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ def start_process_group(timeout_seconds: float = 600.0) -> None:
     """
     if dist.is_initialized():
         return
+    atexit.register(stop_process_group)
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if "RANK" not in os.environ:

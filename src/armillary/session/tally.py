@@ -97,7 +97,7 @@ def held_bytes(run: Run) -> dict[str, float]:
             owners: list[Tensor] = list(unit.bucket.parameters)
         else:
             table = unit.table
-            tensors = [table.shard, table.parameter, table.parameter.grad, *run.held[table.name].values()]
+            tensors = [table.shard, table.parameter, table.gradient, *run.held[table.name].values()]
             owners = [table.parameter]
         for owner in owners:
             tensors += run.optimizer.state.get(owner, {}).values()

@@ -18,10 +18,11 @@ from armillary.facts.plan import Forecast
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
 from armillary.session.attach import attach
-from armillary.session.checkpoint import Every, latest, load, save
-from armillary.session.decide import Wishes, decide
+from armillary.session.checkpoint import latest, load, save
+from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.evaluate import evaluate
 from armillary.session.events import Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+from armillary.session.every import Every
 from armillary.session.feed import Feed, alike_ranks, stream_seed
 from armillary.session.folder import CHECKPOINTS, keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
@@ -71,11 +72,9 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         ValueError: the folder cannot be written, or the plan does not fit.
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
-    torch.manual_seed(settings.seed)
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters())
-    decided = decide(workload, model, settings.seed, settings.wishes)
-    run = attach(decided.plan, model, optimizer)
+    subject = subject_of(workload, settings.seed)
+    decided = decide(subject, settings.wishes)
+    run = attach(decided.plan, subject.model, subject.optimizer)
     by_rank_zero(run.transport, lambda: open_folder(settings.folder))
     if run.rank == 0:
         keep_decision(settings.folder, decided)
@@ -153,8 +152,14 @@ class Training:
         glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
         if self.step % glance_steps == 0 and not is_last:
             yield self._told(Evaluated(self.step, self._evaluate(GLANCE_BATCHES), is_whole=False))
-        if self.every.due(self.run, self.step) and not is_last:
+        if not is_last and self._is_save_due():
             yield self._save()
+
+    def _is_save_due(self) -> bool:
+        """Ranks agree on the time at few steps only, because to agree costs a message."""
+        steps = self.settings.every_steps
+        may_be = self.step % PROGRESS_STEPS == 0 or (steps > 0 and self.step % steps == 0)
+        return may_be and self.every.due(self.run, self.step)
 
     def _told(self, event: Progress | Evaluated) -> Event:
         if self.run.rank == 0:

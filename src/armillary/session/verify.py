@@ -18,7 +18,7 @@ from armillary.facts.profile_table import aligned
 from armillary.reference.serial import train_step
 from armillary.runtime.handle import TableHandle
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes, decide, open_transport
+from armillary.session.decide import Wishes, decide, open_transport, subject_of
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
@@ -107,8 +107,7 @@ def verify(
         ValueError: a wish cannot be granted.
     """
     double = InDouble(workload)
-    torch.manual_seed(seed)
-    decided = decide(double, double.model(), seed, wishes or Wishes())
+    decided = decide(subject_of(double, seed), wishes or Wishes())
     transport = open_transport()
     one, places = (double, transport.place.workers) if global_batch is None else (InDouble(global_batch), 1)
     truth = by_rank_zero(transport, lambda: _one_process(one, places, steps, seed))

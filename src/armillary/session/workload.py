@@ -138,6 +138,4 @@ def _make(make: Callable[..., Any], name_or_path: str, options: Mapping[str, Any
         if "unexpected keyword argument" not in str(error):
             raise
         unknown = str(error).split("argument ")[-1]
-        raise ValueError(
-            f"workload: {name_or_path} has no option {unknown}; see its source for those it has"
-        ) from error
+        raise ValueError(f"workload: {name_or_path} has no option {unknown}; its source says which it has") from error
