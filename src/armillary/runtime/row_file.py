@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 
 class RowFile:
-    """A safetensors file under way: tensors are appended whole or by row blocks, in the order of `layouts`.
+    """A safetensors file under way (a context): tensors are appended whole or by row blocks, in the order of `layouts`.
 
     Raises:
         ValueError: a dtype the format has no name for. OSError: the folder cannot be written.
@@ -56,10 +56,20 @@ class RowFile:
         self.path = path
         self.hash = hashlib.sha256()
         self.nbytes = 0
-        self.file = path.open("wb")
         header = _header(layouts)
         self.expected_nbytes = len(header) + sum(_nbytes(layout) for layout in layouts.values())
-        self._write(header)
+        self.file = path.open("wb")
+        try:
+            self._write(header)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def __enter__(self) -> "RowFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     def append(self, rows: Tensor) -> None:
         """The next rows (CPU, any number)."""
@@ -76,7 +86,6 @@ class RowFile:
         assert self.nbytes == self.expected_nbytes, f"{self.path.name}: {self.nbytes=}, {self.expected_nbytes=}"
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
         return FileRecord(self.path.name, self.nbytes, self.hash.hexdigest())
 
 

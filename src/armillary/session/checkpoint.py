@@ -8,6 +8,7 @@ workers and under any other plan. `state_dict()` never communicates; everything 
 import io
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +111,22 @@ def _write_rows(run: Run, folder: Path, tensors: list[RowTensor], trouble: First
     for tensor in tensors:
         first, last = equal_spans(tensor.table.shape[0], run.workers)[run.rank]
         layouts[tensor.key] = Layout((last - first, *tensor.table.shape[1:]), tensor.shard.dtype)
-    file: RowFile | None = None
     if not tensors:
         return []
-    with trouble.kept():
-        file = RowFile(folder / _file_name(run.rank, run.workers), layouts)
-    for tensor in tensors:
-        spans = equal_spans(tensor.table.shape[0], run.workers)
-        for _, block in to_spans(tensor.shard, tensor.table, spans, run.transport):
-            with trouble.kept():
-                if file is not None and trouble.error is None:
-                    file.append(block)
-    with trouble.kept():
-        if file is not None and trouble.error is None:
-            return [file.finish()]
-    return []
+    records = []
+    with ExitStack() as stack:
+        with trouble.kept():
+            file = stack.enter_context(RowFile(folder / _file_name(run.rank, run.workers), layouts))
+        for tensor in tensors:
+            spans = equal_spans(tensor.table.shape[0], run.workers)
+            for _, block in to_spans(tensor.shard, tensor.table, spans, run.transport):
+                with trouble.kept():
+                    if trouble.error is None:
+                        file.append(block)
+        with trouble.kept():
+            if trouble.error is None:
+                records.append(file.finish())
+    return records
 
 
 def _write_rest(run: Run, path: Path, names: list[str], loops: list[dict[str, Any]]) -> FileRecord:
