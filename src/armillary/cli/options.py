@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from armillary.cli.find import find, small
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
 from armillary.session.decide import Wishes
-from armillary.session.workload import Workload, find, small
+from armillary.session.workload import Workload
 
 __all__ = [
     "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "Replicate", "Seed", "Set", "TopologyFile",
