@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-
 from crew import Crew
 
 torch.set_num_threads(1)
@@ -17,7 +16,7 @@ def crew() -> Iterator[Callable[[int], Crew]]:
     crews: dict[int, Crew] = {}
 
     def of(world: int) -> Crew:
-        if world not in crews:
+        if world not in crews or crews[world].is_disbanded:
             crews[world] = Crew(world)
         return crews[world]
 

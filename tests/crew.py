@@ -2,13 +2,18 @@
 
 import multiprocessing
 import os
+import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+GRACE_SECONDS = 5.0
+JOB_SECONDS = 100.0
 
 
 def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
@@ -35,15 +40,17 @@ def _free_port() -> int:
 
 
 class Crew:
-    """`world` processes joined by gloo. A job that raises on some ranks only may leave the others waiting: jobs that test
-    errors must raise on every rank, or catch."""
+    """`world` processes joined by gloo. If a job raises on some ranks, the others may wait for them for ever: they are
+    given `GRACE_SECONDS`, then the crew is disbanded (a new one is started for the next test) and the first error told.
+    """
 
     def __init__(self, world: int):
         fork = multiprocessing.get_context("forkserver")
         fork.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "armillary"])
         self.world = world
+        self.is_disbanded = False
         self.inboxes = [fork.SimpleQueue() for _ in range(world)]
-        self.outbox = fork.SimpleQueue()
+        self.outbox = fork.Queue()
         port = _free_port()
         self.ranks = [
             fork.Process(target=_serve, args=(rank, world, port, inbox, self.outbox), daemon=True)
@@ -56,12 +63,29 @@ class Crew:
         """Runs job(rank, world, *args) on every rank; their answers in rank order."""
         for inbox in self.inboxes:
             inbox.put((job, args))
-        replies = sorted((self.outbox.get() for _ in range(self.world)), key=lambda reply: reply[0])
+        replies: list[tuple[int, bool, Any]] = []
+        deadline = time.monotonic() + JOB_SECONDS
+        while len(replies) < self.world:
+            try:
+                replies.append(self.outbox.get(timeout=max(0.01, deadline - time.monotonic())))
+            except queue.Empty:
+                self._disband()
+                break
+            if not replies[-1][1]:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         failed = [f"rank {rank}:\n{text}" for rank, fine, text in replies if not fine]
         assert not failed, "\n".join(failed)
-        return [answer for _, _, answer in replies]
+        assert not self.is_disbanded, f"ranks {sorted(reply[0] for reply in replies)} answered in {JOB_SECONDS} s"
+        return [answer for _, _, answer in sorted(replies, key=lambda reply: reply[0])]
+
+    def _disband(self) -> None:
+        self.is_disbanded = True
+        for process in self.ranks:
+            process.kill()
 
     def dismiss(self) -> None:
+        if self.is_disbanded:
+            return
         for inbox in self.inboxes:
             inbox.put(None)
         for process in self.ranks:
