@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from armillary.runtime.transport import start_process_group, stop_process_group
+from benchmarks.hybrid.dense import dense
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, one_at_a_time, rehearse
 from benchmarks.hybrid.model import Sizes
 from benchmarks.hybrid.ours import ours
@@ -20,8 +21,8 @@ def main() -> None:
     torch.set_num_threads(1)
     start_process_group()
     sizes = Sizes(options.vocabulary, options.features, negatives=options.negatives)
-    everything = {**ours(sizes, options.mbit), **peers(sizes)}
-    small = {**ours(SMALL, options.mbit), **peers(SMALL)}
+    everything = {**ours(sizes, options.mbit), **peers(sizes), **dense(options.width, 32, options.mbit)}
+    small = {**ours(SMALL, options.mbit), **peers(SMALL), **dense(8, 2, options.mbit)}
     names = options.modes.split(",")
     rehearse({name: small[name] for name in names})
     factories = {name: everything[name] for name in names}
@@ -46,6 +47,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=400_000)
     parser.add_argument("--features", type=int, default=256)
     parser.add_argument("--negatives", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=32, help="of the vision modes' ResNet-18")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--one-at-a-time", action="store_true")
