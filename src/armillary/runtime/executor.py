@@ -221,8 +221,8 @@ class Executor:
 
     def gradient_norm(self, table: RowTable, order: float) -> Tensor:
         """Norm of the whole gradient of a table; the norms of all tables cost one small all-reduce together."""
-        having = [other for other in self.tables if other.parameter.grad is not None]
-        versions = tuple((other.name, other.parameter.grad._version) for other in having)  # type: ignore[union-attr]
+        having = [other for other in self.tables if other.gradient is not None]
+        versions = tuple((other.name, other.gradient._version) for other in having)  # type: ignore[union-attr]
         key = (order, versions, self.transport.step)
         if key not in self.norm_cache:
             self.norm_cache.clear()
@@ -247,7 +247,7 @@ class Executor:
 
 def _powered_norm(table: RowTable, order: float) -> Tensor:
     """|g|^order of the local rows (the largest |g| for order inf), in float64."""
-    gradient = table.parameter.grad
+    gradient = table.gradient
     assert gradient is not None
     if not gradient.numel():
         return _nought()

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["GradientHandle", "Reader", "TableHandle"]
+from armillary.runtime.gradient_handle import METADATA, GradientHandle
+
+__all__ = ["Reader", "TableHandle"]
 
 LINEAR_BLOCK_ROWS = 16_384
 
@@ -26,10 +28,11 @@ class Reader(Protocol):
     name: str
     shape: torch.Size
 
+    @property
+    def gradient(self) -> Tensor | None: ...
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
     def load(self, whole: Tensor) -> None: ...
     def gradient_norms(self, order: float) -> Tensor: ...
-    def local_gradient(self) -> Tensor | None: ...
     def drop_gradient(self) -> None: ...
 
 
@@ -54,7 +57,8 @@ class TableHandle(Tensor):
 
     @property
     def grad(self) -> "GradientHandle | None":
-        return None if self.reader.local_gradient() is None else GradientHandle(self.reader, self)
+        local = self.reader.gradient
+        return None if local is None else GradientHandle(self.reader, self, local)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -85,7 +89,7 @@ class TableHandle(Tensor):
         kwargs = kwargs or {}
         if func in _READS:
             return _READS[func](*args, **kwargs)
-        if func in _HARMLESS:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handle = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TableHandle)), None)
@@ -128,7 +132,7 @@ def _embedding_bag(
     rows, inverse = _read(weight, input)
     if not len(rows):  # embedding_bag refuses a table without rows: bags without ids are zero
         bags = input.shape[0] if offsets is None else len(offsets) - include_last_offset
-        return torch.zeros(bags, weight.shape[1], dtype=rows.dtype) + rows.sum()
+        return rows.new_zeros(bags, weight.shape[1]) + rows.sum()
     return functional.embedding_bag(
         inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset, padding_idx=_padding(input, inverse, padding_idx, weight),
@@ -164,7 +168,7 @@ def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: Ta
 def _getitem(table: TableHandle, index: Any) -> Tensor:
     if isinstance(index, list):
         index = torch.tensor(index)
-    if isinstance(index, int):
+    if isinstance(index, int) and not isinstance(index, bool):
         return _getitem(table, torch.tensor([index]))[0]
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         raise _refusal(table.reader.name, f"indexing with {type(index).__name__}", "index with a tensor of row numbers")
@@ -217,87 +221,3 @@ _READS: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _detach,
     **{getattr(Tensor, name).__get__: _detach for name in ("data",)},
 }
-
-_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_sparse", "is_cuda", "is_meta",
-    "grad_fn", "is_quantized", "nbytes", "itemsize", "_version",
-)  # fmt: skip
-
-_HARMLESS: set[Any] = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.__len__,
-    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.is_contiguous,
-    Tensor.stride, Tensor.__hash__, Tensor.requires_grad_, Tensor.is_inference, torch.numel,
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
-}  # fmt: skip
-
-
-class GradientHandle(Tensor):
-    """The gradient of a row-sharded table as clipping sees it: norms are global, scaling acts on the owned rows."""
-
-    reader: Reader
-
-    @staticmethod
-    def __new__(cls, reader: Reader, like: Tensor) -> "GradientHandle":
-        gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        gradient.reader = reader
-        return gradient
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientHandle({self.reader.name!r}, shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", str(func))
-        if func in _HARMLESS or func is Tensor.detach:
-            with torch._C.DisableTorchFunctionSubclass():
-                return args[0] if func is Tensor.detach else func(*args, **kwargs)
-        if name.startswith("_foreach_") and name[9:] in ("norm", "mul_", "clamp_min_", "clamp_max_"):
-            return _each(name[9:], *args, **kwargs)
-        if name in ("vector_norm", "linalg_vector_norm", "norm"):
-            return _norm(*args, **kwargs)
-        gradient = next((arg for arg in args if isinstance(arg, GradientHandle)), None)
-        if gradient is not None and name in (
-            "mul_",
-            "div_",
-            "clamp_",
-            "clamp_min_",
-            "clamp_max_",
-            "zero_",
-            "detach_",
-        ):
-            local = gradient.reader.local_gradient()
-            if local is not None:
-                getattr(local, name)(*args[1:], **kwargs)
-            return gradient
-        owner = gradient.reader.name if gradient is not None else "a row-sharded table"
-        raise TypeError(
-            f"{owner}.grad: {name} would need the whole gradient, whose rows are spread over the workers; norms, "
-            "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_)"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise TypeError(f"gradient of a row-sharded table: {func} would need the whole gradient")
-
-
-def _norm(gradient: GradientHandle, ord: Any = 2, *args: Any, **kwargs: Any) -> Tensor:
-    order = float(kwargs.get("p", ord if ord is not None else 2))
-    return gradient.reader.gradient_norms(order)
-
-
-def _each(name: str, gradients: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    if name == "norm":
-        return [torch.linalg.vector_norm(gradient, *args) for gradient in gradients]
-    for gradient in gradients:
-        getattr(gradient, name)(*args)
-    return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from armillary.exchanges.exchange import Place, RowExchange
 from armillary.exchanges.look_up import Table
 from armillary.exchanges.owned_rows import merge_rows
+from armillary.runtime.gradient_handle import GradientHandle
 
 __all__ = ["LookUp", "RowTable"]
 
@@ -88,8 +89,19 @@ class RowTable:
     def gradient_norms(self, order: float) -> Tensor:
         return self.norms(self, order)
 
-    def local_gradient(self) -> Tensor | None:
-        return self.parameter.grad
+    @property
+    def gradient(self) -> Tensor | None:
+        """Gradient of the rows the optimizer holds here, as a plain tensor."""
+        held = self.parameter.grad
+        return held.local if isinstance(held, GradientHandle) else held
+
+    def show_gradient(self, local: Tensor) -> None:
+        """From here to the next step the gradient is seen as a global one (see `gradient_handle.py`)."""
+        self.parameter.grad = GradientHandle(self, self.parameter, local)
+
+    def hand_gradient_over(self) -> None:
+        """The optimizer's step begins: it reads the plain tensor."""
+        self.parameter.grad = self.gradient
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None
@@ -116,14 +128,14 @@ class RowTable:
 
     def deposit(self, rows: Tensor, sums: Tensor) -> None:
         """Adds merged gradients of local rows: (k,), (k, *row shape)."""
+        mine = self.gradient
         if not self.has_window:
-            if self.parameter.grad is None:
-                self.parameter.grad = torch.zeros_like(self.shard)
-            self.parameter.grad.index_add_(0, rows, sums)
+            mine = torch.zeros_like(self.shard) if mine is None else mine
+            self.show_gradient(mine.index_add_(0, rows, sums))
             return
-        if self.window_rows is not None and self.parameter.grad is not None:
-            rows, sums = merge_rows(torch.cat([self.window_rows, rows]), torch.cat([self.parameter.grad, sums]))
+        if self.window_rows is not None and mine is not None:
+            rows, sums = merge_rows(torch.cat([self.window_rows, rows]), torch.cat([mine, sums]))
         self.window_rows = rows
         self.parameter.grad = None
         self.parameter.data = self.shard.index_select(0, rows)
-        self.parameter.grad = sums
+        self.show_gradient(sums)

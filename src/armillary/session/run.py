@@ -118,6 +118,8 @@ class Run:
         if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
         with torch.no_grad():
+            for table in self.tables.values():
+                table.hand_gradient_over()
             for table in self._windows():
                 open_window(table, self.optimizer, self.held[table.name])
 
@@ -125,6 +127,9 @@ class Run:
         with torch.no_grad():
             for table in self._windows():
                 close_window(table, self.optimizer, self.held[table.name])
+            for table in self.tables.values():
+                if table.gradient is not None:
+                    table.show_gradient(table.gradient)
         self.executor.after_step()
 
     def _windows(self) -> list[RowTable]:

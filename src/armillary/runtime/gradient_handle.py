@@ -1,0 +1,109 @@
+"""The gradient of a row-sharded table as everyone but the optimizer's step sees it.
+
+Norms are global (one small all-reduce for all tables, so every rank must ask for them), scaling acts on the rows owned
+here: that is what clipping, unscaling and logging ask of a gradient. It stands both in `handle.grad` (global shape) and
+in `.grad` of the parameter the optimizer holds (local shape), so clipping over `model.parameters()` and over
+`optimizer.param_groups` give the same, one-process result. Only inside the optimizer's step is the plain tensor there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["METADATA", "GradientHandle", "NormSource"]
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_sparse", "is_cuda", "is_meta",
+    "grad_fn", "is_quantized", "nbytes", "itemsize", "_version",
+)  # fmt: skip
+
+METADATA: set[Any] = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.ndimension, Tensor.__len__,
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.is_contiguous,
+    Tensor.stride, Tensor.__hash__, Tensor.requires_grad_, Tensor.is_inference, torch.numel,
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
+}  # fmt: skip
+
+_ITSELF = {Tensor.detach, Tensor.detach_, Tensor.data.__get__}  # type: ignore[attr-defined]
+_ELEMENTWISE = {"mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_"}
+_ELEMENTWISE |= {f"_foreach_{name}" for name in _ELEMENTWISE}
+_ELEMENTWISE.add("_amp_foreach_non_finite_check_and_unscale_")
+
+
+class NormSource(Protocol):
+    """What the gradient needs of the table behind it."""
+
+    name: str
+
+    def gradient_norms(self, order: float) -> Tensor: ...
+
+
+class GradientHandle(Tensor):
+    """local: gradient of the rows (or of the window) that this rank's optimizer holds."""
+
+    table: NormSource
+    local: Tensor
+
+    @staticmethod
+    def __new__(cls, table: NormSource, like: Tensor, local: Tensor) -> "GradientHandle":
+        gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        gradient.table, gradient.local = table, local
+        return gradient
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GradientHandle({self.table.name!r}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        if func in _ITSELF:
+            return args[0]
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "_foreach_norm":
+            return [torch.linalg.vector_norm(gradient, *args[1:], **kwargs) for gradient in args[0]]
+        if name in ("vector_norm", "linalg_vector_norm", "norm"):
+            return _norm(*args, **kwargs)
+        if name in _ELEMENTWISE:
+            func(*(_local(arg) for arg in args), **kwargs)
+            return args[0]
+        raise _refusal(args[0], name)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _refusal(args[0] if args else None, str(func))
+
+
+def _refusal(gradient: Any, operation: str) -> TypeError:
+    owner = gradient.table.name if isinstance(gradient, GradientHandle) else "a row-sharded table"
+    return TypeError(
+        f"{owner}.grad: {operation} would need the whole gradient, whose rows are spread over the workers; norms, "
+        "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_)"
+    )
+
+
+def _local(arg: Any) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_local(one) for one in arg]
+    return arg.local if isinstance(arg, GradientHandle) else arg
+
+
+def _norm(gradient: GradientHandle, ord: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    order = kwargs.get("p", ord)
+    order = 2.0 if order in (None, "fro") else float(order)
+    if dim is not None or order <= 0:
+        raise _refusal(gradient, f"norm of order {order} over dim {dim}")
+    return gradient.table.gradient_norms(order)
