@@ -114,7 +114,7 @@ def _write_rows(run: Run, folder: Path, tensors: list[RowTensor], trouble: First
     if not tensors:
         return []
     records = []
-    with ExitStack() as stack:
+    with trouble.kept(), ExitStack() as stack:  # closing writes too, and may fail
         with trouble.kept():
             file = stack.enter_context(RowFile(folder / _file_name(run.rank, run.workers), layouts))
         for tensor in tensors:
