@@ -1,4 +1,4 @@
-"""`python -m armillary.cli`, for launchers that start modules: torchrun --nproc-per-node 2 -m armillary.cli train NAME."""
+"""`python -m armillary.cli`, for launchers that start modules: torchrun --nproc-per-node 2 -m armillary.cli train X."""
 
 from armillary.cli.main import main
 

@@ -78,12 +78,17 @@ class Feed:
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps; JSON-able."""
-        return {"epoch": self.epoch, "drawn": self.drawn, "workers": self.place[1]}
+        return {"epoch": self.epoch, "examples": self.drawn * self._together}
+
+    @property
+    def _together(self) -> int:
+        """Examples that all workers draw at once."""
+        return self.workload.batch_size * self.place[1]
 
     @classmethod
     def resume(cls, workload: Workload, place: tuple[int, int], seed: int, state: Mapping[str, int]) -> "Feed":
-        """Goes on where `state` left off; on another number of workers, after as many examples (rounded down)."""
-        drawn = state["drawn"] * state["workers"] // place[1]
+        """Goes on where `state` left off; with other batches or workers, after as many examples (rounded down)."""
+        drawn = state["examples"] // (workload.batch_size * place[1])
         return cls(workload, place, seed, state["epoch"], drawn)
 
 

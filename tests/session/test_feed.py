@@ -1,0 +1,133 @@
+"""Laws of drawing batches, of the links measured and of the examples."""
+
+import importlib.util
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from armillary.facts.topology import Link
+from armillary.reference.serial import train_step
+from armillary.runtime.measure import fit_link
+from armillary.session.feed import Feed, leaves, shard, stream_seed
+from armillary.session.parallelize import measure
+from armillary.session.plot import plot
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Counting:
+    """Batches that are numbers: epoch * 100 + place in the epoch."""
+
+    name = "counting"
+    batch_size = 1
+
+    def __init__(self, count):
+        self.count = count
+
+    def batches(self, split, worker, workers, seed):
+        return iter(range(seed * 100 + worker, seed * 100 + self.count, workers))
+
+
+def test_shares_are_disjoint_and_complete_but_for_the_last_round():
+    shares = [list(shard(range(11), worker, 3)) for worker in range(3)]
+    assert shares == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    with pytest.raises(ValueError, match="worker 3 of 3"):
+        next(shard(range(11), 3, 3))
+
+
+def test_a_feed_goes_from_epoch_to_epoch_in_new_orders():
+    assert list(islice(Feed(Counting(4), (1, 2), 0), 5)) == [1, 3, 101, 103, 201]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_feed_resumes_after_as_many_examples_on_any_number_of_workers(workers):
+    feed = Feed(Counting(40), (0, 2), 0)
+    for _ in range(26):  # one epoch of 20 and 6 more: 12 examples of both workers
+        next(feed)
+    rest = [next(Feed.resume(Counting(40), (worker, workers), 0, feed.state())) for worker in range(workers)]
+    assert rest == [112 + worker for worker in range(workers)]
+
+
+def test_a_worker_without_data_is_an_error_and_not_an_endless_loop():
+    with pytest.raises(ValueError, match="rank 3: counting has no training batch for worker 3 of 4"):
+        next(Feed(Counting(2), (3, 4), 0))
+
+
+def test_random_streams_differ_between_steps_and_workers_and_repeat():
+    seeds = {stream_seed(0, step, worker) for step in range(20) for worker in range(20)}
+    assert len(seeds) == 400
+    assert stream_seed(1, 2, 3) == stream_seed(1, 2, 3)
+
+
+def test_leaves_are_found_in_any_nest():
+    one, two = torch.ones(1), torch.zeros(2)
+    assert leaves({"a": [one, 3], "b": (two, {"c": one})}) == [one, two, one]
+
+
+def test_a_link_is_found_from_the_times_it_takes():
+    link = Link(1e-4, 1e8)
+    sizes = (1e3, 1e5, 1e7)
+    found = fit_link(sizes, [link.seconds(size, 6) for size in sizes], messages=6)
+    assert found.bytes_per_second == pytest.approx(1e8, rel=1e-6)
+    assert found.latency_seconds == pytest.approx(1e-4, rel=0.02)
+
+
+def measured(rank, workers):
+    return measure()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_rank_measures_the_same_machines(crew, workers):
+    found, *others = crew(workers).run(measured)
+    assert all(other == found for other in others)
+    assert found.workers == workers
+    assert found.link.bytes_per_second > 1e6
+    assert 0 < found.memory_bytes < 1 << 50
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(rank, workers):
+    return load_example("with_armillary").main()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_example_with_armillary_is_plain_torch_over_the_same_global_batches(crew, workers):
+    plain = load_example("plain")
+    torch.manual_seed(0)
+    model = plain.BagOfWords()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    rounds = zip(*[iter(plain.batches())] * workers, strict=True)
+    for together in rounds:
+        losses = train_step(model, optimizer, together, plain.loss_of)
+    assert crew(workers).run(run_example) == pytest.approx(losses, abs=1e-6)
+
+
+def test_the_example_differs_from_plain_torch_by_its_marked_lines_only():
+    plain = set((EXAMPLES / "plain.py").read_text().splitlines())
+    body = (EXAMPLES / "with_armillary.py").read_text().split('"""', 2)[2]
+    added = [line for line in body.splitlines() if line not in plain]
+    assert len(added) == 4
+    assert all("# added" in line or "# changed" in line for line in added)
+
+
+def test_a_plot_has_units_on_every_axis():
+    lines = [
+        {"kind": "progress", "step": 10, "loss": 2.0, "samples_per_second": 5.0},
+        {"kind": "evaluated", "step": 10, "metrics": {"perplexity": 9.0}, "is_whole": False},
+        {"kind": "progress", "step": 20, "loss": 1.0, "samples_per_second": 6.0},
+        {"kind": "evaluated", "step": 20, "metrics": {"perplexity": 8.0}, "is_whole": True},
+    ]
+    panels = plot(lines, {"perplexity": 10.0}, "words").axes
+    assert [panel.get_ylabel() for panel in panels] == [
+        "training loss\n(mean over workers)", "held-out perplexity", "throughput\n(words per second, all workers)"
+    ]  # fmt: skip
+    assert panels[-1].get_xlabel() == "optimizer steps"
+    assert list(panels[0].lines[0].get_ydata()) == [2.0, 1.0]

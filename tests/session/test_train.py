@@ -1,0 +1,194 @@
+"""Laws of a training run: what it leaves, how it goes on, what it refuses and what it says."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.cli.find import find, small
+from armillary.facts.plan import Plan
+from armillary.facts.trace import Trace
+from armillary.runtime.transport import Transport
+from armillary.session.checkpoint import latest
+from armillary.session.decide import Wishes, assumptions_of
+from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
+from armillary.session.folder import open_folder, run_folder
+from armillary.session.in_double import InDouble
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.train import Settings, train
+
+
+def workload_of(name, **options):
+    return find(name, {**small(name), **options})
+
+
+def run(rank, workers, name, folder, options, **settings):
+    task = InDouble(workload_of(name, **options))
+    return list(train(task, Settings(Path(folder), every_seconds=0.0, **settings)))
+
+
+def train_job(rank, workers, name, folder, options, settings):
+    return run(rank, workers, name, folder, options, **settings)
+
+
+def of(kind, events):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_path):
+    wishes = Wishes({"output": "owned_rows", "embedding.weight": "gather_rows"})
+    settings = {"steps": 25, "every_steps": 10, "keep": 1, "wishes": wishes}
+    events, others = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)
+    assert [type(event) for event in events[:2]] == [Decided, Progress]
+    assert [event.step for event in of(Progress, events)] == [10, 20, 25]
+    assert [event.step for event in of(Saved, events)] == [10, 20, 25]
+    assert of(Evaluated, events)[-1].is_whole
+    assert (others[-1].metrics, others[-1].comparison) == (events[-1].metrics, events[-1].comparison)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        "plan.json", "profile.json", "topology.json", "trace.json", "summary.json", "metrics.jsonl", "plot.png",
+        "checkpoints",
+    }  # fmt: skip
+    assert Plan.load(tmp_path / "plan.json") == of(Decided, events)[0].plan
+    assert {record.step for record in Trace.load(tmp_path / "trace.json").records} == set(range(25))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000025"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if line["kind"] == "progress"] == [e.loss for e in of(Progress, events)]
+
+
+def test_bytes_that_data_do_not_decide_are_forecast_to_the_byte(crew, tmp_path):
+    settings = {"steps": 10, "wishes": Wishes({"output": "owned_rows", "embedding.weight": "gather_rows"})}
+    events = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)[0]
+    for line in events[-1].comparison:
+        if line.exchange == "all_reduce":
+            assert line.measured.sent_bytes == line.forecast.sent_bytes > 0
+        elif line.exchange:  # these follow the batches
+            assert line.measured.sent_bytes == pytest.approx(line.forecast.sent_bytes, rel=0.3)
+        if line.exchange:
+            assert line.measured.memory_bytes == pytest.approx(line.forecast.memory_bytes, rel=0.5)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
+    """On the same number of workers bit for bit in double; on another, after as many examples."""
+    whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 12})[0]
+    broken = str(tmp_path / "broken")
+    crew(before).run(train_job, "recommender", broken, {"batch_size": 16 // before}, {"steps": 6})
+    again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 12, "resume": True})[0]
+    assert [event.step for event in of(Resumed, again)] == [6]
+    for name, value in whole[-1].metrics.items():
+        assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
+
+
+def test_four_workers_have_the_loss_curve_of_one_on_the_same_global_batches(crew, tmp_path):
+    options = {"steps": 40}
+    four = crew(4).run(train_job, "recommender", str(tmp_path / "4"), {"batch_size": 4}, options)[0]
+    one = crew(1).run(train_job, "recommender", str(tmp_path / "1"), {"batch_size": 16}, options)[0]
+    curve = [event.loss for event in of(Progress, one)]
+    assert len(set(curve)) == 4
+    assert [event.loss for event in of(Progress, four)] == pytest.approx(curve, rel=1e-9)
+    assert four[-1].metrics == pytest.approx(one[-1].metrics, rel=1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Altered:
+    """A workload with something wrong with it."""
+
+    inner: object
+    nan_at: int = -1
+    is_shared: bool = False
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def batches(self, split, worker, workers, seed):
+        return self.inner.batches(split, 0 if self.is_shared else worker, workers, seed)
+
+    def loss(self, model, batch):
+        loss = self.inner.loss(model, batch)
+        steps = next(model.parameters()).new_zeros(()) + getattr(model, "seen", 0)
+        model.seen = int(steps) + (1 if model.training else 0)
+        return loss * math.nan if steps == self.nan_at else loss
+
+
+def nan_job(rank, workers, folder):
+    task = Altered(workload_of("recommender"), nan_at=9)
+    events = train(task, Settings(Path(folder), steps=20, every_steps=5))
+    with pytest.raises(FloatingPointError) as caught:
+        for _ in events:
+            pass
+    return str(caught.value), str(latest(Path(folder) / "checkpoints"))
+
+
+def test_a_loss_that_is_not_finite_names_rank_step_and_the_last_good_checkpoint(crew, tmp_path):
+    for rank, (message, good) in enumerate(crew(2).run(nan_job, str(tmp_path))):
+        assert message.startswith(f"rank {rank}: the loss is nan at step ")
+        assert good in message and good.endswith("step-00000005")
+
+
+def alike_job(rank, workers, folder):
+    return list(train(Altered(workload_of("recommender"), is_shared=True), Settings(Path(folder), steps=1)))
+
+
+def test_ranks_that_draw_the_same_data_are_warned_of(crew, tmp_path):
+    events = crew(2).run(alike_job, str(tmp_path))[0]
+    assert [event.text.split(" draw")[0] for event in of(Warned, events)] == ["ranks 0, 1"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write to .*file/run .*pass a --runs"):
+        open_folder(tmp_path / "file" / "run")
+
+
+def test_a_new_run_never_writes_into_an_old_one(tmp_path):
+    assert run_folder(tmp_path, "lm", "", False) == tmp_path / "lm"
+    for name in ("lm", "lm-2", "lm-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    assert run_folder(tmp_path, "lm", "", False) == tmp_path / "lm-3"
+    with pytest.raises(ValueError, match="already holds a run; pass --resume"):
+        run_folder(tmp_path, "lm", "lm-other", False)
+    assert run_folder(tmp_path, "lm", "lm-other", True) == tmp_path / "lm-other"
+    assert run_folder(tmp_path, "lm", "", True) == tmp_path / "lm-2"
+    with pytest.raises(ValueError, match="nothing to resume: no folder other"):
+        run_folder(tmp_path, "other", "", True)
+
+
+def fail_on_zero(rank, workers):
+    transport = Transport()
+    with pytest.raises(ValueError, match="no") as caught:
+        by_rank_zero(transport, refuse)
+    fine = by_rank_zero(transport, lambda: rank)
+    transport.close()
+    return str(caught.value), fine
+
+
+def refuse():
+    raise ValueError("no")
+
+
+def test_what_rank_zero_cannot_do_fails_on_every_rank(crew):
+    assert crew(2).run(fail_on_zero) == [("no", 0), ("rank 0 failed: no", 0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "slots", "moves"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, False),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, True),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), 1, False),
+        (lambda p: torch.optim.Adam(p, lr=0.1), 2, True),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3, True),
+    ],
+)
+def test_what_an_optimizer_keeps_and_moves_is_found_by_trying_it(make, slots, moves):
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = make([parameter])
+    found = assumptions_of(optimizer)
+    assert (found.optimizer_slots, found.moves_quiet_rows) == (slots, moves)
+    assert torch.equal(parameter, torch.ones(3, 2))
