@@ -38,18 +38,36 @@ def test_weights_visit_every_worker_once_and_reach_it_before_it_reads_them(made)
     for stage in range(made.stages):
         path = weight_path(made, stage)
         assert sorted(path) == list(range(made.workers)) and path[0] == home(made, stage)
-        sent = {m.receiver: m for m in ring_messages(made) if m.stage == stage and m.content == "weights"}
-        first = closing(made, stage)
-        for worker in path[1:]:
-            age = made.staleness[worker][stage]
-            arrives = sent[worker].tick + (
-                0 if sent[worker].sender == path[0] else _age(made, sent[worker].sender, stage)
-            )
-            assert first.start <= arrives <= made.action("F", worker, stage).start + age * made.period
+        assert [m.receiver for m in way(made, stage, "weights")] == list(path[1:])
 
 
-def _age(made, worker, stage):
-    return made.staleness[worker][stage] * made.period
+def way(made, stage, content):
+    """The messages of a stage in the order in which they are sent on."""
+    found = {m.sender: m for m in ring_messages(made) if (m.stage, m.content) == (stage, content)}
+    start = home(made, stage) if content == "weights" else 0
+    hops = []
+    while start in found:
+        hops.append(found[start])
+        start = found[start].receiver
+    return hops
+
+
+@given(rings)
+def test_no_message_is_needed_before_it_is_sent(made):
+    assert all(message.lag >= 0 for message in ring_messages(made))
+
+
+@given(rings)
+def test_weights_arrive_when_the_receiver_reads_them_and_gradients_when_it_adds_its_own(made):
+    for stage in range(made.stages):
+        made_at = arrival = closing(made, stage).start
+        for message in way(made, stage, "weights"):
+            assert (message.tick - arrival) % made.period == 0 or message.tick == made_at
+            arrival += message.lag
+            age = made.staleness[message.receiver][stage]
+            assert arrival == made.action("F", message.receiver, stage).start + age * made.period
+        for message in way(made, stage, "partial gradient"):
+            assert message.tick + message.lag == made.action("B", message.receiver, stage).start
 
 
 @given(rings)

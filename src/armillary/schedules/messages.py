@@ -21,13 +21,21 @@ from armillary.schedules.schedule import Schedule
 __all__ = ["Message", "closing", "home", "pipeline_messages", "ring_messages", "weight_path"]
 
 
+Content = Literal["partial gradient", "gradient", "weights", "activation", "activation gradient"]
+
+
 class Message(NamedTuple):
-    """One stage's tensors on their way, sent with the sender's action that starts at `tick` of step 0."""
+    """One stage's tensors on their way.
+
+    tick: at which the sender's action starts with which they are sent, counted in that step.
+    lag: ticks from there until the receiver's action that needs them starts.
+    """
 
     tick: int
+    lag: int
     sender: int
     receiver: int
-    content: Literal["partial gradient", "gradient", "weights", "activation", "activation gradient"]
+    content: Content
     stage: int
 
 
@@ -72,16 +80,18 @@ def ring_messages(schedule: Schedule) -> list[Message]:
     found: list[Message] = []
     last = schedule.workers - 1
     for stage in range(schedule.stages):
+        done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
         for worker in range(last):
-            tick = schedule.action("B", worker, stage).start
-            found.append(Message(tick, worker, worker + 1, "partial gradient", stage))
-        path = weight_path(schedule, stage)
+            lag = done[worker + 1] - done[worker]
+            found.append(Message(done[worker], lag, worker, worker + 1, "partial gradient", stage))
+        path, made = weight_path(schedule, stage), closing(schedule, stage).start
         if path[0] != last:
-            tick = schedule.action("B", last, stage).start
-            found.append(Message(tick, last, path[0], "gradient", stage))
+            found.append(Message(done[last], made + schedule.period - done[last], last, path[0], "gradient", stage))
         for place, (sender, receiver) in enumerate(pairwise(path)):
-            used = schedule.action("F", sender, stage) if place else closing(schedule, stage)
-            found.append(Message(used.start, sender, receiver, "weights", stage))
+            sent = _use(schedule, sender, stage) if place else made
+            lag = _use(schedule, receiver, stage) - sent
+            tick = schedule.action("F", sender, stage).start if place else made
+            found.append(Message(tick, lag, sender, receiver, "weights", stage))
     return sorted(found)
 
 
@@ -96,10 +106,11 @@ def pipeline_messages(schedule: Schedule) -> list[Message]:
         if {action.stage for action in row} != {worker}:
             raise ValueError(f"schedule: {schedule.name} gives worker {worker} other stages; it makes no pipeline")
         for action in row:
-            if action.kind == "F" and worker + 1 < schedule.workers:
-                found.append(Message(action.start, worker, worker + 1, "activation", worker))
-            if action.kind == "B" and worker > 0:
-                found.append(Message(action.start, worker, worker - 1, "activation gradient", worker))
+            receiver = worker + 1 if action.kind == "F" else worker - 1
+            if 0 <= receiver < schedule.workers:
+                lag = schedule.action(action.kind, action.micro_batch, receiver).start - action.start
+                content: Content = "activation" if action.kind == "F" else "activation gradient"
+                found.append(Message(action.start, lag, worker, receiver, content, worker))
     return sorted(found)
 
 

@@ -1,0 +1,231 @@
+"""The faults cyclic runtimes are known to make, planted: the comparison with the reference must catch each of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.reference.cyclic import Reference
+from armillary.runtime import ring_loop, versions
+from armillary.runtime.course import Course
+from armillary.runtime.delayed_step import options_of, step_with
+from armillary.runtime.home import Home
+from armillary.runtime.one_device import OneDevice
+from armillary.runtime.pipeline import Pipeline
+from armillary.runtime.ring import Ring
+from armillary.runtime.ring_loop import RingLoop
+from armillary.runtime.versions import StageWeights
+from armillary.schedules.agenda import Due
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.schedule import Schedule, parse
+from channels import in_threads
+from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
+
+STEPS, DROP, DRAIN = 6, 3, 4
+
+
+def reference(schedule):
+    stages = stages_of(schedule.stages, dropout=0.0)
+    optimizer = OPTIMIZERS["momentum"](stages.parameters())
+    run, scheduler = Reference(stages, optimizer, schedule, squared_error), drop(optimizer, DROP)
+    for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
+        if step == DRAIN:
+            run.drain()
+        run.step(batches)
+        scheduler.step()
+    return weights(stages)
+
+
+def one_device(schedule):
+    stages = stages_of(schedule.stages, dropout=0.0)
+    optimizer = OPTIMIZERS["momentum"](stages.parameters())
+    run, scheduler = OneDevice(as_stages(stages), optimizer, Course(schedule, squared_error)), drop(optimizer, DROP)
+    for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
+        if step == DRAIN:
+            run.drain()
+        run.step(batches)
+        scheduler.step()
+    run.settle()
+    return weights(stages)
+
+
+def ring(schedule):
+    def alone(rank, channel):
+        channel.board.timeout_seconds = 1.0  # a fault may end in waiting for ever
+        model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        run = RingLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+        scheduler = drop(optimizer, DROP)
+        for step, batches in enumerate(data(STEPS, schedule.workers)):
+            if step == DRAIN:
+                run.drain()
+            inputs, target = batches[rank]
+            squared_error(model(inputs), target).backward()
+            optimizer.step()
+            scheduler.step()
+        run.drain()
+        return weights(model)
+
+    return in_threads(schedule.workers, alone)[0]
+
+
+def pipeline(schedule):
+    def alone(rank, channel):
+        channel.board.timeout_seconds = 1.0
+        stages = stages_of(schedule.stages, dropout=0.0)
+        optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
+        run = Pipeline(as_stages(stages)[rank], optimizer, Course(schedule, squared_error), channel)
+        scheduler = drop(optimizer, DROP)
+        for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
+            if step == DRAIN:
+                run.drain()
+            run.step(batches)
+            scheduler.step()
+        run.settle()
+        return weights(stages[rank])
+
+    return [weight for stage in in_threads(schedule.stages, alone) for weight in stage]
+
+
+MODES = {
+    "one_device": (one_device, cyclic(3)),
+    "one_device, slack 1": (one_device, cyclic(3, slack=1)),
+    "ring": (ring, cyclic(3)),
+    "ring, slack 1": (ring, cyclic(3, slack=1)),
+    "pipeline": (pipeline, cyclic_pipeline(3, 3)),
+    "pipeline, slack 1": (pipeline, cyclic_pipeline(3, 3, 1)),
+}
+_version = Schedule.version
+
+
+def older(self, place, drains=()):
+    """Freshness off by one: the last stage is stale on one more micro-batch."""
+    _, micro_batch, stage = place
+    newest = _version(self, place, drains)
+    return max(newest - 1, 0) if stage == self.stages - 1 and micro_batch == 0 else newest
+
+
+def newer(self, place, drains=()):
+    """Freshness off by one: every stale stage reads what does not exist yet."""
+    return place[0]
+
+
+def wrong_first_step(self, place, drains=()):
+    """The first stale step reads weights one step newer than it should."""
+    return min(place[0], 1) if place[0] < 2 else _version(self, place, drains)
+
+
+def no_drain(self, place, drains=()):
+    """A drain is carried out but the schedule goes on as if there had been none."""
+    return _version(self, place, ())
+
+
+def rate_of_the_wall(optimizer, gradients, options):
+    """The learning rate of the moment of the update instead of the gradient's step."""
+    step_with(optimizer, gradients, options_of(optimizer))
+
+
+def parameters_in_the_graph(self):
+    """Graphs hold the model's parameters, whose `.data` is swapped while they wait for their backward."""
+    return dict(self._parameters)
+
+
+_add = StageWeights.add
+_init = StageWeights.__init__
+
+
+def one_micro_batch_short(self, stage, optimizer, micro_batches):
+    """Steps when all but one gradient have been added."""
+    _init(self, stage, optimizer, micro_batches - 1)
+
+
+def scaled_and_back(self, step, micro_batch, gradients, options):
+    """Divides and multiplies every gradient by their number: equal in exact arithmetic only."""
+    rounded = {name: gradient / self._micro_batches * self._micro_batches for name, gradient in gradients.items()}
+    return _add(self, step, micro_batch, rounded, options)
+
+
+def forgets_one(self, stage, gradients):
+    """A worker hands on the sum without its own part."""
+    _ring_add(self, stage, [None] * len(gradients) if self.worker == 1 else gradients)
+
+
+_ring_add = Ring.add
+_home_step = Home.step
+
+
+def undivided(self, stage, total, workers, options):
+    """The home steps with the sum instead of the mean."""
+    return _home_step(self, stage, total, 1, options)
+
+
+EVERYWHERE = [
+    (Schedule, "version", older),
+    (Schedule, "version", newer),
+    (Schedule, "version", wrong_first_step),
+    (Schedule, "version", no_drain),
+]
+STORES = [
+    (versions, "step_with", rate_of_the_wall),
+    (StageWeights, "_leaves", parameters_in_the_graph),
+    (StageWeights, "__init__", one_micro_batch_short),
+    (StageWeights, "add", scaled_and_back),
+]
+RINGS = [
+    (ring_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
+    (Ring, "add", forgets_one),
+    (Home, "step", undivided),
+]
+CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + (RINGS if mode.startswith("ring") else STORES)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_a_fault_the_comparison_is_passed(mode):
+    run, schedule = MODES[mode]
+    assert same(run(schedule), reference(schedule))
+
+
+@pytest.mark.parametrize(("mode", "owner", "name", "fault"), CASES)
+def test_a_planted_fault_is_caught(mode, owner, name, fault, monkeypatch):
+    run, schedule = MODES[mode]
+    truth = reference(schedule)
+    monkeypatch.setattr(owner, name, fault)
+    try:
+        got = run(schedule)
+    except (RuntimeError, AssertionError, queue.Empty):
+        return  # refused, or a worker that waits for ever: as good
+    assert not same(got, truth)
+
+
+def test_a_schedule_that_is_too_fresh_cannot_be_made():
+    picture = str(cyclic(3)).replace("staleness 1 1 0", "staleness 1 0 0")
+    with pytest.raises(ValueError, match="micro-batch 0, stage 1: weights 0 steps old appear 2 ticks after"):
+        parse(picture)
+
+
+def test_gradients_out_of_worker_order_are_refused():
+    """The last worker's backward before the first one's: the sum would be another."""
+    stages = stages_of(1)
+    optimizer = OPTIMIZERS["sgd"](stages.parameters())
+    store = StageWeights(as_stages(stages)[0], optimizer, micro_batches=2)
+    with pytest.raises(RuntimeError, match="gradient of step 0, micro-batch 1 came when step 0, micro-batch 0 was due"):
+        store.add(0, 1, {}, options_of(optimizer))
+
+
+def test_a_missing_version_raises_and_no_other_is_handed_out():
+    stages = stages_of(1)
+    store = StageWeights(as_stages(stages)[0], OPTIMIZERS["sgd"](stages.parameters()), micro_batches=2)
+    with pytest.raises(RuntimeError, match=r"stage 0: version 1 of the weights is missing, there are \(0,\)"):
+        store.at(1)
+
+
+def test_swapping_data_under_a_graph_goes_wrong_without_an_error():
+    """Why versions have tensors of their own."""
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * weight).sum()
+    weight.data = torch.full((2,), 5.0)
+    assert torch.autograd.grad(loss, weight)[0].tolist() == [10.0, 10.0]  # 2 would be right, and nothing was raised
+
+
+def test_due_actions_put_backwards_first():
+    assert Due(3, 0, 2, 0, 2, 1) < Due(3, 1, 0, 1, 0, 0)
