@@ -1,4 +1,4 @@
-"""The loss curve does not depend on the number of workers: four of them, and one that works through the same batches."""
+"""The loss curve does not depend on the number of workers: four draw that of one with all batches."""
 
 from contextlib import nullcontext
 from itertools import islice

@@ -13,7 +13,8 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class DenseExchange(NamedTuple):
 class RowExchange(NamedTuple):
     """How the rows of one table, and the gradients of those rows, cross the workers.
 
-    ownership(rows, place_count): which worker owns which row; None where every worker holds the whole table.
+    ownership(rows, place): which worker owns which row; where every worker holds the whole table, itself.
     pull(keys, asked, served, shard, ownership, place): distinct sorted keys, how many of them belong to each rank, and
         how many rows each rank asks of this one -> program that returns `Pulled`.
     push(gradients, tickets, ownership, place): gradients of the rows of each ticket, in order -> program that
@@ -123,30 +124,22 @@ class Entry(NamedTuple):
 
 _DENSE: dict[str, Entry] = {}
 _ROW: dict[str, Entry] = {}
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
-def dense_exchange(
-    *examples: Mapping[str, Any],
-) -> Callable[[Callable[..., DenseExchange]], Callable[..., DenseExchange]]:
+def dense_exchange(*examples: Mapping[str, Any]) -> Callable[[Factory], Factory]:
     """Registers a factory of dense exchanges under its own name."""
-
-    def register(make: Callable[..., DenseExchange]) -> Callable[..., DenseExchange]:
-        _DENSE[make.__name__] = Entry(make, examples or ({},))
-        return make
-
-    return register
+    return partial(_register, _DENSE, examples or ({},))
 
 
-def row_exchange(
-    *examples: Mapping[str, Any],
-) -> Callable[[Callable[..., RowExchange]], Callable[..., RowExchange]]:
+def row_exchange(*examples: Mapping[str, Any]) -> Callable[[Factory], Factory]:
     """Registers a factory of row exchanges under its own name."""
+    return partial(_register, _ROW, examples or ({},))
 
-    def register(make: Callable[..., RowExchange]) -> Callable[..., RowExchange]:
-        _ROW[make.__name__] = Entry(make, examples or ({},))
-        return make
 
-    return register
+def _register(entries: dict[str, Entry], examples: tuple[Mapping[str, Any], ...], make: Factory) -> Factory:
+    entries[make.__name__] = Entry(make, examples)
+    return make
 
 
 def _all_files() -> None:
@@ -172,10 +165,7 @@ def build_dense(name: str, **options: Any) -> DenseExchange:
     Raises:
         ValueError: no such exchange; the message lists those that exist.
     """
-    entries = dense_exchanges()
-    if name not in entries:
-        raise ValueError(f"exchange: no dense exchange {name!r}; there are {', '.join(sorted(entries))}")
-    made: DenseExchange = entries[name].make(**options)
+    made: DenseExchange = _build("dense", dense_exchanges(), name, options)
     return made
 
 
@@ -184,8 +174,11 @@ def build_row(name: str, **options: Any) -> RowExchange:
     Raises:
         ValueError: no such exchange; the message lists those that exist.
     """
-    entries = row_exchanges()
-    if name not in entries:
-        raise ValueError(f"exchange: no row exchange {name!r}; there are {', '.join(sorted(entries))}")
-    made: RowExchange = entries[name].make(**options)
+    made: RowExchange = _build("row", row_exchanges(), name, options)
     return made
+
+
+def _build(kind: str, entries: Mapping[str, Entry], name: str, options: Mapping[str, Any]) -> Any:
+    if name not in entries:
+        raise ValueError(f"exchange: no {kind} exchange {name!r}; there are {', '.join(sorted(entries))}")
+    return entries[name].make(**options)

@@ -2,9 +2,9 @@
 
 Rows are dealt out by a bijection id -> key, where key = owner * capacity + local row: sorting keys groups ids by owner
 and, within an owner, by place in its shard. `modulo` deals neighbouring ids to different owners, so a vocabulary sorted
-by frequency is balanced (contiguous blocks give the first owner nearly all traffic). `hashed` scatters ids first, by the
-golden section (Knuth, The Art of Computer Programming 3, section 6.4), and cuts blocks: for ids whose stride divides the
-number of owners.
+by frequency is balanced (contiguous blocks give the first owner nearly all traffic). `hashed` scatters ids first, by
+the golden section (Knuth, The Art of Computer Programming 3, section 6.4), and cuts blocks: for ids whose stride
+divides the number of owners.
 """
 
 import math
