@@ -1,5 +1,7 @@
 """The faults cyclic runtimes are known to make, planted: the comparison with the reference must catch each of them."""
 
+import queue
+
 import pytest
 import torch
 from torch import nn
