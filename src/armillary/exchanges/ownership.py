@@ -89,7 +89,7 @@ class Ownership:
 
     def counts(self, keys: Tensor) -> list[int]:
         """How many of the sorted distinct `keys` each of the workers owns, one number per rank."""
-        edges = torch.arange(len(self.owners) + 1, dtype=keys.dtype) * self.capacity
+        edges = torch.arange(len(self.owners) + 1, dtype=keys.dtype, device=keys.device) * self.capacity
         cuts = torch.searchsorted(keys, edges).tolist()
         counts = [0] * self.workers
         for place, rank in enumerate(self.owners):

@@ -84,7 +84,8 @@ class Executor:
     is_settled: bool = False  # a backward was exchanged since the last step
     weight: float = 1.0
     total_weight: float = 0.0
-    is_phantom: bool = False  # this rank's data have run out: it goes on with weight zero
+    is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
+    is_owing: bool = False  # gradients that count wait for an exchange
     flights: list[Flight] = field(default_factory=list)
     norm_cache: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
@@ -94,8 +95,9 @@ class Executor:
             table.norms = self.gradient_norm
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
         for table in self.tables:
-            table.reads = self.look_ups.read
+            table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
         self.removals: list[Callable[[], None]] = []
+        self.mutes: list[Callable[[], None]] = []
         for unit in self.units:
             if isinstance(unit, DenseUnit):
                 for parameter in unit.bucket.parameters:
@@ -106,17 +108,28 @@ class Executor:
     @property
     def scale(self) -> float:
         """What this rank's gradients are multiplied by before they are summed."""
-        if self.is_phantom:
-            return 0.0
-        return 1.0 / self.transport.place.workers if self.mean == "workers" else self.weight
+        return 1.0 / self.transport.place.workers if self.mean == "workers" else self.declared_weight
 
     @property
     def declared_weight(self) -> float:
-        return 0.0 if self.is_phantom else self.weight
+        return self.weight if self.counts else 0.0
+
+    @property
+    def counts(self) -> bool:
+        return self.is_owing or not self.is_phantom
+
+    def stand_by(self, is_phantom: bool) -> None:
+        """This rank's data have run out, or there are some again. What had been accumulated before still counts, so
+        gradients are silenced where they arise and not where they leave."""
+        self.is_phantom = self.look_ups.is_phantom = is_phantom
+        for unmute in self.mutes:
+            unmute()
+        dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
+        self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
     def _hook(self, unit: DenseUnit) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
-            if not self.is_syncing:
+            if not self._is_leaving():
                 return
             self._open()
             assert isinstance(parameter, nn.Parameter)
@@ -127,9 +140,15 @@ class Executor:
 
     def on_rows(self, table: RowTable) -> None:
         """A look-up's rows have their gradient."""
-        if self.is_syncing:
+        if self._is_leaving():
             self._open()
             self._launch_ready()
+
+    def _is_leaving(self) -> bool:
+        """Notes a gradient; whether it is exchanged now or accumulates."""
+        self.is_owing |= not self.is_phantom
+        self.is_settled &= self.is_syncing  # what accumulates after an exchange must be exchanged before the step
+        return self.is_syncing
 
     def _open(self) -> None:
         """The first gradient of a backward."""
@@ -172,7 +191,7 @@ class Executor:
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
-            flat = unit.bucket.seal(self.scale, self.declared_weight)
+            flat = unit.bucket.seal(self.scale, self.declared_weight, self.counts)
             return unit.exchange.push(flat, self.transport.place), unit.exchange.requests
         table = unit.table
         self.look_ups.join_unread(table)
@@ -196,7 +215,7 @@ class Executor:
             for unit, flight in zip(self.units, self.flights, strict=True):
                 self._take_home(unit, flight.land(self.transport))
         self.flights = []
-        self.is_open = False
+        self.is_open = self.is_owing = False
         self.is_settled = True
         self.norm_cache.clear()
 
@@ -228,7 +247,7 @@ class Executor:
             self.norm_cache.clear()
             self.norm_cache[key] = self._norms(having, order)
         norms = self.norm_cache[key]
-        return norms[having.index(table)].to(table.shard.dtype)
+        return norms[having.index(table)].to(table.shard)
 
     def _norms(self, tables: Sequence[RowTable], order: float) -> Tensor:
         """Adds |g|^order over ranks; a table that every rank holds whole is counted on rank 0 alone."""
@@ -251,7 +270,7 @@ def _powered_norm(table: RowTable, order: float) -> Tensor:
     assert gradient is not None
     if not gradient.numel():
         return _nought()
-    norm: Tensor = torch.linalg.vector_norm(gradient.double(), order)
+    norm: Tensor = torch.linalg.vector_norm(gradient.double(), order).cpu()
     return norm if order == float("inf") else norm**order
 
 

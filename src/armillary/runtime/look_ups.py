@@ -29,6 +29,7 @@ class LookUps:
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
+        self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids (any shape) -> distinct rows (u, *row shape), a leaf; and for each id its place among them.
@@ -43,7 +44,8 @@ class LookUps:
             )
         self._refuse_out_of_range(table, ids)
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
-        needs_gradient = torch.is_grad_enabled() and table.requires_grad
+        learns = torch.is_grad_enabled() and table.requires_grad
+        needs_gradient = learns and not self.is_phantom
         with torch.no_grad():
             if table.is_pulled:
                 rows = self._pull(table, keys, needs_gradient)
@@ -54,6 +56,8 @@ class LookUps:
                     table.pending.append(LookUp(rows, pulled.ticket))
         if needs_gradient:
             self._await_gradient(table, table.pending[-1])
+        elif learns:  # the backward runs as everywhere, but its gradient stays here
+            rows.requires_grad_().register_post_accumulate_grad_hook(lambda _: self.on_gradient(table))
         return rows, inverse
 
     def _refuse_out_of_range(self, table: RowTable, ids: Tensor) -> None:
@@ -76,7 +80,7 @@ class LookUps:
     def join_unread(self, table: RowTable) -> None:
         """This rank did not read the table: it joins the push with no rows, for those that did."""
         if not table.is_pulled and not table.pending:
-            keys = torch.empty(0, dtype=torch.int64)
+            keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
             table.pending.append(LookUp(None, self._read_copy(table, keys).ticket))
 
     def _pull(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
@@ -109,6 +113,12 @@ class LookUps:
         waiting.rows.requires_grad_()
 
         def arrived(_: Tensor) -> None:
+            if waiting.is_pushed:
+                raise RuntimeError(
+                    f"rank {table.place.rank}: {table.name}: rows read before an earlier backward got a gradient after "
+                    "it, when theirs had left; run each forward right before its backward, or add the losses and run "
+                    "one backward (torch.utils.checkpoint: use_reentrant=False)"
+                )
             waiting.has_gradient = True
             self.on_gradient(table)
 
@@ -118,7 +128,7 @@ class LookUps:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"."""
         if not self.pulled:
             return
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.pulled[0].shard.device)
         wish = Wish(state, nothing, False, self.transport.step, weight)
         with torch.no_grad():
             while True:
