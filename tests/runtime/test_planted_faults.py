@@ -211,7 +211,7 @@ def test_gradients_out_of_worker_order_are_refused():
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
     store = StageWeights(as_stages(stages)[0], optimizer, micro_batches=2)
     with pytest.raises(RuntimeError, match="gradient of step 0, micro-batch 1 came when step 0, micro-batch 0 was due"):
-        store.add(0, 1, {}, options_of(optimizer))
+        store.add(0, 1, {}, {0: options_of(optimizer)})
 
 
 def test_a_missing_version_raises_and_no_other_is_handed_out():

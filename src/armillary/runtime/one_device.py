@@ -117,7 +117,7 @@ class OneDevice:
         passed = flight.land(self._gradients.pop(place) if j + 1 < self.schedule.stages else None)
         if j:
             self._gradients[step, micro_batch, j - 1] = passed.value
-        self._weights[j].add(step, micro_batch, passed.weights, self._options[step])
+        self._weights[j].add(step, micro_batch, passed.weights, self._options)
         self._forget(j)
         if all(weights.newest > step for weights in self._weights):
             self._options.pop(step, None)

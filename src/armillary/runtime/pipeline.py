@@ -151,7 +151,7 @@ class Pipeline:
         if self._to_below is not None:
             self._to_below.send(*tree_flatten(passed.value))
             self._to_below.wait(keep=2)
-        self._weights.add(step, micro_batch, passed.weights, self._options[step])
+        self._weights.add(step, micro_batch, passed.weights, self._options)
         if self._weights.newest > step:
             del self._options[step]
         self._forget()

@@ -50,12 +50,12 @@ class StageWeights:
             )
         return self._versions[version]
 
-    def add(self, step: int, micro_batch: int, gradients: Weights, options: Options) -> bool:
+    def add(self, step: int, micro_batch: int, gradients: Weights, options: Mapping[int, Options]) -> bool:
         """Adds one micro-batch's gradients; with the last of the step, divides by their number and steps.
 
         Args:
             gradients: by the stage's own names; a parameter that was not used is left out.
-            options: of the optimizer at training step `step`.
+            options: of the optimizer, by training step.
 
         Returns:
             whether version `step` + 1 is there now.
@@ -76,7 +76,7 @@ class StageWeights:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.clone()  # see Note [Versions and storage]
         means = {self._parameters[name]: total / self._micro_batches for name, total in self._sums.items()}
-        step_with(self._optimizer, means, options)
+        step_with(self._optimizer, means, options[step])
         self.newest, self._added = self.newest + 1, 0
         self._sums.clear()
         self._versions[self.newest] = self._leaves()
