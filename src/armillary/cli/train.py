@@ -65,7 +65,7 @@ def train_command(
         transport = Transport()
         folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
         transport.close()
-        count = steps or task.steps
+        count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
         events = train(task, settings)
         if not json and rank() == 0:

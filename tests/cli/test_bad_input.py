@@ -1,0 +1,200 @@
+"""Bad input on the command line: one clear message, exit code 1, nothing lost. One worker, in this process."""
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from armillary.cli.find import built_in, find
+from armillary.cli.main import app
+from armillary.facts.plan import Plan
+
+LANGUAGE_MODEL = ("language_model", "--small", "--workers", "1")
+
+
+@pytest.fixture
+def armillary(tmp_path, monkeypatch):
+    """Runs the command in an empty folder; gives its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture
+def refused(armillary):
+    """Runs the command, which must fail with one line on stderr, and gives that line."""
+
+    def run(*arguments):
+        code, out, err = armillary(*arguments)
+        assert (code, out) == (1, ""), (out, err)
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err.strip()
+
+    return run
+
+
+def test_an_unknown_workload_is_answered_with_those_there_are(refused):
+    message = refused("train", "langauge_model", "--workers", "1")
+    assert "no workload 'langauge_model'" in message
+    assert "language_model, recommender, translation, vision" in message
+
+
+def test_what_is_built_in_can_be_found():
+    assert built_in() == ("language_model", "recommender", "translation", "vision")
+    assert find("recommender", {"data": "latent_factors"}).name == "recommender"
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (None, "no file mine.py"),
+        ("x = 1\n", "has no function workload"),
+        ("def workload(**options):\n    return object()\n", "lacks model(), optimizer(), batches(), loss()"),
+    ],
+)
+def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path, source, complaint):
+    if source is not None:
+        (tmp_path / "mine.py").write_text(source)
+    assert complaint in refused("train", "mine.py", "--workers", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--set", "widht=3"), "has no option 'widht'"),
+        (("--set", "width"), "--set: want NAME=VALUE, got 'width'"),
+        (("--set", "width=0"), "width is 0"),
+        (("--steps", "0"), "want steps >= 1"),
+        (
+            ("--replicate", "embeding.*"),
+            "'embeding.*' names no parameter of the model; did you mean 'embedding.weight'",
+        ),
+        (("--exchange", "teleport=output"), "'teleport', which is no placement and no exchange; there are"),
+        (("--exchange", "owned_rows=lstm.*"), "cannot be owned_rows: it is read whole"),
+        (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("--resume",), "nothing to resume: no folder language_model under runs"),
+    ],
+)
+def test_a_wish_that_cannot_be_granted_says_why(refused, tmp_path, arguments, complaint):
+    assert complaint in refused("train", *LANGUAGE_MODEL, *arguments)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+def test_workers_are_counted_from_one(refused):
+    assert "--workers: want at least 1, got 0" in refused("train", "language_model", "--workers", "0")
+
+
+def corpus_missing(path):
+    return "does not exist"
+
+
+def corpus_empty(path):
+    path.write_text("")
+    return "is empty"
+
+
+def corpus_binary(path):
+    path.write_bytes(bytes(range(256)) * 40)
+    return "holds no text but binary data"
+
+
+def corpus_false_gzip(path):
+    path.write_text("not compressed")
+    return "is not the gzip file its name says"
+
+
+def corpus_folder(path):
+    path.mkdir()
+    return "is a folder without files"
+
+
+@pytest.mark.parametrize("spoil", [corpus_missing, corpus_empty, corpus_binary, corpus_false_gzip, corpus_folder])
+def test_a_corpus_that_is_no_text_is_refused(refused, tmp_path, spoil):
+    path = tmp_path / ("text.gz" if spoil is corpus_false_gzip else "text")
+    complaint = spoil(path)
+    assert complaint in refused("train", "language_model", "--workers", "1", "--corpus", path)
+
+
+def test_a_corpus_of_ones_own_is_trained_on(armillary, tmp_path):
+    text = "\n".join(f"line {number % 7} says that {number % 5} is more than {number % 3}" for number in range(900))
+    (tmp_path / "text.gz").write_bytes(gzip.compress(text.encode()))
+    code, out, err = armillary(
+        "train", *LANGUAGE_MODEL, "--corpus", "text.gz", "--steps", "30", "--json", "--set", "learning_rate=0.3"
+    )
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["folder"] == "runs/language_model"
+    assert told["metrics"]["perplexity"] < 60
+    assert set(told["baseline"]) == set(told["metrics"])
+
+
+def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
+    (tmp_path / "runs").write_text("")
+    assert "cannot write to runs/language_model" in refused("train", *LANGUAGE_MODEL)
+
+
+def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armillary, refused, tmp_path):
+    quick = (*LANGUAGE_MODEL, "--steps", "2", "--json")
+    assert armillary("train", *quick, "--name", "one")[0] == 0
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs" / "one").rglob("*") if path.is_file()}
+    assert "runs/one already holds a run" in refused("train", *quick, "--name", "one")
+    assert {path: path.read_bytes() for path in kept} == kept
+    plan = Plan.load(tmp_path / "runs/one/plan.json")
+    renamed = dataclasses.replace(plan, groups=(dataclasses.replace(plan.groups[0], name="edited"), *plan.groups[1:]))
+    renamed.save("edited.json")
+    assert armillary("train", *quick, "--name", "two", "--plan", "edited.json")[0] == 0
+    assert Plan.load(tmp_path / "runs/two/plan.json").groups[0].name == "edited"
+    other = ("recommender", "--small", "--workers", "1", "--steps", "1", "--plan", "edited.json")
+    assert "the plan was made for another model" in refused("train", *other)
+    dataclasses.replace(plan, workers=3).save("three.json")
+    assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
+
+
+def test_ids_out_of_range_name_the_table_and_the_row(refused, tmp_path):
+    source = """
+from armillary.workloads.language_model import LanguageModel, SMALL
+
+
+class TooLarge(LanguageModel):
+    def batches(self, split, worker, workers, seed):
+        for words, targets, negatives in super().batches(split, worker, workers, seed):
+            yield words + 60, targets, negatives
+
+
+def workload(**options):
+    return TooLarge(**options)
+"""
+    (tmp_path / "large.py").write_text(source)
+    code = refused("plan", "large.py", "--small", "--workers", "1")
+    assert "embedding.weight" in code and "60" in code
+
+
+def test_a_plan_can_be_made_for_machines_one_does_not_have(armillary, tmp_path):
+    topology = {
+        "nodes": 4, "workers_per_node": 2, "memory_bytes": 1 << 30, "backend": "gloo",
+        "inside": {"latency_seconds": 1e-5, "bytes_per_second": 1e10},
+        "between": {"latency_seconds": 1e-4, "bytes_per_second": 1e7},
+    }  # fmt: skip
+    (tmp_path / "cluster.json").write_text(json.dumps(topology))
+    code, out, err = armillary("plan", "language_model", "--small", "--topology", "cluster.json", "--out", "plan.json")
+    assert code == 0, err
+    assert "plan for 8 workers, 2 a node" in out
+    assert Plan.load(tmp_path / "plan.json").workers == 8
+
+
+def test_verify_prints_one_object_when_asked_to(armillary):
+    code, out, err = armillary("verify", "vision", "--workers", "1", "--steps", "1", "--json")
+    assert (code, json.loads(out)["is_equal"]) == (0, True), err
+
+
+def test_help_names_units_and_defaults(armillary):
+    code, out, _ = armillary("train", "--help")
+    assert code == 0
+    for words in ("Worker processes", "Seconds between checkpoints", "default: 60", "Optimizer steps"):
+        assert words in " ".join(out.replace("│", " ").split()), words

@@ -1,0 +1,141 @@
+"""The command as a user runs it: its own worker processes, Ctrl-C, a failing rank, an outer torchrun."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from armillary.cli.launch import first_failure
+from armillary.session.checkpoint import latest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_workload.py"
+LONGEST_SECONDS = 100
+
+FAULTY = f"""
+import importlib.util
+import math
+import sys
+from torch.distributed import get_rank
+
+spec = importlib.util.spec_from_file_location("inner", {str(EXAMPLE)!r})
+inner = importlib.util.module_from_spec(spec)
+sys.modules["inner"] = inner
+spec.loader.exec_module(inner)
+SMALL = inner.SMALL
+steps_seen = 0
+
+
+class Faulty(inner.NextLetter):
+    def loss(self, model, batch):
+        global steps_seen
+        steps_seen += model.training
+        return super().loss(model, batch) * (math.nan if get_rank() == 1 and steps_seen == 8 else 1)
+
+
+def workload(**options):
+    return Faulty(**options)
+"""
+
+
+def start(folder, *arguments, launcher=("-m", "armillary.cli")):
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=LONGEST_SECONDS)
+    return process.returncode, out, err
+
+
+def test_two_workers_train_and_print_one_object(tmp_path):
+    code, out, err = finish(start(tmp_path, "train", EXAMPLE, "--workers", 2, "--steps", 30, "--json"))
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["steps"] == 30
+    assert told["metrics"]["accuracy"] > 0.2
+    assert (tmp_path / told["folder"] / "plot.png").stat().st_size > 10_000
+    assert latest(tmp_path / told["folder"] / "checkpoints").name == "step-00000030"
+
+
+def test_the_first_error_is_shown_once_with_its_rank_and_the_last_checkpoint(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    code, out, err = finish(start(tmp_path, "train", "faulty.py", "--workers", 2, "--every-steps", 5))
+    assert code == 1
+    assert err.startswith("error: rank 1: the loss is nan at step 7; the last good checkpoint is runs/faulty/")
+    assert err.count("\n") == 1
+    assert "step-00000005" in err and "Traceback" not in out + err
+    assert latest(tmp_path / "runs/faulty/checkpoints").name == "step-00000005"
+
+
+def descendants(pid):
+    """Process ids below `pid`, by /proc."""
+    below = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        below.setdefault(parent, []).append(int(stat.parent.name))
+    found, front = [], [pid]
+    while front:
+        front = [child for parent in front for child in below.get(parent, [])]
+        found += front
+    return found
+
+
+def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path):
+    arguments = ("train", EXAMPLE, "--workers", 2, "--steps", 1_000_000, "--every-steps", 20, "--name", "long")
+    process = start(tmp_path, *arguments)
+    checkpoints, until = tmp_path / "runs/long/checkpoints", time.monotonic() + LONGEST_SECONDS
+    while not list(checkpoints.glob("step-*/*")) and time.monotonic() < until:
+        time.sleep(0.2)
+    time.sleep(0.5)
+    workers = descendants(process.pid)
+    assert len(workers) >= 2
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert err.strip().startswith("stopped; all workers are gone. The last checkpoint is runs/long/checkpoints/step-")
+    assert err.strip().count("\n") == 0
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    good = latest(checkpoints)
+    assert good is not None and good.name in err
+    again = start(tmp_path, "train", EXAMPLE, "--workers", 1, "--name", "long", "--resume", "--steps", 10)
+    code, out, err = finish(again)
+    assert code == 0, err
+    assert f"going on after step {int(good.name.removeprefix('step-'))}" in out
+
+
+def test_it_runs_the_same_under_an_outer_torchrun_and_a_false_claim_ends_with_one(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable)
+    module = ("-m", "armillary.cli", "verify", "vision", "--set", "norm='batch'", "--steps", "2", "--one-batch")
+    code, out, _ = finish(start(tmp_path, *module, launcher=launcher))
+    assert code == 1
+    assert "vision: 2 workers and one process are NOT equal" in out
+    assert out.count("NOT equal") == 1
+
+
+def write_error(folder, rank, seconds, text):
+    path = folder / str(rank) / "error.json"
+    path.parent.mkdir()
+    message = {"message": text, "rank": rank, "extraInfo": {"timestamp": "0", "seconds": seconds}}
+    path.write_text(json.dumps({"message": message}))
+
+
+def test_of_several_errors_the_earliest_is_the_cause(tmp_path):
+    write_error(tmp_path, 0, 20.0, "a peer has stopped")
+    write_error(tmp_path, 1, 10.0, "the cause")
+    assert first_failure(tmp_path, {0: 1, 1: 1}).text == "the cause"
+
+
+@pytest.mark.parametrize(("number", "word"), [(9, "out of memory"), (11, "signal 11")])
+def test_a_worker_that_was_killed_is_the_cause_whatever_the_others_say(tmp_path, number, word):
+    write_error(tmp_path, 0, 20.0, "a peer has stopped")
+    failure = first_failure(tmp_path, {0: 1, 1: -number})
+    assert failure.rank == 1 and word in failure.text
