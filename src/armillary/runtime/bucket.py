@@ -52,10 +52,10 @@ class Bucket:
             parameter.grad = view
         self.waiting.discard(index)
 
-    def seal(self, scale: float, weight: float) -> Tensor:
+    def seal(self, scale: float, weight: float, counts: bool = True) -> Tensor:
         """The flat tensor to send. Parameters that got no gradient in this backward count as what they hold, or
-        zero."""
-        flags = torch.ones(len(self.parameters))
+        zero; a rank that does not count uses none."""
+        flags = torch.full((len(self.parameters),), float(counts))
         for index in sorted(self.waiting):
             if self.parameters[index].grad is None:
                 self.views[index].zero_()
@@ -74,5 +74,4 @@ class Bucket:
             weight = float(self.weight)
             self.flat.div_(weight if weight > 0 else 1.0)
         for parameter, view, used in zip(self.parameters, self.views, self.used.tolist(), strict=True):
-            if used > 0:
-                parameter.grad = view
+            parameter.grad = view if used > 0 else None

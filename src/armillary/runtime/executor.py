@@ -32,6 +32,10 @@ class DenseUnit:
     bucket: Bucket
     exchange: DenseExchange
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.bucket.parameters
+
 
 @dataclass(eq=False)
 class RowUnit:
@@ -39,6 +43,10 @@ class RowUnit:
 
     name: str
     table: RowTable
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.table.parameter]
 
 
 @dataclass(eq=False)
@@ -121,6 +129,8 @@ class Executor:
     def stand_by(self, is_phantom: bool) -> None:
         """This rank's data have run out, or there are some again. What had been accumulated before still counts, so
         gradients are silenced where they arise and not where they leave."""
+        if is_phantom == self.is_phantom:
+            return
         self.is_phantom = self.look_ups.is_phantom = is_phantom
         for unmute in self.mutes:
             unmute()

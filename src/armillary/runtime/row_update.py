@@ -83,9 +83,17 @@ def _owned(table: RowTable) -> Tensor:
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and options over other parameters, with fresh state."""
-    twin = copy.copy(optimizer)
+    """An optimizer of the same class and options over other parameters, with fresh state.
+
+    A learning rate of zero (warm-up begins so) would hide what the optimizer does, so it is replaced.
+    """
+    twin = copy.copy(optimizer)  # torch copies groups and state only
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin) and name != "step":  # a scheduler's wrapper would step the original
+            setattr(twin, name, value)
     options = {key: value for key, value in group.items() if key != "params"}
+    if "lr" in options and not float(options["lr"]):
+        options["lr"] = 0.1
     twin.param_groups = [{**options, "params": parameters}]
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -102,30 +110,30 @@ def _open_state(optimizer: Optimizer, twin: Optimizer, parameter: nn.Parameter) 
         if any(isinstance(value, Tensor) and value.shape == other.shape and value.dim() for value in state.values()):
             for name, value in state.items():
                 row_like = isinstance(value, Tensor) and value.shape == other.shape and value.dim() > 0
-                fill = float(value.flatten()[0]) if row_like and value.numel() else 0.0
+                fill = float(value[(0,) * value.dim()]) if row_like and value.numel() else 0.0
                 twin.state[parameter][name] = torch.full_like(parameter, fill) if row_like else copy.deepcopy(value)
             return
 
 
-def _step(twin: Optimizer, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    twin.step()
-
-
 def _probe(optimizer: Optimizer, group: dict[str, Any], cuts: list[int], quiet: bool) -> tuple[Tensor, Tensor]:
-    """Two steps on a 6 x 4 matrix cut by row: (after step 1, after step 2); `quiet` zeroes the last gradient's first
-    rows."""
+    """Two steps on a 6 x 4 matrix cut by row, each piece with an optimizer of its own as on ranks of their own: (after
+    step 1, after step 2); `quiet` zeroes the last gradient's first rows."""
     generator = torch.Generator().manual_seed(1)
     weight, first, second = torch.rand(3, 6, 4, generator=generator, dtype=torch.float64).add(0.5).unbind(0)
     if quiet:
         second = torch.cat([torch.zeros(3, 4, dtype=torch.float64), second[3:]])
-    parameters = [nn.Parameter(piece.clone()) for piece in weight.split(cuts)]
-    twin = _like(optimizer, group, parameters)
-    _step(twin, parameters, list(first.split(cuts)))
-    between = torch.cat([parameter.detach().clone() for parameter in parameters])
-    _step(twin, parameters, list(second.split(cuts)))
-    return between, torch.cat([parameter.detach() for parameter in parameters])
+    between: list[Tensor] = []
+    after: list[Tensor] = []
+    for piece, *gradients in zip(weight.split(cuts), first.split(cuts), second.split(cuts), strict=True):
+        parameter = nn.Parameter(piece.clone())
+        twin = _like(optimizer, group, [parameter])
+        for gradient, result in zip(gradients, (between, after), strict=True):
+            parameter.grad = gradient.clone()
+            twin.step()
+            result.append(parameter.detach().clone())
+        if torch.equal(between[-1], piece):
+            raise ValueError(f"{type(optimizer).__name__} does not move a matrix whose gradient is not zero")
+    return torch.cat(between), torch.cat(after)
 
 
 def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ class LookUp:
     rows: Tensor | None
     ticket: Any
     has_gradient: bool = False
+    is_pushed: bool = False  # its gradients have left; more of them could not follow
 
 
 @dataclass(eq=False)
@@ -123,6 +124,7 @@ class RowTable:
                 gradient = torch.zeros_like(look_up.rows) if grad is None else grad.mul_(scale) if scale != 1 else grad
             gradients.append(gradient)
             tickets.append(look_up.ticket)
+            look_up.is_pushed = True
         self.pending = []
         return gradients, tickets
 

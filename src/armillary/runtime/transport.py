@@ -72,7 +72,12 @@ class Transport:
 
     def __init__(self, workers_per_node: int = 1, check_order: bool = False, timeout_seconds: float = 600.0):
         start_process_group(timeout_seconds)
-        self.place = Place(dist.get_rank(), dist.get_world_size(), workers_per_node)
+        workers = dist.get_world_size()
+        if workers % workers_per_node:
+            raise ValueError(
+                f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again for this job"
+            )
+        self.place = Place(dist.get_rank(), workers, workers_per_node)
         self.check_order = check_order
         self.recording = False
         self.step = 0
@@ -85,23 +90,13 @@ class Transport:
         if "nccl" in str(dist.get_backend()):
             backends["cuda"] = "nccl"
         for device, backend in backends.items():
-            self._open("world", [list(range(self.place.workers))], device, backend, timeout)
+            self._open("world", [list(range(workers))], device, backend, timeout)
+        self._refuse_other_groups(workers_per_node)
+        for device, backend in backends.items():
             if workers_per_node > 1:
-                per, nodes = workers_per_node, self.place.nodes
-                self._open(
-                    "node",
-                    [list(range(n * per, n * per + per)) for n in range(nodes)],
-                    device,
-                    backend,
-                    timeout,
-                )
-                self._open(
-                    "rail",
-                    [list(range(p, self.place.workers, per)) for p in range(per)],
-                    device,
-                    backend,
-                    timeout,
-                )
+                nodes = [list(range(first, first + workers_per_node)) for first in range(0, workers, workers_per_node)]
+                self._open("node", nodes, device, backend, timeout)
+                self._open("rail", [list(rail) for rail in zip(*nodes, strict=True)], device, backend, timeout)
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
 
     def _open(self, scope: Scope, members: list[list[int]], device: str, backend: str, timeout: timedelta) -> None:
@@ -109,6 +104,15 @@ class Transport:
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if self.place.rank in ranks:
                 self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
+
+    def _refuse_other_groups(self, workers_per_node: int) -> None:
+        """Ranks that go on to open different groups would wait for each other."""
+        everyones = self.share((workers_per_node, self.check_order))
+        if len(set(everyones)) > 1:
+            raise ValueError(
+                f"transport: ranks want different groups, (workers per node, check_order) in rank order: {everyones}; "
+                "give every rank the same plan and arguments"
+            )
 
     def start(self, request: Request, label: str) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.

@@ -5,7 +5,6 @@ that hold different plans or models, an optimizer that mixes rows on a row-shard
 """
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_dense, build_row, row_exchanges
-from armillary.facts.plan import Group, Plan, model_fingerprint
+from armillary.facts.plan import Group, Plan
 from armillary.runtime.agreement import begin_alike
 from armillary.runtime.bucket import Bucket
 from armillary.runtime.executor import DenseUnit, Executor, RowUnit
@@ -21,6 +20,7 @@ from armillary.runtime.handle import TableHandle
 from armillary.runtime.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
 from armillary.runtime.table import RowTable
 from armillary.runtime.transport import Transport
+from armillary.session.misfit import misfit, options_of
 from armillary.session.run import Run
 
 __all__ = ["attach"]
@@ -41,7 +41,7 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
     """
     transport = Transport(plan.workers_per_node, check_order)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _refuse_misfit(plan, trainable, transport)
+    _refuse_misfit(plan, misfit(plan, trainable, optimizer, transport.place.workers), transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     begin_alike(tensors, transport)
     units: list[DenseUnit | RowUnit] = []
@@ -60,64 +60,31 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
     return Run(plan, model, optimizer, executor, held, scaler)
 
 
-def _refuse_misfit(plan: Plan, trainable: dict[str, nn.Parameter], transport: Transport) -> None:
-    if plan.workers != transport.place.workers:
-        raise ValueError(
-            f"attach: the plan is for {plan.workers} workers, this job has {transport.place.workers}; plan again, "
-            f"or launch with --nproc-per-node {plan.workers}"
-        )
-    if plan.schedule.name != "simultaneous":
-        raise ValueError(f"attach: schedule {plan.schedule} owns the loop; drive it with its own runner")
-    missing, extra = (
-        sorted(set(plan.parameters) - set(trainable)),
-        sorted(set(trainable) - set(plan.parameters)),
-    )
-    if missing or extra:
-        raise ValueError(
-            f"attach: the plan was made for another model: it has {missing or 'nothing'} which this one does not train "
-            f"and misses {extra or 'nothing'}; plan again for this model"
-        )
-    mine = model_fingerprint((name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
-    if mine != plan.model_fingerprint:
-        raise ValueError(
-            f"attach: the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with "
-            "other shapes or dtypes; plan again for this model"
-        )
-    plans = transport.share(hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
-    if len(set(plans)) > 1:
-        listing = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(plans))
+def _refuse_misfit(plan: Plan, complaint: str, transport: Transport) -> None:
+    """On every rank alike, whichever rank it is that does not fit: else the others would wait for it."""
+    everyones = transport.share((complaint, hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]))
+    for rank, (theirs, _) in enumerate(everyones):
+        if theirs:
+            raise ValueError(f"attach: rank {rank}: {theirs}")
+    if len({digest for _, digest in everyones}) > 1:
+        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest) in enumerate(everyones))
         raise ValueError(
             f"attach: ranks hold different plans ({listing}); plan on one rank and give all of them the file"
         )
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _table(group: Group, parameter: nn.Parameter, optimizer: Optimizer, transport: Transport) -> tuple[RowTable, Held]:
-    name = group.parameters[0]
-    options = next((options for options in optimizer.param_groups if _holds(options["params"], parameter)), None)
-    if options is None:
-        raise ValueError(
-            f"attach: {name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
-        )
-    if group.placement == "row_sharded" and not steps_by_row(optimizer, options):
-        raise ValueError(
-            f"attach: {name!r} is row-sharded but {type(optimizer).__name__} steps a matrix whole differently from the "
-            f"same matrix split by row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
-        )
+    options = options_of(optimizer, parameter)
+    assert options is not None, group.name
     exchange = build_row(group.exchange.name, **group.exchange.options)
-    has_window = group.update == "lazy" or leaves_untouched_rows(optimizer, options)
+    has_window = group.update == "lazy" or (
+        steps_by_row(optimizer, options) and leaves_untouched_rows(optimizer, options)
+    )
     table = RowTable.owning(
-        parameter, exchange, transport.place, name=name, has_window=has_window, requires_grad=True,
+        parameter, exchange, transport.place, name=group.parameters[0], has_window=has_window, requires_grad=True,
         reads=_unattached, norms=_unattached,
     )  # fmt: skip
     return table, replace_parameter(optimizer, parameter, table)
-
-
-def _holds(parameters: Iterable[Tensor], wanted: Tensor) -> bool:
-    return any(parameter is wanted for parameter in parameters)
 
 
 def _unattached(*_: Any) -> Any:

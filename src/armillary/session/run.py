@@ -40,6 +40,7 @@ class Run:
         self.executor, self.held = executor, held
         self.transport = executor.transport
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
+        self.known = {parameter for unit in executor.units for parameter in unit.parameters}
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -68,12 +69,18 @@ class Run:
         """Declares the weight of this rank's next backward, for example its number of tokens.
 
         Raises:
-            ValueError: the plan's mean is over workers, or the weight is negative.
+            ValueError: the plan's mean is over workers, the weight is negative, or gradients of another weight have
+                accumulated.
         """
         if self.plan.mean != "weights":
             raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
         if weight < 0:
             raise ValueError(f"run.weigh: rank {self.rank}: want a weight >= 0, got {weight}")
+        if self.executor.is_owing and weight != self.executor.weight:
+            raise ValueError(
+                f"run.weigh: rank {self.rank}: gradients accumulated with weight {self.executor.weight} are not yet "
+                f"exchanged, got {weight}; declare one weight for all batches that accumulate"
+            )
         self.executor.weight = float(weight)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -91,12 +98,22 @@ class Run:
         if batch is None:
             raise ValueError(f"run.batches: rank {self.rank} has no batch; give every rank at least one")
         last = batch
-        while self.transport.agree_largest([float(batch is not None)])[0]:
-            last = batch if batch is not None else last
-            self.executor.is_phantom = batch is None
-            yield last
-            batch = next(source, None) if batch is not None else None
-        self.executor.is_phantom = False
+        try:
+            while self._is_any(batch is not None):
+                last = batch if batch is not None else last
+                self.executor.stand_by(batch is None)
+                yield last
+                batch = next(source, None) if batch is not None else None
+        finally:
+            self.executor.stand_by(False)
+
+    def _is_any(self, mine: bool) -> bool:
+        """Whether it is true of any rank; ranks that are still evaluating are served meanwhile."""
+        look_ups = self.executor.look_ups
+        if not look_ups.pulled:
+            return bool(self.transport.agree_largest([float(mine)])[0])
+        look_ups.serve_until("idle", float(mine))
+        return any(look_ups.weights)
 
     def finish(self) -> None:
         """Serves the other ranks' look-ups until every rank has called this. Call it when training is over."""
@@ -114,7 +131,27 @@ class Run:
         for remove in self.executor.removals:
             remove()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
+        """With a closure the gradients are there only when it returns."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._ready_for_step()
+            return None
+
+        def closed() -> Any:
+            value = closure()
+            self._ready_for_step()
+            return value
+
+        return (args[0], closed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _ready_for_step(self) -> None:
+        if self.executor.is_open:
+            raise RuntimeError(
+                f"rank {self.rank}: a backward ended in an error and its exchange is half done; start again from a "
+                "checkpoint"
+            )
+        self._refuse_strangers()
         if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
         with torch.no_grad():
@@ -131,6 +168,17 @@ class Run:
                 if table.gradient is not None:
                     table.show_gradient(table.gradient)
         self.executor.after_step()
+
+    def _refuse_strangers(self) -> None:
+        """Parameters that learn but are not in the plan would drift apart on the ranks."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self.known:
+                    name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
+                    raise ValueError(
+                        f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
+                        "gradient but is not in the plan (unfrozen after attach?); plan again and attach anew"
+                    )
 
     def _windows(self) -> list[RowTable]:
         return [table for table in self.tables.values() if table.has_window]

@@ -1,0 +1,86 @@
+"""What speaks against carrying out a plan on this model with this optimizer: found before anything is changed."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
+from armillary.facts.plan import Group, Plan, model_fingerprint
+from armillary.runtime.row_update import steps_by_row
+
+__all__ = ["misfit", "options_of"]
+
+
+def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
+    """The first thing that speaks against it, with its remedy; empty if there is none."""
+    return next(_complaints(plan, trainable, optimizer, workers), "")
+
+
+def options_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
+    """The optimizer's param group that holds the parameter."""
+    for options in optimizer.param_groups:
+        if any(held is parameter for held in options["params"]):
+            return options
+    return None
+
+
+def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
+    if plan.workers != workers:
+        yield (
+            f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
+            f"--nproc-per-node {plan.workers}"
+        )
+    if plan.schedule.name != "simultaneous":
+        yield f"schedule {plan.schedule} owns the loop; drive it with its own runner"
+    missing, extra = sorted(set(plan.parameters) - set(trainable)), sorted(set(trainable) - set(plan.parameters))
+    if missing or extra:
+        yield (
+            f"the plan was made for another model: it has {missing or 'nothing'} which this one does not train and "
+            f"misses {extra or 'nothing'}; plan again for this model"
+        )
+        return
+    mine = model_fingerprint((name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
+    if mine != plan.model_fingerprint:
+        yield (
+            f"the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with other shapes "
+            "or dtypes; plan again for this model"
+        )
+    for group in plan.groups:
+        if group.exchange.name in row_exchanges():
+            yield from _row_complaints(group, trainable[group.parameters[0]], optimizer)
+        else:
+            yield from _dense_complaints(group, trainable)
+
+
+def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    build_dense(group.exchange.name, **group.exchange.options)
+    kinds = sorted({f"{_dtype(trainable[name])} on {trainable[name].device}" for name in group.parameters})
+    if len(kinds) > 1:
+        yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
+
+
+def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
+    name, kind = group.parameters[0], type(optimizer).__name__
+    exchange: RowExchange = build_row(group.exchange.name, **group.exchange.options)
+    if group.placement != exchange.placement:
+        yield (
+            f"group {group.name!r} is {group.placement}, but {group.exchange} is for {exchange.placement} tables; edit "
+            "the plan"
+        )
+    if len(group.parameters) > 1:
+        yield f"group {group.name!r}: {group.exchange} takes one table, got {group.parameters}; make a group of each"
+    options = options_of(optimizer, parameter)
+    if options is None:
+        yield f"{name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
+        return
+    if (exchange.placement == "row_sharded" or group.update == "lazy") and not steps_by_row(optimizer, options):
+        yield (
+            f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "
+            f"row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
