@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.facts.plan import UPDATES, Choice, Forecast, Group, Plan, model_fingerprint
@@ -42,7 +42,8 @@ def test_the_table_says_of_every_group_whether_it_is_exact():
     lines = str(PLAN).splitlines()
     for update, meaning in UPDATES.items():
         names = ", ".join(group.name for group in PLAN.groups if group.update == update)
-        assert f"{update} ({meaning}): {names}" in lines
+        assert any(line.startswith(f"{update} (") for line in lines) == bool(names)
+        assert not names or f"{update} ({meaning}): {names}" in lines
     exact = replace(PLAN, groups=(BUCKET, SINGLE))
     assert f"exact ({UPDATES['exact']}): all groups" in str(exact).splitlines()
     assert "NOT exact" not in str(exact)
@@ -90,11 +91,13 @@ def plans(draw):
     )
 
 
+@settings(deadline=None)
 @given(plans())
 def test_any_plan_survives_json(plan):
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@settings(deadline=None)
 @given(plans())
 def test_any_plan_prints(plan):
     assert all(group.name in str(plan) for group in plan.groups)

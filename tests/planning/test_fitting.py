@@ -39,6 +39,15 @@ def test_only_as_much_is_given_up_as_must_be():
     assert sorted(group.placement for group in made.groups) == ["replicated", "row_sharded"]
 
 
+def test_what_costs_least_is_given_up_first():
+    """Sharding costs more seconds where more rows travel."""
+    for alphas in ((0.99, 0.9), (0.9, 0.99)):
+        profile = model(*[wide(name, i, alpha) for i, (name, alpha) in enumerate(zip("tu", alphas, strict=True))])
+        made = plan(profile, machines(4, memory=400 * MIB, **FAST))
+        placements = [made.group_of(name).placement for name in "tu"]
+        assert placements[alphas.index(0.9)] == "row_sharded" and placements[alphas.index(0.99)] == "replicated"
+
+
 def test_activations_and_frozen_parameters_take_room_too():
     cold = dense("cold", 8 * MIB, arrival=None, requires_grad=False)
     limit = machines(4, memory=290 * MIB, **FAST)

@@ -110,6 +110,16 @@ def test_skewed_loads_are_scattered():
     assert made.group_of("t").exchange == Choice("owned_rows", {"order": "hashed"})
 
 
+@pytest.mark.parametrize(
+    ("topology", "owners", "by_node"),
+    [(machines(2), [1], False), (machines(6), [1, 2, 4], False), (machines(4, 2), [1, 2, 4], True)],
+)
+def test_every_way_a_table_may_cross_is_priced(topology, owners, by_node):
+    names = [str(verdict.candidate.choice) for verdict in explain(one_table(0.01), topology)]
+    ways = ["all_reduce", "gather_rows", "owned_rows", *(f"owned_rows(owners={count})" for count in owners)]
+    assert names == [*ways, *["owned_rows_by_node"] * by_node]
+
+
 def test_on_one_worker_everything_goes_the_plain_way():
     made = plan(model(table("t", workers=1), dense("d"), workers=1), machines(1))
     assert {group.exchange.name for group in made.groups} == {"all_reduce"}
@@ -168,6 +178,11 @@ def test_the_reason_states_the_price_of_the_runner_up():
     others = [v.candidate for v in verdicts if v.candidate.choice.name != "owned_rows"]
     runner_up = min(others, key=lambda one: one.forecast.seconds)
     assert f"next {runner_up.choice}, {runner_up.forecast.seconds * 1e3:.1f} ms" in made.group_of("t").reason
+
+
+def test_the_runner_up_is_one_that_the_constraint_allows():
+    made = plan(one_table(0.01), machines(4, megabits=100), constraints={"t": "replicated"})
+    assert made.group_of("t").reason.startswith("by constraint replicated; next all_reduce, ")
 
 
 def test_rows_that_were_profiled_with_other_workers_are_noted():

@@ -57,7 +57,7 @@ def test_predicted_bytes_are_those_counted(choice, nodes, per_node):
         forecast = forecast + idle_round(topology)
     # A worker's share of its own rows is 1 / N in the mean over draws; this is one draw.
     assert forecast.sent_bytes == pytest.approx(sum(sent) / workers, rel=0.01)
-    if exchange.placement == "replicated" or workers == 1:
+    if exchange.placement == "replicated" or choice.options == {"owners": 1}:  # there no draw decides
         assert forecast.sent_bytes == pytest.approx(sum(sent) / workers, rel=1e-12)
 
 
@@ -116,6 +116,47 @@ def test_merging_inside_nodes_pays_where_the_node_is_fast_and_shares_its_rows():
 
     assert seconds("owned_rows_by_node", 1e11) < seconds("owned_rows", 1e11)
     assert seconds("owned_rows_by_node", 1e7) > seconds("owned_rows", 1e7)
+
+
+def test_what_stays_in_the_node_leaves_by_the_inner_link_meanwhile():
+    """3 of a rank's 7 peers are in its node: the outer link carries 4 sevenths, and it decides as it is the slower."""
+    outer, inner = 1e6, 1e9
+    topology = machines(2, 4, megabits=outer * 8 / 1e6, latency=0.0, inside=Link(0.0, inner))
+    case = Case(model(workers=8, per_node=4), topology, LINKS_ONLY)
+    forecast = row_forecast(table(workers=8), Choice("owned_rows"), "exact", case)
+    assert forecast.seconds == pytest.approx(forecast.sent_bytes * 4 / 7 / outer)
+    turned = Case(
+        case.profile, machines(2, 4, megabits=8 * inner / 1e6, latency=0.0, inside=Link(0.0, outer)), LINKS_ONLY
+    )
+    forecast = row_forecast(table(workers=8), Choice("owned_rows"), "exact", turned)
+    assert forecast.seconds == pytest.approx(forecast.sent_bytes * 3 / 7 / outer)
+
+
+def test_an_optimizer_that_moves_quiet_rows_passes_over_all_that_an_owner_holds():
+    """Fill the gradient; read it; read and write weight and two moments: 8 times the share, at 1 B/s; lazily none."""
+    assumptions = type(ADAM)(row_seconds=0.0, memory_bytes_per_second=1.0)
+    case = Case(model(), machines(4, megabits=1e9, latency=0.0), assumptions)
+    exact, lazy = (row_forecast(table(rows=1000, width=16), Choice("owned_rows"), u, case) for u in ("exact", "lazy"))
+    assert exact.seconds == pytest.approx(8 * 64_000 / 4)
+    assert lazy.seconds == pytest.approx(0, abs=1e-3)
+
+
+def test_index_work_is_paid_for_rows_asked_and_rows_served():
+    """Each worker asks for 10 rows; of 4 owners each serves 10, a single one 40."""
+    assumptions = type(SGD)(0, False, row_seconds=1.0, memory_bytes_per_second=1e300)
+    case = Case(model(), machines(4, megabits=1e12, latency=0.0), assumptions)
+    rows = table(rows=1000, width=1, alpha=0.01)
+    seconds = [row_forecast(rows, Choice("owned_rows", {"owners": p}), "exact", case).seconds for p in (4, 1)]
+    assert seconds == pytest.approx([20, 50])
+    assert row_forecast(rows, Choice("gather_rows"), "exact", case).seconds == pytest.approx(40)
+
+
+def test_the_round_that_ends_look_ups_is_counted_once_a_step():
+    profile = model(table("t", 0, alpha=0.001), table("u", 1, alpha=0.001))
+    topology = machines(4, megabits=100)
+    made = plan(profile, topology, constraints={"*": "owned_rows"})
+    alone = [row_forecast(fact, Choice("owned_rows"), "exact", Case(profile, topology)) for fact in profile.parameters]
+    assert made.forecast == alone[0] + idle_round(topology) + alone[1]
 
 
 def test_one_worker_pays_for_no_link():

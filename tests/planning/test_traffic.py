@@ -23,6 +23,12 @@ def test_merged_rows_lie_between_one_workers_and_all_workers_rows(workers, alpha
     assert one * (1 - 1e-9) <= merged <= min(100_000, workers * one) * (1 + 1e-9)
 
 
+@given(exponent=st.floats(0, 1), workers=st.sampled_from([3, 16, 100]))
+def test_rows_that_grow_by_a_power_are_foretold(exponent, workers):
+    facts = row_facts(rows=1_000_000, alpha=1e-3, union=1e-3 * 4**exponent, workers=4)
+    assert merged_rows(facts, model(), workers) == pytest.approx(1000 * workers**exponent)
+
+
 @given(lookups=st.floats(1, 20), alpha=st.floats(1e-4, 1), repeats=st.floats(1, 50))
 def test_rows_by_look_up_lie_between_merged_once_and_every_time_anew(lookups, alpha, repeats):
     merged = alpha * 10_000

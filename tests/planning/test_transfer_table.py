@@ -84,6 +84,7 @@ def test_dense_on_one_server_its_link_carries_everything(n):
     links = machines(n, latency=0.0)
     forecast = dense_forecast(W, Choice("owned_dense"), Case(model(workers=n), links, LINKS_ONLY))
     assert forecast.seconds * links.link.bytes_per_second == pytest.approx(2 * W * (n - 1))
+    assert forecast.sent_bytes == pytest.approx(2 * W * (n - 1) / n)  # the mean machine sends no more than in a ring
 
 
 @pytest.mark.parametrize("n", WORKERS)

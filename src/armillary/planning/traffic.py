@@ -58,11 +58,13 @@ def traffic(facts: RowFacts, profile: Profile, topology: Topology) -> RowTraffic
 
     The profile merges a step's look-ups; taken one by one, a row read by several counts several times. With L
     look-ups alike in size, Heaps' law gives L ** (1 - exponent) times the merged rows: between 1 (the law of new rows
-    for every id) and L (all read the same rows). Exact for one look-up.
+    for every id) and L (all read the same rows), and never more than ids. Exact for one look-up.
     """
     merged = traffic_merged(facts, profile, topology)
     lookups = max(1, math.ceil(facts.lookups))
     repeats = max(1.0, facts.lookups) ** (1 - min(1.0, _exponent_inside(facts)))
+    if merged.distinct_rows > 0:
+        repeats = min(repeats, max(1.0, facts.ids / merged.distinct_rows))
     return merged._replace(
         distinct_rows=merged.distinct_rows * repeats, node_rows=merged.node_rows * repeats, lookups=lookups
     )
