@@ -23,7 +23,7 @@ WorkloadName = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Worker processes. [default: 2; under torchrun as many as it started]", show_default=False),
+    typer.Option(help="Worker processes. (default: 2; under torchrun as many as it started)", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Corpus = Annotated[str, typer.Option(help="Text file or folder (plain or .gz) to train on, for workloads of text.")]

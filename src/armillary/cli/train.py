@@ -35,7 +35,7 @@ __all__ = ["train_command"]
 def train_command(
     workload: WorkloadName,
     workers: Workers = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps. [default: the workload's]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps. (default: the workload's)")] = None,
     seed: Seed = 0,
     small: IsSmall = False,
     corpus: Corpus = "",
@@ -46,7 +46,7 @@ def train_command(
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
-    name: Annotated[str, typer.Option(help="Of this run's folder. [default: the workload's name, numbered]")] = "",
+    name: Annotated[str, typer.Option(help="Of this run's folder. (default: the workload's name, numbered)")] = "",
     resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
     every_steps: Annotated[int, typer.Option(help="Steps between checkpoints; 0: see --every-seconds.")] = 0,
     every_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints; 0: never.")] = 60.0,
@@ -83,11 +83,12 @@ def train_command(
         chosen.append(run_folder(runs, stem, name, resume))
         return [] if name else ["--name", chosen[0].name]
 
-    def interrupted() -> str:
-        folder = chosen[0] if chosen else runs / (name or stem)
-        good = latest(folder / CHECKPOINTS) if folder.is_dir() else None
-        if good is None:
-            return "No checkpoint was written yet."
-        return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"
+    run_in_workers(workers, body, named, lambda: how_to_go_on(workload, chosen[0] if chosen else runs / (name or stem)))
 
-    run_in_workers(workers, body, named, interrupted)
+
+def how_to_go_on(workload: str, folder: Path) -> str:
+    """What a user who pressed Ctrl-C wants to know."""
+    good = latest(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
+    if good is None:
+        return "No checkpoint was written yet."
+    return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"

@@ -25,6 +25,7 @@ __all__ = ["fit_link", "free_memory_bytes", "measure", "workers_per_node"]
 
 SIZES_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 REPEATS = 5
+CACHES = ("inactive_file ", "active_file ")  # pages of files: counted as used, given back when needed
 LONGEST_SECONDS = 2.0  # a slow link is measured with fewer large messages
 
 
@@ -69,7 +70,8 @@ def free_memory_bytes() -> int:
             free = int(line.split()[1]) * 1024
     limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
     if limit and used and limit[0] != "max":
-        free = min(free, int(limit[0]) - int(used[0]))
+        cached = sum(int(line.split()[1]) for line in _lines("/sys/fs/cgroup/memory.stat") if line.startswith(CACHES))
+        free = min(free, int(limit[0]) - int(used[0]) + cached)
     return max(free, 1)
 
 
