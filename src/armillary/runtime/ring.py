@@ -24,7 +24,7 @@ from armillary.runtime.delayed_step import Options
 from armillary.runtime.flat_stage import FlatStage
 from armillary.runtime.home import Home
 from armillary.runtime.stages import Stage
-from armillary.schedules.messages import Content, Message, closing, home, ring_messages, weight_path
+from armillary.schedules.messages import Content, Message, closing, home, ring_messages
 
 __all__ = ["Ring"]
 
@@ -55,7 +55,6 @@ class Ring:
             )
         self.schedule, self.worker, self.drains, self.steps = schedule, worker, list[int](), 0
         self.flat = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
-        self.paths = [weight_path(schedule, j) for j in range(schedule.stages)]
         owned = frozenset(j for j in self.flat if home(schedule, j) == worker)
         self.home = Home(optimizer, self.flat, owned)
         self._actions = schedule.ticks[worker]
