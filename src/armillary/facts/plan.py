@@ -20,11 +20,12 @@ __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"
 
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
 Mean = Literal["workers", "weights"]
-Update = Literal["exact", "lazy"]
+Update = Literal["exact", "lazy", "stale"]
 
 UPDATES = {
     "exact": "every row moves as in one process",
     "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
+    "stale": "NOT exact: gradients are taken at weights at most one step old, see staleness in the picture",
 }
 
 
@@ -96,6 +97,7 @@ class Plan:
         workers_per_node: how ranks are packed into nodes, for the exchanges that merge inside a node first.
         model_fingerprint, topology_fingerprint: what the plan was made for; the runtime refuses another model.
         compute_seconds: forecast of one step without any exchange.
+        picture: of a schedule other than simultaneous: worker by tick, with the staleness of the weights.
     """
 
     workers: int
@@ -107,6 +109,7 @@ class Plan:
     schedule: Choice = Choice("simultaneous")
     compute_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    picture: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -159,7 +162,9 @@ class Plan:
             f"plan for {self.workers} workers, {self.workers_per_node} a node, model {self.model_fingerprint}"
             f"{machines}; schedule {self.schedule}; mean over {divisor}"
         )
-        return plan_table(title, [_line(group) for group in self.groups], self.compute_seconds, UPDATES, self.notes)
+        lines = [_line(group) for group in self.groups]
+        table = plan_table(title, lines, self.compute_seconds, UPDATES, self.notes)
+        return f"{table}\n\n{self.picture}" if self.picture else table
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

@@ -16,6 +16,7 @@ class StageFact:
         forward_flops: multiply and add counted as two; matrix products, convolutions, attention only.
         activation_bytes: storages kept for the backward pass, each once, parameters and buffers left out.
         forward_seconds, backward_seconds: on the machine that made the profile, without exchange.
+        output_bytes: of what the stage's last call returned: what crosses to another device if the model is cut there.
     """
 
     name: str
@@ -24,6 +25,7 @@ class StageFact:
     activation_bytes: int
     forward_seconds: float
     backward_seconds: float
+    output_bytes: int = 0
 
     def __post_init__(self) -> None:
         negative = [name for name, value in asdict(self).items() if name != "name" and value < 0]

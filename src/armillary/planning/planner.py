@@ -18,14 +18,16 @@ from armillary.planning.buckets import BucketLimits, default_limits
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
+from armillary.planning.cyclic_plan import plan_cyclic
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
 from armillary.planning.parallax import parallax
 from armillary.planning.pricing import ADAM, Assumptions, Case
 
-__all__ = ["NO_CONSTRAINTS", "explain", "plan", "plan_by_rule"]
+__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "explain", "plan", "plan_by_rule"]
 
 NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
+SIMULTANEOUS = Choice("simultaneous")
 
 
 def plan(
@@ -37,6 +39,7 @@ def plan(
     mean: Mean = "workers",
     bucket_bytes: int = 0,
     assumptions: Assumptions = ADAM,
+    schedule: Choice = SIMULTANEOUS,
 ) -> Plan:
     """The cheapest plan that fits.
 
@@ -45,10 +48,15 @@ def plan(
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         bucket_bytes: of dense gradients; 0 means the default of the topology's backend.
         assumptions: what the optimizer keeps and how fast a rank's processor is.
+        schedule: "simultaneous", or "cyclic" with its options (NOT exact); then nothing is exchanged by row, and
+            constraints, lazy, mean and bucket_bytes must be left alone.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
+    if schedule != SIMULTANEOUS:
+        _refuse_with_schedule(schedule, constraints, lazy, mean, bucket_bytes)
+        return plan_cyclic(Case(profile, topology, assumptions), schedule)
     question = _question(profile, topology, constraints, lazy, bucket_bytes, assumptions)
     options = menu(question)
     free = cheapest(options, topology)
@@ -98,6 +106,19 @@ def explain(
     options = menu(question)
     free = cheapest(options, topology)
     return verdicts(free, fit(free, options, question), question)
+
+
+def _refuse_with_schedule(
+    schedule: Choice, constraints: Mapping[str, Constraint], lazy: Iterable[str], mean: Mean, bucket_bytes: int
+) -> None:
+    if schedule.name != "cyclic":
+        raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, cyclic")
+    asked = {"constraints": dict(constraints), "lazy": list(lazy), "bucket_bytes": bucket_bytes}
+    found = [name for name, value in asked.items() if value] + ["mean"] * (mean != "workers")
+    if found:
+        raise ValueError(
+            f"plan: under schedule {schedule} parameters go by stage; {', '.join(found)} have no effect: drop them"
+        )
 
 
 def _question(

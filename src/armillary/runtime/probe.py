@@ -43,12 +43,12 @@ def _backward(loss: Tensor) -> None:
 
 def probe(
     model: nn.Module, batch: Any, loss: Loss, watch: WatchReads, paths: Sequence[str]
-) -> tuple[dict[str, int], Counter[str], Counter[str]]:
+) -> tuple[dict[str, int], CountOperations, Counter[str]]:
     """One step under watch.
 
     Returns:
-        The place of each gradient in the order in which they became final; operations of the forward pass by
-        stage; bytes kept for the backward pass by stage.
+        The place of each gradient in the order in which they became final; operations of the forward pass, and bytes
+        returned, by stage; bytes kept for the backward pass by stage.
     """
     operations = CountOperations()
     activations = Activations(model, lambda: operations.path[-1])
@@ -66,7 +66,7 @@ def probe(
             if _has_unseen_reader(reading, looked.get(name, NO_LOOKUPS)):
                 reading.dense.add(UNSEEN)
             reading.parameter.grad = None
-    return {name: place for place, name in enumerate(order)}, operations.flops, activations.bytes
+    return {name: place for place, name in enumerate(order)}, operations, activations.bytes
 
 
 @contextmanager

@@ -80,8 +80,10 @@ def profile(
     held = Counter(dict.fromkeys((*paths, OUTSIDE), 0))
     for fact in facts:
         held[fact.stage] += fact.bytes
+    flops, returned = operations.flops, operations.output_bytes
     costed = tuple(
-        StageFact(path, operations[path], held[path], activations[path], forward[path], backward[path]) for path in held
+        StageFact(path, flops[path], held[path], activations[path], forward[path], backward[path], returned[path])
+        for path in held
     )
     return Profile(tuple(facts), costed, len(looked), workers, workers_per_node)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .stage_paths import OUTSIDE
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts floating point operations by stage; `enter` and `leave` are for `following`.
+    """Counts floating point operations and bytes returned by stage; `enter` and `leave` are for `following`.
 
     Matrix products, convolutions and attention by torch's own formulas, fused recurrent layers by one of
     ours. Element-wise work is not counted, as in torch.utils.flop_counter.
@@ -32,12 +33,15 @@ class CountOperations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.path = [OUTSIDE]
         self.flops: Counter[str] = Counter()
+        self.output_bytes: Counter[str] = Counter()
 
     def enter(self, stage: str, inputs: Any) -> None:
         self.path.append(stage)
 
     def leave(self, stage: str, outputs: Any) -> None:
         self.path.pop()
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.output_bytes[stage] = sum(tensor.nbytes for tensor in tensors)  # the outermost module leaves last
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

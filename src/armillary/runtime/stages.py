@@ -6,7 +6,7 @@ What is no chain goes through the tracer (`runtime/tracer.py`).
 
 Stages share their parameters with the model, which stays whole: it is evaluated and saved as it always was.
 
-Source: the balanced cut is torchgpipe's (Kim et al., 2020), by exact search instead of heuristic.
+Where to cut is `schedules/balance.py`'s; the planner asks it too.
 """
 
 import random
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.schedules.balance import Cost, balanced
+
 __all__ = ["Cost", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model"]
 
-Cost = tuple[float, float]  # forward, backward; any unit
 Link = tuple[str, nn.Module]  # path in the model, module
 
 
@@ -83,35 +84,6 @@ def costs(links: Sequence[Link], value: Any) -> list[Cost]:
         found.append((float(forward.get_total_flops() + numbers), float(backward.get_total_flops() + 2 * numbers)))
         value = result
     return found
-
-
-def balanced(link_costs: Sequence[Cost], stages: int) -> tuple[int, ...]:
-    """Where to cut so that the dearest stage is as cheap as can be: the first link of every stage but the first.
-
-    Raises:
-        ValueError: fewer links than stages.
-    """
-    count = len(link_costs)
-    if not 1 <= stages <= count:
-        raise ValueError(f"stages: {count} modules make no {stages} stages; want at most one stage per module")
-    before = [0.0]
-    for forward, backward in link_costs:
-        before.append(before[-1] + forward + backward)
-    # best[end]: (dearest stage, cuts) of the first `end` links in as many stages as rounds so far
-    best: list[tuple[float, tuple[int, ...]] | None] = [(before[end], ()) if end else None for end in range(count + 1)]
-    for _ in range(stages - 1):
-        longer: list[tuple[float, tuple[int, ...]] | None] = [None] * (count + 1)
-        for end in range(1, count + 1):
-            options = [
-                (max(start_best[0], before[end] - before[start]), (*start_best[1], start))
-                for start in range(1, end)
-                if (start_best := best[start]) is not None
-            ]
-            longer[end] = min(options) if options else None
-        best = longer
-    chosen = best[count]
-    assert chosen is not None, f"{stages=} {count=}"
-    return chosen[1]
 
 
 def cut(model: nn.Module, links: Sequence[Link], points: Sequence[int]) -> list[Stage]:

@@ -1,0 +1,152 @@
+"""A plan whose schedule is cyclic: where to cut, what each stage sends and holds, the picture, and what speaks against.
+
+The profile's stages are joined into K consecutive ones of nearly equal cost, unless the user names the cuts. A ring's
+bytes are those of the schedule's messages, a pipeline's those that the stages return; both are what the runtime counts.
+
+Source: Fournier & Oyallon, 2024.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Forecast, Group, Placement, Plan, Update
+from armillary.facts.profile import Profile
+from armillary.facts.stage import StageFact
+from armillary.planning.pricing import Case
+from armillary.planning.schedule_notes import notes_on
+from armillary.planning.stage_load import StageLoad
+from armillary.schedules.balance import balanced
+from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.schedules.messages import ring_messages
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["plan_cyclic"]
+
+ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned: options with the cuts filled in, their schedule, and the stages."""
+
+    options: CyclicOptions
+    schedule: Schedule
+    stages: tuple[StageLoad, ...]
+    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained, by stage
+
+
+def plan_cyclic(case: Case, choice: Choice) -> Plan:
+    """
+    Args:
+        choice: "cyclic" with mode and, if wanted, slack, micro_batches, stages, points, costs (`CyclicOptions`).
+
+    Raises:
+        ValueError: options that do not go together, a cut that is no stage of the profile, or too few modules.
+    """
+    topology = case.topology
+    subject = _subject(case.profile, read_options(choice.options, topology.workers))
+    update: Update = "stale" if subject.schedule.stale_share else "exact"
+    groups = []
+    for j, facts in enumerate(subject.parameters):
+        if not facts:
+            continue
+        names = tuple(fact.name for fact in facts)
+        placement: Placement = "replicated" if subject.options.mode == "one_device" else "stage_sharded"
+        reason = f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else "")
+        forecast = _forecast(j, subject, case)
+        groups.append(Group(f"stage {j}", names, placement, Choice(subject.options.mode), update, forecast, reason))
+    seconds = [stage.seconds for stage in subject.stages]
+    per_step = {"one_device": sum(seconds), "pipeline": max(seconds), "ring": sum(seconds)}[subject.options.mode]
+    return Plan(
+        workers=topology.workers,
+        groups=tuple(groups),
+        model_fingerprint=case.profile.model_fingerprint,
+        topology_fingerprint=topology.fingerprint,
+        workers_per_node=topology.workers_per_node,
+        schedule=Choice("cyclic", subject.options.as_options()),
+        compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
+        notes=notes_on(subject.options, subject.schedule, subject.stages),
+        picture=str(subject.schedule),
+    )
+
+
+def _subject(profile: Profile, options: CyclicOptions) -> _Subject:
+    units = [stage for stage in profile.stages if stage.name]
+    names = [unit.name for unit in units]
+    if options.points:
+        strange = [point for point in options.points if point not in names]
+        if strange:
+            raise ValueError(
+                f"schedule: cannot cut at {', '.join(strange)}: no stage of the profile begins there; it has "
+                f"{', '.join(names)}. Cut at one of them, or profile(..., stages=[...]) the modules to cut at"
+            )
+        starts = tuple(names.index(point) for point in options.points)
+        if list(starts) != sorted(set(starts)) or 0 in starts:
+            raise ValueError(f"schedule: points must rise within {', '.join(names)} and not begin with the first")
+    else:
+        weights = [float(unit.forward_flops + unit.output_bytes // ITEM_BYTES) for unit in units]
+        starts = balanced([(weight, 2 * weight) for weight in weights], options.stages)
+        options = replace(options, points=tuple(names[start] for start in starts))
+    edges = [0, *starts, len(units)]
+    parts = [units[start:end] for start, end in pairwise(edges)]
+    owner = {unit.name: j for j, part in enumerate(parts) for unit in part}
+    parameters: list[list[ParameterFact]] = [[] for _ in parts]
+    for fact in profile.parameters:
+        if fact.requires_grad:
+            parameters[owner[_stage_of(fact, profile)]].append(fact)
+    loads = tuple(_load(part, facts) for part, facts in zip(parts, parameters, strict=True))
+    return _Subject(options, options.schedule(), loads, tuple(map(tuple, parameters)))
+
+
+def _stage_of(fact: ParameterFact, profile: Profile) -> str:
+    """The stage that holds a parameter; one outside all stages goes with the neighbour in the order of gradients."""
+    if fact.stage:
+        return fact.stage
+    inside = [other for other in profile.arrivals if other.stage]
+    if fact.arrival is None or not inside:
+        raise ValueError(
+            f"schedule: {fact.name!r} is in no stage and got no gradient; freeze it, or put it in a module"
+        )
+    place = fact.arrival
+    return min(inside, key=lambda other: abs((other.arrival or 0) - place)).stage
+
+
+def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact]) -> StageLoad:
+    return StageLoad(
+        first=part[0].name,
+        last=part[-1].name,
+        flops=sum(unit.forward_flops for unit in part),
+        seconds=sum(unit.forward_seconds + unit.backward_seconds for unit in part),
+        weight_bytes=sum(fact.bytes for fact in facts),
+        count_bytes=sum(fact.bytes // max(1, fact.elements) for fact in facts),
+        activation_bytes=sum(unit.activation_bytes for unit in part),
+        output_bytes=part[-1].output_bytes,
+    )
+
+
+def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
+    """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
+    mode, load, processes = subject.options.mode, subject.stages[j], case.topology.workers
+    slots = case.assumptions.optimizer_slots
+    is_stale = any(ages[j] for ages in subject.schedule.staleness)
+    messages = _messages(j, subject)
+    sent_bytes = sum(messages) / processes
+    seconds = case.topology.link.seconds(sent_bytes, len(messages)) if messages else 0.0
+    if mode == "ring":  # a copy and a gradient everywhere; master weights and state at home
+        return Forecast(sent_bytes, load.weight_bytes * (2 + (1 + slots) / processes), seconds)
+    return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + slots) / processes, seconds)
+
+
+def _messages(j: int, subject: _Subject) -> list[int]:
+    """Bytes of every message of stage j in a step: in a pipeline those it sends."""
+    if subject.options.mode == "ring":  # behind gradients a count per parameter travels
+        load, found = subject.stages[j], ring_messages(subject.schedule)
+        counts = [0 if message.content == "weights" else load.count_bytes for message in found if message.stage == j]
+        return [load.weight_bytes + count for count in counts]
+    if subject.options.mode == "pipeline":
+        up = [subject.stages[j].output_bytes] if j + 1 < len(subject.stages) else []
+        down = [subject.stages[j - 1].output_bytes] if j else []
+        return (up + down) * subject.options.micro_batches
+    return []

@@ -1,0 +1,128 @@
+"""What a plan with a cyclic schedule must admit: where it is not exact, and which plan would do better on this machine.
+
+A cyclic schedule buys something with a delay of at most one step. Where an exact plan, or an equally late one, needs
+less memory or sends less, the user reads so above the picture, with the numbers.
+
+Source: design, section 3; Fournier & Oyallon, 2024, whose single-device mode is compared with N concurrent
+micro-batches only, and not with gradient accumulation.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from armillary.facts.profile_table import bytes_text
+from armillary.planning.stage_load import StageLoad
+from armillary.schedules.accumulation import accumulation
+from armillary.schedules.cyclic_modes import CyclicOptions
+from armillary.schedules.messages import ring_messages
+from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.simultaneous import simultaneous
+
+__all__ = ["notes_on", "peak_on_one_device", "peak_over_workers"]
+
+DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
+
+
+def notes_on(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> tuple[str, ...]:
+    """One sentence each, for the reader of the plan."""
+    mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring}[options.mode]
+    notes = [_age(schedule), *mode(options, schedule, stages)]
+    if schedule.workers > 1 and options.mode != "one_device":
+        notes.append(
+            "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
+        )
+    if options.recompute:
+        notes.append("activations are those without recomputation; recomputed stages keep only their input")
+    return tuple(notes)
+
+
+def peak_on_one_device(schedule: Schedule, stages: Sequence[StageLoad]) -> int:
+    """Bytes of activations held at most in the steady state when one device does it all, one action after the other."""
+    return max(_bytes(schedule.held_after(tick), stages) for tick in _steady(schedule))
+
+
+def peak_over_workers(schedule: Schedule, stages: Sequence[StageLoad], only: int | None = None) -> int:
+    """The same with workers side by side: of all of them together, or of `only` one."""
+
+    def mine(tick: int) -> set[Place]:
+        held = schedule.held(tick)
+        return {place for place in held if only is None or schedule.worker_of(place[1], place[2]) == only}
+
+    return max(_bytes(mine(tick), stages) for tick in _steady(schedule))
+
+
+def _steady(schedule: Schedule) -> range:
+    return range(2 * schedule.period, 4 * schedule.period)
+
+
+def _bytes(held: Iterable[Place], stages: Sequence[StageLoad]) -> int:
+    return sum(stages[stage].activation_bytes for _, _, stage in held)
+
+
+def _age(schedule: Schedule) -> str:
+    if not schedule.stale_share:
+        return "every weight read is the newest: this plan equals one process in micro-batch order"
+    return (
+        f"NOT exact: {schedule.stale_share:.0%} of the pairs of micro-batch and stage read weights one step old, "
+        f"forward and backward alike"
+    )
+
+
+def _one_device(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    count, cut = options.micro_batches, options.stages
+    cyclic = peak_on_one_device(schedule, stages)
+    one_by_one = peak_on_one_device(accumulation(count, cut), stages)
+    at_once = peak_on_one_device(simultaneous(count, cut), stages)
+    figures = (
+        f"activations at the peak: {bytes_text(cyclic)} with this schedule, {bytes_text(at_once)} with {count} "
+        f"micro-batches at once, {bytes_text(one_by_one)} with gradient accumulation"
+    )
+    if count == 1:
+        return [figures]
+    less = f"needs {1 - one_by_one / cyclic:.0%} less" if cyclic > one_by_one else "needs no more"
+    return [
+        f"{figures}. Gradient accumulation {less} on one device and is exact: it is the better plan, unless several "
+        f"micro-batches must be in flight"
+    ]
+
+
+def _ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    workers, weights = options.micro_batches, sum(stage.weight_bytes for stage in stages)
+    if workers == 1:
+        return []
+    sent = [0] * workers
+    for message in ring_messages(schedule):
+        sent[message.sender] += stages[message.stage].weight_bytes
+    reduced = 2 * weights * (workers - 1) / workers
+    mean = sum(sent) / workers
+    figures = (
+        f"weights and gradients sent per worker and step: {bytes_text(mean)} round the ring, {bytes_text(max(sent))} "
+        f"by the busiest worker; {bytes_text(reduced)} by a delayed all-reduce (2w(N-1)/N, w = {bytes_text(weights)}), "
+        f"which is one step late everywhere ({schedule.stale_share:.0%} here)"
+    )
+    if workers in DOMINATED_WORKERS:
+        figures += (
+            f". With {workers} workers the delayed all-reduce is the better plan where bandwidth is what costs; the "
+            f"ring's gains are its even traffic, its missing collective and its fresher weights"
+        )
+    return [figures, *_shared_memory(schedule, stages)]
+
+
+def _shared_memory(schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    alone, together = sum(stage.activation_bytes for stage in stages), peak_over_workers(schedule, stages)
+    return [
+        f"one worker's activations peak at {bytes_text(alone)} as in plain data parallelism; only their sum over the "
+        f"{schedule.workers} workers is lower, {bytes_text(together)} against {bytes_text(alone * schedule.workers)}"
+    ]
+
+
+def _pipeline(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    count, cut = options.micro_batches, options.stages
+    flops = [stage.flops for stage in stages]
+    balance = sum(flops) / (cut * max(flops)) if max(flops) else 1.0
+    flush = count / (count + cut - 1)
+    most = max(peak_over_workers(schedule, stages, worker) for worker in range(cut))
+    return [
+        f"utilisation of {cut} devices: {balance:.0%} with this cut and no bubble; a flush pipeline (1F1B) of {count} "
+        f"micro-batches, exact, would reach {balance * flush:.0%}",
+        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]

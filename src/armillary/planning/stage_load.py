@@ -1,0 +1,24 @@
+"""What one stage of a cut model costs and carries, per micro-batch: the profile's facts, joined."""
+
+from dataclasses import dataclass
+
+__all__ = ["StageLoad"]
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """first, last: paths of its modules. flops: of the forward. seconds: forward and backward.
+
+    Args of note:
+        weight_bytes: of the trained parameters. count_bytes: of one number per parameter, sent behind gradients.
+        output_bytes: what it hands to the next stage.
+    """
+
+    first: str
+    last: str
+    flops: int
+    seconds: float
+    weight_bytes: int
+    count_bytes: int
+    activation_bytes: int
+    output_bytes: int

@@ -1,0 +1,120 @@
+"""A plan's cyclic schedule: the options a `Choice("cyclic", ...)` may have, what is assumed of the others, the table.
+
+Planner, runtime and reference make the same table of the same options, so the modes mean one thing everywhere. Three
+numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M of a step.
+
+one_device: one process; M staggered micro-batches, K stages.
+pipeline: K processes, one a stage; M micro-batches.
+ring: N processes, one micro-batch each (M = N); K stages on every one of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["MODES", "CyclicOptions", "read_options"]
+
+MODES = ("one_device", "pipeline", "ring")
+DEFAULT_MICRO_BATCHES = 2  # of one_device, which no number of processes suggests
+
+
+@dataclass(frozen=True)
+class CyclicOptions:
+    """Options with nothing left open but where to cut.
+
+    Args of note:
+        slack: 0 reads weights as early as they exist; as many as there are micro-batches: all one step old.
+        points: paths of the modules that begin stage 1, 2 and so on; empty where nobody has said.
+        costs: per stage (forward, backward) in any unit, for the clock of one_device and ring; equal if empty.
+        recompute: stages that keep only their input and run again before their backward (not in a ring).
+
+    Raises:
+        ValueError: an option that its mode cannot honour; the message says what it wants.
+    """
+
+    mode: str
+    stages: int
+    micro_batches: int
+    slack: int = 0
+    points: tuple[str, ...] = ()
+    costs: tuple[tuple[float, float], ...] = ()
+    recompute: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"schedule: cyclic has no mode {self.mode!r}; there are {', '.join(MODES)}")
+        if min(self.stages, self.micro_batches) < 1 or self.slack < 0:
+            raise ValueError(
+                f"schedule: cyclic wants stages >= 1, micro_batches >= 1 and slack >= 0, got {self.stages}, "
+                f"{self.micro_batches} and {self.slack}"
+            )
+        if self.points and len(self.points) != self.stages - 1:
+            raise ValueError(
+                f"schedule: {self.stages} stages have {self.stages - 1} cuts between them, got points {self.points}"
+            )
+        if self.mode == "pipeline" and self.costs:
+            raise ValueError("schedule: costs set the clock of one_device and ring; a pipeline has none, drop them")
+        if self.mode == "ring" and self.recompute:
+            raise ValueError("schedule: a ring runs the user's own forward; checkpoint modules there, drop recompute")
+
+    def schedule(self) -> Schedule:
+        """
+        Raises:
+            ValueError: the options make no possible table.
+        """
+        if self.mode == "pipeline":
+            return cyclic_pipeline(self.stages, self.micro_batches, self.slack)
+        return cyclic(self.micro_batches, self.stages, self.slack, self.costs or None)
+
+    def as_options(self) -> dict[str, Any]:
+        """What a plan writes down: everything but what is empty, with lists for tuples, as JSON has them."""
+        return {name: _thawed(value) for name, value in asdict(self).items() if value != ()}
+
+
+def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
+    """What is not said follows from the mode and the number of processes; lists become tuples, as JSON has none.
+
+    Raises:
+        ValueError: no mode, an unknown option, or numbers that do not go together.
+    """
+    known = [field.name for field in fields(CyclicOptions)]
+    strange = sorted(set(options) - set(known))
+    if strange or "mode" not in options:
+        raise ValueError(f"schedule: cyclic wants mode and may have {', '.join(known[1:])}; got {dict(options)}")
+    given = {key: _frozen(value) for key, value in options.items()}
+    implied = _implied(given, processes)
+    for name, value in implied.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"schedule: mode {given['mode']} on {processes} processes has {name}={value}, got {given[name]}; "
+                f"drop {name}, or take another number of processes"
+            )
+    stages = len(given.get("costs", ())) or len(given.get("points", ())) + 1
+    defaults = {
+        "one_device": {"micro_batches": DEFAULT_MICRO_BATCHES},
+        "pipeline": {"micro_batches": processes},
+        "ring": {},
+    }.get(given["mode"], {})
+    filled = {**defaults, **implied, **given}
+    filled.setdefault("micro_batches", processes)
+    filled.setdefault("stages", stages if stages > 1 else filled["micro_batches"])
+    return CyclicOptions(**filled)
+
+
+def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
+    """What the number of processes fixes."""
+    if given["mode"] == "one_device" and processes != 1:
+        raise ValueError(f"schedule: mode one_device wants 1 process, got {processes}; its workers are micro_batches")
+    return {"pipeline": {"stages": processes}, "ring": {"micro_batches": processes}}.get(given["mode"], {})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _thawed(value: Any) -> Any:
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,139 @@
+"""Laws of a plan with a cyclic schedule: what is written can be carried out, and what speaks against it is said."""
+
+import re
+
+import pytest
+from planning_cases import LINKS_ONLY, machines
+
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Plan
+from armillary.facts.profile import Profile
+from armillary.facts.profile_table import bytes_text
+from armillary.facts.stage import StageFact
+from armillary.planning.planner import plan
+from armillary.planning.schedule_notes import peak_over_workers
+from armillary.planning.stage_load import StageLoad
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_modes import read_options
+from armillary.schedules.schedule import parse
+
+
+def chain_of(flops, parameters=100, activations=1000, outputs=80):
+    """A model of stages "a", "b", ...; each of one float32 parameter."""
+    names = [chr(ord("a") + place) for place in range(len(flops))]
+    facts = [
+        ParameterFact(f"{name}.weight", (parameters,), "float32", 4 * parameters, True, "dense", name, arrival=-place)
+        for place, name in enumerate(names)
+    ]
+    stages = [
+        StageFact(name, cost, 4 * parameters, activations, 1e-3, 2e-3, outputs) for name, cost in zip(names, flops)
+    ]
+    return Profile(tuple(facts), (*stages, StageFact("", 0, 0, 0, 0, 0)), batches=1)
+
+
+def planned(mode, processes, flops=(100, 100, 100, 100), **options):
+    choice = Choice("cyclic", {"mode": mode, **options})
+    return plan(chain_of(flops), machines(processes), assumptions=LINKS_ONLY, schedule=choice)
+
+
+CASES = [("one_device", 1, {"micro_batches": 4}), ("pipeline", 2, {}), ("pipeline", 3, {"slack": 3}),
+         ("ring", 4, {}), ("ring", 3, {"stages": 2, "slack": 1}), ("ring", 1, {"slack": 1})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "processes", "options"), CASES)
+def test_the_picture_under_the_table_is_the_schedule_of_the_options(mode, processes, options):
+    made = planned(mode, processes, **options)
+    schedule = read_options(made.schedule.options, processes).schedule()
+    assert parse(made.picture) == schedule
+    assert str(made).endswith(made.picture)
+    assert Plan.from_json(made.to_json()) == made
+    assert made.parameters == tuple(f"{name}.weight" for name in "abcd")
+
+
+@pytest.mark.parametrize(("mode", "processes", "options"), CASES)
+def test_a_stale_plan_says_that_it_is_not_exact_and_a_fresh_one_that_it_is(mode, processes, options):
+    made = planned(mode, processes, **options)
+    stale = any(age for ages in parse(made.picture).staleness for age in ages)
+    assert stale == ("NOT exact" in str(made)) == any(group.update == "stale" for group in made.groups)
+    assert "NOT exact" not in str(planned("ring", 1)) and "NOT exact" not in str(planned("pipeline", 1))
+
+
+def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
+    assert planned("ring", 2, flops=(300, 100, 100, 100)).schedule.options["points"] == ["b"]
+    assert planned("ring", 2, points=["d"]).schedule.options["points"] == ["d"]
+    with pytest.raises(ValueError, match=r"cannot cut at nowhere.*it has a, b, c, d"):
+        planned("ring", 2, points=["nowhere"])
+    with pytest.raises(ValueError, match="points must rise"):
+        planned("ring", 3, points=["c", "b"])
+    with pytest.raises(ValueError, match="4 modules make no 5 stages"):
+        planned("ring", 5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "processes", "options", "message"),
+    [
+        ("spiral", 2, {}, "there are one_device, pipeline, ring"),
+        ("one_device", 2, {}, "wants 1 process, got 2"),
+        ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),
+        ("ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
+        ("ring", 2, {"slak": 1}, "may have stages, micro_batches, slack"),
+        ("ring", 2, {"slack": -1}, "slack >= 0"),
+        ("ring", 2, {"recompute": [0]}, "drop recompute"),
+        ("pipeline", 4, {"micro_batches": 2}, "want at least 3 micro-batches"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(mode, processes, options, message):
+    with pytest.raises(ValueError, match=message):
+        planned(mode, processes, **options)
+
+
+def test_wishes_that_a_cyclic_plan_cannot_grant_are_refused():
+    ring = Choice("cyclic", {"mode": "ring"})
+    for wish in ({"lazy": ["a.weight"]}, {"constraints": {"a.weight": "replicated"}}, {"mean": "weights"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wish))} have no effect"):
+            plan(chain_of((1, 1)), machines(2), schedule=ring, **wish)
+    with pytest.raises(ValueError, match="none of simultaneous, cyclic"):
+        plan(chain_of((1, 1)), machines(2), schedule=Choice("spiral"))
+
+
+def test_the_bytes_of_a_pipeline_are_what_its_stages_return():
+    made = planned("pipeline", 3, points=["b", "d"], micro_batches=4)
+    assert [group.forecast.sent_bytes * 3 for group in made.groups] == [4 * 80, 4 * 160, 4 * 80]
+
+
+def notes(mode, processes, **options):
+    return " ".join(planned(mode, processes, **options).notes)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_accumulation_is_said_to_need_less_memory_with_the_numbers(workers):
+    text = notes("one_device", 1, micro_batches=workers, stages=4)
+    each = 4 * 1000  # of one micro-batch; N / 2 of them after every tick
+    held = workers / 2 * each
+    assert f"{bytes_text(held)} with this schedule" in text
+    assert f"{bytes_text(workers * each)} with {workers} micro-batches at once" in text
+    assert f"{bytes_text(each)} with gradient accumulation" in text
+    assert ("needs 50% less" if workers == 4 else "needs no more") in text
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_ring_is_held_against_a_delayed_all_reduce_with_the_numbers(workers):
+    text, weights = notes("ring", workers), 4 * 400
+    assert f"{bytes_text(2 * weights * (workers - 1) / workers)} by a delayed all-reduce" in text
+    assert ("the delayed all-reduce is the better plan" in text) == (3 <= workers <= 9)
+    found = re.search(r"step: (\S+) (\S+) round the ring", text)
+    assert found is not None
+    assert float(found[1]) > 2 * weights * (workers - 1) / workers / (1024 if found[2] == "KiB" else 1)
+
+
+def test_a_pipelines_utilisation_is_that_of_its_cut_beside_a_flush_pipelines():
+    assert "utilisation of 2 devices: 100% with this cut" in notes("pipeline", 2)
+    assert "(1F1B) of 2 micro-batches, exact, would reach 67%" in notes("pipeline", 2)
+    assert "utilisation of 2 devices: 67% with this cut" in notes("pipeline", 2, points=["d"])
+
+
+def test_activations_held_are_those_of_the_schedule_of_equal_stages():
+    for workers in (2, 3, 4):
+        load = StageLoad("", "", 1, 1.0, 0, 0, 1, 0)
+        whole = peak_over_workers(cyclic(workers), [load] * workers)
+        assert whole == workers * (workers + 1) // 2
