@@ -1,5 +1,6 @@
 """The language model's laws: sampled softmax estimates the full one, training lowers the loss."""
 
+import itertools
 import math
 
 import numpy as np
@@ -105,6 +106,12 @@ def test_training_lands_between_the_unigram_and_the_bigram_model():
     reached = work.report(totals)["nats_per_word"]
     assert reached < unigram - 0.3
     assert reached > work.baseline()["nats_per_word"] - 0.1, "the text is a chain of pairs: nothing beats bigrams"
+
+
+def test_negatives_are_a_workers_own_and_new_at_every_step():
+    work = lm.workload(**lm.SMALL)
+    drawn = [batch[2] for worker in (0, 1) for batch in itertools.islice(work.batches("train", worker, 2, 0), 3)]
+    assert len({tuple(negatives.tolist()) for negatives in drawn}) == 6
 
 
 @pytest.mark.parametrize("field", ["width", "negatives", "steps", "batch_size"])

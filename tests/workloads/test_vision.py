@@ -33,7 +33,7 @@ def test_fashion_mnist_is_padded_to_32_by_black(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "FASHION_MNIST", tmp_path)
     found = images.fashion_mnist()
     assert found.train.shape == (6, 32, 32) and found.held_out.shape == (4, 32, 32) and found.classes == 6
-    assert (found.train > 0).sum() == 6 * 28 * 28
+    assert (found.train > 0).sum() == 6 * 28 * 28 and (found.held_out > 0).sum() == 4 * 28 * 28
     np.testing.assert_array_equal(found.held_out[:, 2:-2, 2:-2], pixels)
 
 

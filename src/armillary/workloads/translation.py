@@ -97,13 +97,13 @@ class Translation:
     """
 
     language: str = "de"
-    min_count: int = 2
+    min_count: int = 3
     longest: int = 40  # tokens of a sentence; longer pairs are left out
     width: int = 128
     hidden: int = 192
     batch_size: int = 64
     learning_rate: float = 2e-3
-    steps: int = 1500
+    steps: int = 1200
     cache: str = ".cache"
     name: str = "translation"
     unit: str = "pairs"

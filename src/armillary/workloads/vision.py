@@ -20,7 +20,7 @@ from .vit import vit
 
 __all__ = ["SMALL", "Vision", "workload"]
 
-SMALL = {"data": "patterns", "norm": "group", "width": 4, "batch_size": 4, "learning_rate": 0.005}
+SMALL = {"data": "patterns", "norm": "group", "width": 4, "batch_size": 4, "learning_rate": 0.002}
 
 Batch = tuple[Tensor, Tensor]
 DATA = ("fashion-mnist", "digits", "patterns")
