@@ -87,9 +87,9 @@ class GradientHandle(Tensor):
         raise _refusal(args[0] if args else None, str(func))
 
 
-def _refusal(gradient: Any, operation: str) -> TypeError:
+def _refusal(gradient: Any, operation: str) -> NotImplementedError:
     owner = gradient.table.name if isinstance(gradient, GradientHandle) else "a row-sharded table"
-    return TypeError(
+    return NotImplementedError(
         f"{owner}.grad: {operation} would need the whole gradient, whose rows are spread over the workers; norms, "
         "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_)"
     )

@@ -92,9 +92,11 @@ class TableHandle(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handle = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, TableHandle)), None)
-        name = handle.reader.name if handle is not None else "a row-sharded table"
-        raise _refusal(name, getattr(func, "__name__", str(func)), "constrain it: plan(..., {name: 'replicated'})")
+        raise _refusal(
+            _name_in((*args, *kwargs.values())),
+            getattr(func, "__name__", str(func)),
+            "constrain it: plan(..., {name: 'replicated'})",
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -103,15 +105,25 @@ class TableHandle(Tensor):
         handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
         if func is torch.ops.aten.detach.default and handle is not None:
             return _detach(handle)
-        name = handle.reader.name if handle is not None else "a row-sharded table"
-        raise _refusal(name, str(func), "constrain it: plan(..., {name: 'replicated'})")
+        raise _refusal(_name_in(args), str(func), "constrain it: plan(..., {name: 'replicated'})")
 
 
-def _refusal(name: str, operation: str, remedy: str) -> TypeError:
-    return TypeError(
+def _refusal(name: str, operation: str, remedy: str) -> NotImplementedError:
+    """No TypeError: torch turns those of operators into Python's own, which do not name the table."""
+    return NotImplementedError(
         f"{name}: {operation} needs the whole table, but its rows are owned by the workers and can only be read by row "
         f"(embedding, embedding_bag, table[ids], index_select(0, ids)). Remedy: {remedy}"
     )
+
+
+def _name_in(args: Any) -> str:
+    """The name of the first table among the arguments, or among those of a list of tensors."""
+    for arg in args:
+        if isinstance(arg, TableHandle):
+            return arg.reader.name
+        if isinstance(arg, list | tuple) and any(isinstance(one, TableHandle) for one in arg):
+            return _name_in(arg)
+    return "a row-sharded table"
 
 
 def _embedding(
