@@ -32,9 +32,15 @@ class FirstError:
         """Collective.
 
         Raises:
-            RuntimeError: some rank failed since this was made; every rank raises, with the first failing rank's words.
+            ValueError: some rank met one since this was made; every rank raises, with the first failing rank's words.
+            RuntimeError: the same, for any other error.
         """
-        mine = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
-        for rank, text in enumerate(transport.share(mine)):
-            if text is not None:
-                raise RuntimeError(f"{self.what}: rank {rank}: {text}{remedy and f' ({remedy})'}") from self.error
+        mine = None
+        if isinstance(self.error, ValueError):
+            mine = (ValueError, str(self.error))
+        elif self.error is not None:
+            mine = (RuntimeError, f"{type(self.error).__name__}: {self.error}")
+        for rank, fault in enumerate(transport.share(mine)):
+            if fault is not None:
+                kind, text = fault
+                raise kind(f"{self.what}: rank {rank}: {text}{remedy and f' ({remedy})'}") from self.error

@@ -6,7 +6,7 @@ Clocks of workers differ, and a rank that saves alone waits for ever; so rank 0'
 import time
 from dataclasses import dataclass, field
 
-from armillary.session.run import Run
+from armillary.session.job import Job
 
 __all__ = ["Every"]
 
@@ -28,7 +28,7 @@ class Every:
         by_step = self.steps > 0 and step > 0 and step % self.steps == 0
         return by_step or 0 < self.seconds <= now_seconds - self.last_seconds
 
-    def due(self, run: Run, step: int) -> bool:
+    def due(self, run: Job, step: int) -> bool:
         """Collective where seconds count (one number per call): the same answer on every rank, after `step` steps."""
         now = time.monotonic()
         is_due = self.is_due(step, now)

@@ -32,7 +32,8 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
         and schedulers, not for random streams. Empty from a plain file.
 
     Raises:
-        RuntimeError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
+        ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
+        RuntimeError: a rank could not read it.
     """
     transport, trouble = run.transport, FirstError("load")
     run.executor.look_ups.serve_until("idle")
@@ -47,7 +48,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
     digests = transport.share(saved.digest)
     if len(set(digests)) > 1:
         listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
-        raise RuntimeError(f"load: ranks opened different things ({listing}); give all of them the same path")
+        raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
     with torch.no_grad():
         _drop_gradients(run)
         _fill_model(run, saved.model, trouble)
