@@ -287,7 +287,7 @@ def loads_whole_state_dict(rank, world):
     refused = ""
     try:
         torch.save(handles, "/dev/null")
-    except TypeError as error:
+    except NotImplementedError as error:
         refused = str(error)
     exported = export(run)
     return closed(run, (kinds, quiet, refused, unlike(exported["model"], other.state_dict()) if rank == 0 else []))

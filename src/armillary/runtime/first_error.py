@@ -35,7 +35,7 @@ class FirstError:
             ValueError: some rank met one since this was made; every rank raises, with the first failing rank's words.
             RuntimeError: the same, for any other error.
         """
-        mine = None
+        mine: tuple[type[Exception], str] | None = None
         if isinstance(self.error, ValueError):
             mine = (ValueError, str(self.error))
         elif self.error is not None:

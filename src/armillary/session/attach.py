@@ -20,6 +20,7 @@ from armillary.runtime.handle import TableHandle
 from armillary.runtime.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
 from armillary.runtime.table import RowTable
 from armillary.runtime.transport import Transport
+from armillary.session.materialise import begin_optimizer_state, materialise
 from armillary.session.misfit import misfit, options_of
 from armillary.session.run import Run
 
@@ -31,7 +32,8 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
 
     Args:
         plan: made for this model and number of workers.
-        model: an ordinary module on this rank; row-sharded tables in it become handles that are read by row.
+        model: an ordinary module on this rank; row-sharded tables in it become handles that are read by row. It may
+            be on the meta device: then it gets its values here (see `materialise`).
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
@@ -41,15 +43,17 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
     """
     transport = Transport(plan.workers_per_node, check_order)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    begin_optimizer_state(optimizer)
     _refuse_misfit(plan, misfit(plan, trainable, optimizer, transport.place.workers), transport)
+    shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    begin_alike(tensors, transport)
+    begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
     units: list[DenseUnit | RowUnit] = []
     held: dict[str, Held] = {}
     for group in plan.groups:
         if group.exchange.name in row_exchanges():
             name = group.parameters[0]
-            table, held[name] = _table(group, trainable[name], optimizer, transport)
+            table, held[name] = _table(group, trainable[name], optimizer, transport, shards.get(name))
             _put_handle(model, trainable[name], table)
             units.append(RowUnit(group.name, table))
         else:
@@ -73,17 +77,24 @@ def _refuse_misfit(plan: Plan, complaint: str, transport: Transport) -> None:
         )
 
 
-def _table(group: Group, parameter: nn.Parameter, optimizer: Optimizer, transport: Transport) -> tuple[RowTable, Held]:
+def _table(
+    group: Group, parameter: nn.Parameter, optimizer: Optimizer, transport: Transport, shard: Tensor | None
+) -> tuple[RowTable, Held]:
+    """shard: this rank's rows, where the parameter itself has no values (meta device)."""
     options = options_of(optimizer, parameter)
     assert options is not None, group.name
     exchange = build_row(group.exchange.name, **group.exchange.options)
     has_window = group.update == "lazy" or (
         steps_by_row(optimizer, options) and leaves_untouched_rows(optimizer, options)
     )
-    table = RowTable.owning(
-        parameter, exchange, transport.place, name=group.parameters[0], has_window=has_window, requires_grad=True,
-        reads=_unattached, norms=_unattached,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
+        "reads": _unattached, "norms": _unattached,
+    }  # fmt: skip
+    if shard is None:
+        table = RowTable.owning(parameter, exchange, transport.place, **fields)
+    else:
+        table = RowTable(shape=parameter.shape, exchange=exchange, place=transport.place, shard=shard, **fields)
     return table, replace_parameter(optimizer, parameter, table)
 
 
@@ -93,7 +104,7 @@ def _unattached(*_: Any) -> Any:
 
 def _put_handle(model: nn.Module, parameter: nn.Parameter, table: RowTable) -> None:
     """Every module that holds the parameter (tied weights: several) holds the one handle from now on."""
-    handle = TableHandle(table, parameter, requires_grad=True)
+    handle = TableHandle(table, table.shard, requires_grad=True)
     for module in model.modules():
         for name, held in list(module._parameters.items()):
             if held is parameter:
