@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from armillary.cli.launch import first_failure
+from armillary.cli.main import app
 from armillary.session.checkpoint import latest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 LONGEST_SECONDS = 100
+
+pytestmark = pytest.mark.timeout(3 * LONGEST_SECONDS)  # each starts several processes on a machine that may be busy
 
 FAULTY = f"""
 import importlib.util
@@ -89,7 +93,7 @@ def descendants(pid):
     return found
 
 
-def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path):
+def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path, monkeypatch):
     arguments = ("train", EXAMPLE, "--workers", 2, "--steps", 1_000_000, "--every-steps", 20, "--name", "long")
     process = start(tmp_path, *arguments)
     checkpoints, until = tmp_path / "runs/long/checkpoints", time.monotonic() + LONGEST_SECONDS
@@ -106,10 +110,11 @@ def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path):
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     good = latest(checkpoints)
     assert good is not None and good.name in err
-    again = start(tmp_path, "train", EXAMPLE, "--workers", 1, "--name", "long", "--resume", "--steps", 10)
-    code, out, err = finish(again)
-    assert code == 0, err
-    assert f"going on after step {int(good.name.removeprefix('step-'))}" in out
+    monkeypatch.chdir(tmp_path)
+    again = ("train", str(EXAMPLE), "--workers", "1", "--name", "long", "--resume", "--steps", "10")
+    done = CliRunner().invoke(app, again)
+    assert done.exit_code == 0, done.stderr
+    assert f"going on after step {int(good.name.removeprefix('step-'))}" in done.stdout
 
 
 def test_it_runs_the_same_under_an_outer_torchrun_and_a_false_claim_ends_with_one(tmp_path):
