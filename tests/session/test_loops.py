@@ -1,0 +1,259 @@
+"""What a loop may do between two steps, exactly as in one process; and what would be silently wrong is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.reference.serial import train_step
+from beside import adam, close, pair
+
+V, D = 11, 4
+OWNED, GATHERED = {"emb.weight": "owned_rows"}, {"emb.weight": "gather_rows"}
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.lin = nn.Embedding(V, D), nn.Linear(D, 2)
+
+    def forward(self, ids):
+        return self.lin(torch.tanh(self.emb(ids))).square().sum()
+
+
+def ids_of(worker, step):
+    return torch.randint(0, V, (5,), generator=torch.Generator().manual_seed(100 * step + worker))
+
+
+def loss(model, ids):
+    return model(ids)
+
+
+def step_by_closure(rank, workers, tables, optimizer_name):
+    make = {
+        "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.1),
+        "adam": adam,
+        "lbfgs": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=3),
+    }[optimizer_name]
+    run, model, optimizer, reference, truth = pair(Small, workers, tables, make)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            value = model(ids_of(rank, step))
+            value.backward()
+            return value
+
+        def true_closure(step=step):
+            truth.zero_grad()
+            value = sum(reference(ids_of(worker, step)) for worker in range(workers)) / workers
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        truth.step(true_closure)
+    return close(run, model, reference)
+
+
+@pytest.mark.parametrize(
+    ("tables", "optimizer"), [(OWNED, "adagrad"), (OWNED, "adam"), (GATHERED, "adagrad"), ({}, "lbfgs")]
+)
+def test_a_step_with_a_closure_sees_the_gradients_of_that_closure(crew, tables, optimizer):
+    assert crew(2).run(step_by_closure, tables, optimizer) == [{}, {}]
+
+
+def run_out_while_accumulating(rank, workers, mean, exchange, is_synced):
+    """Rank 1 has an odd number of micro-batches, so it runs out in the middle of a step."""
+    run, model, optimizer, reference, truth = pair(Small, workers, {"emb.weight": exchange}, adam, mean=mean)
+    counts = [6, 3]
+    mine = [ids_of(rank, micro) for micro in range(counts[rank])]
+    for number, ids in enumerate(run.batches(mine)):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+            if mean == "weights":
+                run.weigh(rank + 1)
+            if is_synced:
+                model(ids).backward()
+            else:
+                with run.no_sync():
+                    model(ids).backward()
+        else:
+            model(ids).backward()
+            optimizer.step()
+    for step in range(3):
+        work = [[m for m in (2 * step, 2 * step + 1) if m < counts[worker]] for worker in range(workers)]
+        present = [worker for worker in range(workers) if work[worker]]
+        shares = [worker + 1.0 for worker in present] if mean == "weights" else [1.0] * len(present)
+
+        def accumulated(model, worker, work=work):
+            return sum(model(ids_of(worker, micro)) for micro in work[worker])
+
+        def rescale(model, present=present):
+            for parameter in model.parameters():
+                if mean == "workers" and parameter.grad is not None:
+                    parameter.grad.mul_(len(present) / workers)
+
+        train_step(reference, truth, present, accumulated, shares, rescale)
+    return close(run, model, reference)
+
+
+@pytest.mark.parametrize("exchange", ["owned_rows", "gather_rows"])
+@pytest.mark.parametrize(("mean", "is_synced"), [("workers", False), ("workers", True), ("weights", False)])
+def test_data_that_run_out_while_gradients_accumulate_lose_nothing(crew, mean, is_synced, exchange):
+    assert crew(2).run(run_out_while_accumulating, mean, exchange, is_synced) == [{}, {}]
+
+
+def evaluate_beside_batches(rank, workers):
+    run, model, optimizer, reference, truth = pair(Small, workers, OWNED)
+    for step, ids in enumerate(run.batches([ids_of(rank, step) for step in range(3)])):
+        optimizer.zero_grad()
+        model(ids).backward()
+        optimizer.step()
+        train_step(reference, truth, [ids_of(worker, step) for worker in range(workers)], loss)
+        if rank == 0:  # while rank 1 already asks for its next batch
+            with torch.no_grad():
+                assert torch.allclose(model(ids_of(7, step)), reference(ids_of(7, step)))
+    return close(run, model, reference)
+
+
+def test_one_rank_evaluates_while_the_other_waits_for_its_batch(crew):
+    assert crew(2).run(evaluate_beside_batches) == [{}, {}]
+
+
+def backwards_in_a_step(rank, workers, kind):
+    run, model, optimizer, reference, truth = pair(Small, workers, OWNED, adam)
+    first, second = ids_of(rank, 0), ids_of(rank, 1)
+    if kind == "in turns":
+        model(first).backward()
+        model(second).backward()
+    elif kind == "only the first exchanged":
+        model(first).backward()
+        with run.no_sync():
+            model(second).backward()
+    elif kind == "none exchanged":
+        with run.no_sync():
+            model(first).backward()
+            model(second).backward()
+    elif kind == "two graphs, accumulated":
+        one, other = model(first), model(second)
+        with run.no_sync():
+            one.backward()
+        other.backward()
+    optimizer.step()
+    train_step(reference, truth, range(workers), lambda m, worker: m(ids_of(worker, 0)) + m(ids_of(worker, 1)))
+    return close(run, model, reference)
+
+
+@pytest.mark.parametrize("kind", ["in turns", "only the first exchanged", "none exchanged", "two graphs, accumulated"])
+def test_several_backwards_in_a_step_add_up(crew, kind):
+    assert crew(2).run(backwards_in_a_step, kind) == [{}, {}]
+
+
+def two_graphs(run, model, optimizer, rank):
+    """
+    Expect: emb.weight: rows read before an earlier backward got a gradient after it, when theirs had left; run each
+    """
+    one, other = model(ids_of(rank, 0)), model(ids_of(rank, 1))
+    one.backward()
+    other.backward()
+
+
+def one_graph_twice(run, model, optimizer, rank):
+    """
+    Expect: emb.weight: rows read before an earlier backward got a gradient
+    """
+    value = model(ids_of(rank, 0))
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def a_stranger(run, model, optimizer, rank):
+    """
+    Expect: a parameter outside the model (2,) has a gradient but is not in the plan
+    """
+    stranger = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [stranger]})
+    (model(ids_of(rank, 0)) + stranger.sum()).backward()
+    optimizer.step()
+
+
+def unfrozen_later(run, model, optimizer, rank):
+    """
+    Expect: lin.bias (2,) has a gradient but is not in the plan (unfrozen after attach?); plan again and attach anew
+    """
+    model.lin.bias.requires_grad_(True)
+    model(ids_of(rank, 0)).backward()
+    optimizer.step()
+
+
+def two_weights(run, model, optimizer, rank):
+    """
+    Expect: gradients accumulated with weight 2.0 are not yet exchanged, got 3
+    """
+    run.weigh(2)
+    with run.no_sync():
+        model(ids_of(rank, 0)).backward()
+    run.weigh(3)
+
+
+def negative_weight(run, model, optimizer, rank):
+    """
+    Expect: want a weight >= 0, got -1
+    """
+    run.weigh(-1)
+
+
+def weights_unasked_for(run, model, optimizer, rank):
+    """
+    Expect: the plan averages over workers; plan with mean='weights'
+    """
+    run.weigh(2)
+
+
+def no_batch(run, model, optimizer, rank):
+    """
+    Expect: has no batch; give every rank at least one
+    """
+    next(iter(run.batches([])))
+
+
+def an_error_half_way(run, model, optimizer, rank):
+    """
+    Expect: a backward ended in an error and its exchange is half done; start again from a checkpoint
+    """
+    hidden = torch.tanh(model.emb(ids_of(rank, 0)))
+    hidden.register_hook(broken)
+    with pytest.raises(ZeroDivisionError):
+        model.lin(hidden).sum().backward()
+    optimizer.step()
+
+
+def broken(gradient):
+    raise ZeroDivisionError
+
+
+REFUSALS = [
+    two_graphs, one_graph_twice, a_stranger, unfrozen_later, two_weights, negative_weight, weights_unasked_for,
+    no_batch, an_error_half_way,
+]  # fmt: skip
+
+
+class HalfFrozen(Small):
+    def __init__(self):
+        super().__init__()
+        self.lin.bias.requires_grad_(False)
+
+
+def refuse(rank, workers, deed):
+    mean = "weights" if deed in (two_weights, negative_weight) else "workers"
+    make = HalfFrozen if deed is unfrozen_later else Small
+    run, model, optimizer, _, _ = pair(make, workers, OWNED, mean=mean)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        deed(run, model, optimizer, rank)
+    run.transport.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("deed", REFUSALS)
+def test_what_would_be_silently_wrong_is_refused(crew, deed):
+    for error in crew(2).run(refuse, deed):
+        assert deed.__doc__.strip().removeprefix("Expect: ") in error
