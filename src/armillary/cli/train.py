@@ -1,5 +1,6 @@
 """`armillary train`: trains a workload on some workers under a plan made for it."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
+from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -43,6 +45,12 @@ def train_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    schedule: Schedule = "simultaneous",
+    mode: Mode = "",
+    slack: Slack = 0,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    cut: Cut = [],  # noqa: B006
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
@@ -88,7 +96,8 @@ def train_command(
 
 def how_to_go_on(workload: str, folder: Path) -> str:
     """What a user who pressed Ctrl-C wants to know."""
-    good = latest(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
+    with warnings.catch_warnings(action="ignore"):  # the one that Ctrl-C cut short is no news here
+        good = latest(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
     if good is None:
         return "No checkpoint was written yet."
     return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"
