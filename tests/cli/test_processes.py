@@ -93,6 +93,7 @@ def descendants(pid):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. skipped")  # the save that Ctrl-C may have cut short
 def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path, monkeypatch):
     arguments = ("train", EXAMPLE, "--workers", 2, "--steps", 1_000_000, "--every-steps", 20, "--name", "long")
     process = start(tmp_path, *arguments)
