@@ -7,6 +7,7 @@ from armillary.planning.planner import plan
 from armillary.runtime.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest, save
+from armillary.session.cyclic import drive
 from armillary.session.every import Every
 from armillary.session.export import export
 from armillary.session.feed import shard
@@ -21,6 +22,7 @@ __all__ = [
     "Profile",
     "Topology",
     "attach",
+    "drive",
     "export",
     "latest",
     "load",

@@ -20,6 +20,7 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
+from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
 from armillary.session.decide import decide, subject_of
@@ -37,6 +38,12 @@ def plan_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    schedule: Schedule = "simultaneous",
+    mode: Mode = "",
+    slack: Slack = 0,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    cut: Cut = [],  # noqa: B006
     topology_file: TopologyFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
@@ -47,10 +54,11 @@ def plan_command(
 
     With --topology nothing is measured and no worker is started: the file says what is planned for.
     """
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
-        granted = wishes(lazy, replicate, exchange, None, topology_file)
+        granted = asked.added_to(wishes(lazy, replicate, exchange, None, topology_file), workers)
         decided = decide(subject_of(task, seed), granted)
         if rank() == 0:
             print(as_json(decided) if json else decided_text(decided))
@@ -58,4 +66,4 @@ def plan_command(
                 decided.plan.save(out)
         return 0
 
-    run_in_workers(workers if topology_file is None else 1, body)
+    run_in_workers(asked.processes(workers) if topology_file is None else 1, body)

@@ -27,6 +27,7 @@ from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest
+from armillary.session.cyclic_train import train_cyclic
 from armillary.session.folder import CHECKPOINTS, run_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.train import Settings, train
@@ -66,16 +67,17 @@ def train_command(
     Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
     """
     stem = Path(workload).stem
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
-        granted = wishes(lazy, replicate, exchange, plan_file, topology_file)
+        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
         transport = Transport()
         folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
         transport.close()
         count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
-        events = train(task, settings)
+        events = train_cyclic(task, settings) if granted.is_cyclic else train(task, settings)
         if not json and rank() == 0:
             show(events, count, task.unit, folder)
             return 0
@@ -91,7 +93,8 @@ def train_command(
         chosen.append(run_folder(runs, stem, name, resume))
         return [] if name else ["--name", chosen[0].name]
 
-    run_in_workers(workers, body, named, lambda: how_to_go_on(workload, chosen[0] if chosen else runs / (name or stem)))
+    processes = asked.processes(workers)
+    run_in_workers(processes, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
 
 
 def how_to_go_on(workload: str, folder: Path) -> str:

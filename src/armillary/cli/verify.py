@@ -19,9 +19,11 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
+from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
+from armillary.session.cyclic_verify import verify_cyclic
 from armillary.session.verify import verify
 
 __all__ = ["verify_command"]
@@ -41,6 +43,12 @@ def verify_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    schedule: Schedule = "simultaneous",
+    mode: Mode = "",
+    slack: Slack = 0,
+    stages: Stages = None,
+    micro_batches: MicroBatches = None,
+    cut: Cut = [],  # noqa: B006
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     json: AsJson = False,
@@ -48,20 +56,27 @@ def verify_command(
     """Trains WORKLOAD in one process and on the workers, in float64, and compares every tensor.
 
     Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
+    With --schedule cyclic both follow that schedule, and every bit must be equal.
     """
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, not full)
-        granted = wishes(lazy, replicate, exchange, plan_file, topology_file)
+        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
         transport = Transport()
         joined = None
+        if one_batch and granted.is_cyclic:
+            raise ValueError("--one-batch: a cyclic schedule keeps micro-batches apart; drop it")
         if one_batch:
             size = task.batch_size * transport.place.workers
             joined = workload_of(workload, [*options, f"batch_size={size}"], corpus, not full)
-        found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
+        if granted.is_cyclic:
+            found = verify_cyclic(task, wishes=granted, steps=steps, seed=seed)
+        else:
+            found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
         if rank() == 0:
             print(as_json({**vars(found), "is_equal": found.is_equal}) if json else found, flush=True)
         transport.barrier()  # a rank that leaves with an exit code ends the others
         return 0 if found.is_equal else 1
 
-    run_in_workers(workers, body)
+    run_in_workers(asked.processes(workers), body)

@@ -99,7 +99,7 @@ def _ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad
         f"by the busiest worker; {bytes_text(reduced)} by a delayed all-reduce (2w(N-1)/N, w = {bytes_text(weights)}), "
         f"which is one step late everywhere ({schedule.stale_share:.0%} here)"
     )
-    if workers in DOMINATED_WORKERS:
+    if workers in DOMINATED_WORKERS and max(sent) > reduced:
         figures += (
             f". With {workers} workers the delayed all-reduce is the better plan where bandwidth is what costs; the "
             f"ring's gains are its even traffic, its missing collective and its fresher weights"

@@ -11,9 +11,10 @@ import torch
 
 from armillary.schedules.schedule import Place
 
-__all__ = ["place_seed", "seeded"]
+__all__ = ["place_seed", "seed_from_step", "seeded"]
 
 _MASK = (1 << 64) - 1
+_STRIDE = 0x9E3779B97F4A7C15
 
 
 def place_seed(seed: int, place: Place) -> int:
@@ -23,11 +24,19 @@ def place_seed(seed: int, place: Place) -> int:
     """
     mixed = seed & _MASK
     for number in place:
-        mixed = (mixed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+        mixed = (mixed + (number + 1) * _STRIDE) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         mixed ^= mixed >> 31
     return mixed >> 1
+
+
+def seed_from_step(seed: int, first: int) -> int:
+    """The seed of a run that counts its steps from 0 and goes on where step `first` of a run with `seed` would have.
+
+    place_seed(seed_from_step(seed, first), (t, m, j)) == place_seed(seed, (first + t, m, j)).
+    """
+    return (seed + first * _STRIDE) & _MASK
 
 
 @contextmanager

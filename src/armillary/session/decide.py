@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
+from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions
 from armillary.runtime.measure import measure, workers_per_node
@@ -39,12 +40,19 @@ class Wishes:
         constraints: parameter name or pattern -> placement or exchange.
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
         plan: take this one as it is. topology: take this one, measure nothing.
+        schedule: of the plan to make.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
     lazy: tuple[str, ...] = ()
     plan: Plan | None = None
     topology: Topology | None = None
+    schedule: Choice = SIMULTANEOUS
+
+    @property
+    def is_cyclic(self) -> bool:
+        """Whether the plan, given or to be made, has a schedule that owns the loop."""
+        return (self.plan.schedule if self.plan is not None else self.schedule).name == "cyclic"
 
 
 def open_transport() -> Transport:
@@ -97,6 +105,7 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
             constraints=wishes.constraints,
             lazy=wishes.lazy,
             assumptions=assumptions_of(subject.optimizer),
+            schedule=wishes.schedule,
         )
         return found.to_json(), chosen.to_json()
 

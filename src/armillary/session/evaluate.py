@@ -4,13 +4,13 @@ from itertools import islice
 
 import torch
 
-from armillary.session.run import Run
+from armillary.session.job import Job
 from armillary.session.workload import Workload
 
 __all__ = ["evaluate"]
 
 
-def evaluate(workload: Workload, run: Run, seed: int, batches: int | None = None) -> dict[str, float]:
+def evaluate(workload: Workload, run: Job, seed: int, batches: int | None = None) -> dict[str, float]:
     """The workload's metrics over the held-out split, or over the first `batches` of every rank.
 
     Every rank must call it and every rank gets the same answer. A rank that is done serves the look-ups of the others.

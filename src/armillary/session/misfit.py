@@ -1,5 +1,6 @@
 """What speaks against carrying out a plan on this model with this optimizer: found before anything is changed."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
 from armillary.runtime.row_update import steps_by_row
+from armillary.runtime.transport import Transport
 
-__all__ = ["misfit", "options_of"]
+__all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank"]
 
 
 def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
@@ -26,14 +28,13 @@ def options_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None
     return None
 
 
-def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
+def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -> Iterator[str]:
+    """What says that the plan was made for another model or another number of workers, whatever its schedule."""
     if plan.workers != workers:
         yield (
             f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
             f"--nproc-per-node {plan.workers}"
         )
-    if plan.schedule.name != "simultaneous":
-        yield f"schedule {plan.schedule} owns the loop; drive it with its own runner"
     missing, extra = sorted(set(plan.parameters) - set(trainable)), sorted(set(trainable) - set(plan.parameters))
     if missing or extra:
         yield (
@@ -47,6 +48,31 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
             f"the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with other shapes "
             "or dtypes; plan again for this model"
         )
+
+
+def refuse_on_every_rank(who: str, plan: Plan, complaint: str, transport: Transport) -> None:
+    """Shares complaints and plans first: a rank that fitted would else wait for the one that did not.
+
+    Raises:
+        ValueError: a rank complains, or ranks hold different plans.
+    """
+    everyones = transport.share((complaint, hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]))
+    for rank, (theirs, _) in enumerate(everyones):
+        if theirs:
+            raise ValueError(f"{who}: rank {rank}: {theirs}")
+    if len({digest for _, digest in everyones}) > 1:
+        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest) in enumerate(everyones))
+        raise ValueError(
+            f"{who}: ranks hold different plans ({listing}); plan on one rank and give all of them the file"
+        )
+
+
+def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
+    yield from other_job(plan, trainable, workers)
+    if plan.schedule.name != "simultaneous":
+        yield f"schedule {plan.schedule} owns the loop; carry it out with armillary.drive"
+    if set(plan.parameters) != set(trainable):
+        return
     for group in plan.groups:
         if group.exchange.name in row_exchanges():
             yield from _row_complaints(group, trainable[group.parameters[0]], optimizer)

@@ -1,0 +1,86 @@
+"""The options of a schedule that commands share, and the choice they make together."""
+
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+import typer
+
+from armillary.cli.workers import DEFAULT_WORKERS
+from armillary.facts.plan import Choice
+from armillary.session.decide import Wishes
+
+__all__ = ["Cut", "MicroBatches", "Mode", "Schedule", "Scheduled", "Slack", "Stages"]
+
+DEFAULT_MODE = "ring"
+Schedule = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="simultaneous: all workers at once. cyclic: staggered; weights up to one step old, NOT exact.",
+    ),
+]
+Mode = Annotated[
+    str,
+    typer.Option(
+        metavar="MODE",
+        help="Of cyclic. ring: one worker a process. pipeline: one stage a process. one_device: one process in all, "
+        "--workers staggered micro-batches in it. (default: ring)",
+    ),
+]
+Slack = Annotated[
+    int,
+    typer.Option(
+        help="Of cyclic: 0 reads weights as early as they exist, more waits longer (in workers' delays; in a pipeline, "
+        "in micro-batches); as many as there are micro-batches: all one step old."
+    ),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(help="Of cyclic: parts the model is cut into. (default: one a worker)", show_default=False),
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(help="Of cyclic pipelines: micro-batches a step. (default: one a worker)", show_default=False),
+]
+Cut = Annotated[
+    list[str],
+    typer.Option(metavar="PATH", help="Of cyclic: module that begins the next stage. (default: by cost) Repeatable."),
+]
+
+
+class Scheduled(NamedTuple):
+    """What was asked of the schedule."""
+
+    name: str
+    mode: str
+    slack: int
+    stages: int | None
+    micro_batches: int | None
+    cut: list[str]
+
+    def processes(self, workers: int | None) -> int | None:
+        """How many processes to start where the user asked for `workers`."""
+        return 1 if self.name == "cyclic" and self.mode == "one_device" else workers
+
+    def added_to(self, wishes: Wishes, workers: int | None) -> Wishes:
+        """
+        Raises:
+            ValueError: an option that has no meaning with the others.
+        """
+        if self.name not in ("simultaneous", "cyclic"):
+            raise ValueError(f"--schedule: no schedule {self.name!r}; there are simultaneous, cyclic")
+        options = {
+            "mode": self.mode, "slack": self.slack, "stages": self.stages, "micro_batches": self.micro_batches,
+            "points": self.cut,
+        }  # fmt: skip
+        given = {key: value for key, value in options.items() if value}
+        if self.name == "simultaneous":
+            if given:
+                raise ValueError(f"--schedule simultaneous has no {', '.join(given)}; add --schedule cyclic")
+            return wishes
+        if wishes.plan is not None:
+            raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
+        given.setdefault("mode", DEFAULT_MODE)
+        if given["mode"] == "one_device":
+            given.setdefault("micro_batches", workers or DEFAULT_WORKERS)
+        return replace(wishes, schedule=Choice("cyclic", given))

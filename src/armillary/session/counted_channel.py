@@ -1,0 +1,45 @@
+"""The transport's point-to-point messages, with what they sent and how long this process waited for them."""
+
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from armillary.runtime.channel import Pending
+from armillary.runtime.transport import Transport
+
+__all__ = ["CountedChannel"]
+
+
+@dataclass(eq=False)
+class CountedChannel:
+    """sent_bytes: of the tensors, without the network's headers. waited_seconds: not hidden behind compute."""
+
+    transport: Transport
+    sent_bytes: int = 0
+    waited_seconds: float = 0.0
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        self.sent_bytes += tensor.nbytes
+        return _Timed(self.transport.send(tensor, peer, tag), self)
+
+    def receive(self, into: Tensor, peer: int, tag: int) -> Pending:
+        return _Timed(self.transport.receive(into, peer, tag), self)
+
+    def take(self) -> tuple[int, float]:
+        """Bytes and seconds since the last call."""
+        taken = self.sent_bytes, self.waited_seconds
+        self.sent_bytes, self.waited_seconds = 0, 0.0
+        return taken
+
+
+@dataclass(eq=False)
+class _Timed:
+    pending: Pending
+    channel: CountedChannel = field(repr=False)
+
+    def wait(self) -> object:
+        began = time.perf_counter()
+        answer = self.pending.wait()
+        self.channel.waited_seconds += time.perf_counter() - began
+        return answer
