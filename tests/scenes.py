@@ -1,4 +1,5 @@
-"""A model that reads tables in every supported way, per-worker batches for it, and a plan: what exactness tests train."""
+"""A model that reads tables in every supported way, per-worker batches for it, and a plan: what exactness tests
+train."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ TABLES = ("soft", "bias", "shared.weight", "bag.weight", "emb.weight")
 
 
 class Mixed(nn.Module):
-    """emb: nn.Embedding with padding; bag: EmbeddingBag; shared: one table for two features; soft and bias: sampled output.
+    """emb: nn.Embedding with padding; bag: EmbeddingBag; shared: one table for two features; soft and bias: sampled
+    output.
 
     `rare` is used only where the batch says so, `never` in no step, `frozen` gets no gradient.
     """
@@ -74,7 +76,8 @@ def batch_of(
 
 
 def plan_for(model: nn.Module, workers: int, rows: Choice, dense: Choice, **fields: Any) -> Plan:
-    """Every table by `rows` (or, if that is no row exchange, with the dense ones), the rest by `dense` in two buckets."""
+    """Every table by `rows` (or, if that is no row exchange, with the dense ones), the rest by `dense` in two
+    buckets."""
     lazy = fields.pop("update", "exact")
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     entry = row_exchanges().get(rows.name)

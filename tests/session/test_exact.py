@@ -1,7 +1,7 @@
 """An exact plan trains as one process does: exchanges x optimizers x worker counts x what real loops do.
 
-Coverage is pairwise, as stated in `CASES`: every exchange meets every optimizer at some worker count, and every `Deed` (what
-the loop does) meets every exchange; not every triple is run.
+Coverage is pairwise, as stated in `CASES`: every exchange meets every optimizer at some worker count, and every
+`Deed` (what the loop does) meets every exchange; not every triple is run.
 """
 
 import copy
@@ -30,8 +30,8 @@ EXCHANGES = {
     ),
 }
 DEEDS = [
-    "plain", "clip_norm", "clip_inf_norm", "clip_value", "accumulate", "scheduler", "bag_unread_by_some", "padding_only",
-    "uneven_sizes", "uneven_counts", "weights", "keep_grads", "evaluate_between", "lazy",
+    "plain", "clip_norm", "clip_inf_norm", "clip_value", "accumulate", "scheduler", "bag_unread_by_some",
+    "padding_only", "uneven_sizes", "uneven_counts", "weights", "keep_grads", "evaluate_between", "lazy",
 ]  # fmt: skip
 STEPS = 4
 
@@ -45,7 +45,8 @@ def clip(deed):
 
 
 def batches_of(deed, worker, workers, step):
-    """What worker `worker` trains on at `step`: a list, longer than one when gradients accumulate; none if it ran out."""
+    """What worker `worker` trains on at `step`: a list, longer than one when gradients accumulate; none if it ran
+    out."""
     if deed == "uneven_counts" and step >= STEPS - worker % 2:
         return []
     size = 6 - (worker % 3 if deed in ("uneven_sizes", "weights") else 0)
