@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
 from math import ceil
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.messages import closing, home, pipeline_messages, ring_messages, weight_path
+from armillary.schedules.messages import closing, home, lead, pipeline_messages, ring_messages, sum_path, weight_path
 
 cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 rings = st.builds(
@@ -82,10 +83,18 @@ def test_gradients_are_added_in_worker_order_and_go_home(made):
     for stage in range(made.stages):
         hops = [m for m in ring_messages(made) if m.stage == stage and m.content != "weights"]
         way = [(m.sender, m.receiver) for m in hops]
-        last = made.workers - 1
-        assert way == [(i, i + 1) for i in range(last)] + (
-            [(last, home(made, stage))] if home(made, stage) != last else []
-        )
+        path, last, goal = sum_path(made, stage), made.workers - 1, home(made, stage)
+        assert path in (tuple(range(last + 1)), tuple(range(last)))
+        assert way == [*pairwise(path), *([(last, goal)] if goal != last else [])]
+        assert path[-1] == last or path[-1] == goal  # the last gradient is added where the others are
+
+
+@given(rings)
+def test_a_worker_begins_as_many_actions_as_its_receive_is_posted_ahead(made):
+    for message in ring_messages(made):
+        sent, used = message.tick, message.tick + message.lag
+        starts = [a.start + n * made.period for a in made.ticks[message.receiver] for n in range(-4, 5)]
+        assert lead(made, message) == max(1, sum(sent < start <= used for start in starts))
 
 
 @given(st.integers(1, 8), st.integers(1, 12))
@@ -103,9 +112,15 @@ def test_no_worker_sends_two_gradients_at_once(made):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_a_ring_moves_two_parameter_sizes_a_worker_and_step_whatever_the_slack(n):
-    """N - 1 hops of each gradient, N - 1 of its weights; N - 1 of N finished gradients go to another home."""
+    """N - 1 hops of each gradient, N - 1 of its weights; N - 2 of N finished gradients travel on to another home."""
     for slack in (0, 1, n):
-        assert len(ring_messages(cyclic(n, slack=slack))) == n * 2 * (n - 1) + (n - 1)
+        assert len(ring_messages(cyclic(n, slack=slack))) == n * 2 * (n - 1) + (n - 2)
+
+
+@given(st.integers(1, 4), st.integers(0, 3))
+def test_two_workers_send_one_parameter_size_each_as_in_an_all_reduce(half, slack):
+    sent = Counter(m.sender for m in ring_messages(cyclic(2, 2 * half, slack)))
+    assert sent == {0: 2 * half, 1: 2 * half}
 
 
 def test_at_slack_0_weights_only_go_to_the_next_worker():

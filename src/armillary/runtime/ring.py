@@ -4,14 +4,18 @@ After its backward of a stage a worker adds its gradients to the sum from the wo
 worker hands the finished sum to the stage's home, one more hop. The home steps the optimizer and hands the new weights
 to the first worker that reads them, that one to the next, each at its own forward of that stage.
 
-Note [Nothing can hang]. Every wait is for a message that the schedule's clock places earlier: receives are posted one
-action ahead of their use, and a send is waited for only after the tick at which its receiver needed it. Waiting always
-for earlier things, workers cannot wait in a circle. There is no clock at run time; ranks drift into the stagger.
+Note [Nothing can hang]. Every wait is for a message that the schedule's clock places earlier: a receive is posted with
+the action during which the message is sent, one ahead of its use at the latest, and a send is waited for only after the
+tick at which its receiver needed it. Waiting always for earlier things, workers cannot wait in a circle. There is no
+clock at run time; ranks drift into the stagger.
+
+Note [Posting early]. Gloo moves nothing before the receive is posted, so the time a message has to travel begins there,
+and what is posted late is waited for. What may never be sent is not posted: of a step that has not begun, no gradients.
 
 Source: Fournier & Oyallon, 2024 (multi-device mode). Departures: states live on the home only; sums in worker order.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +28,7 @@ from armillary.runtime.delayed_step import Options
 from armillary.runtime.flat_stage import FlatStage
 from armillary.runtime.home import Home
 from armillary.runtime.stages import Stage
-from armillary.schedules.messages import Content, Message, closing, home, ring_messages
+from armillary.schedules.messages import Content, Message, closing, home, lead, ring_messages, sum_path
 
 __all__ = ["Ring"]
 
@@ -63,7 +67,8 @@ class Ring:
         self._out: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.sender == worker}
         self._in: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.receiver == worker}
         self._channel = channel
-        self._posted: dict[Key, list[tuple[Pending, Tensor]]] = {}
+        self._ahead = [self._to_post(action) for action in range(len(self._actions))]
+        self._posted: dict[Key, deque[list[tuple[Pending, Tensor]]]] = defaultdict(deque)
         self._under_way: list[tuple[int, list[tuple[Pending, Tensor]]]] = []  # (tick at which it is needed, message)
         self._totals: dict[int, deque[Flats]] = {j: deque() for j in owned}  # finished here, not yet stepped with
         self._options: dict[int, Options] = {}
@@ -77,26 +82,29 @@ class Ring:
         return tuple(sorted(self.home.owned))
 
     def before(self, action: int) -> None:
-        """Everything the next action needs is brought; what the one after it needs is on its way."""
+        """Everything the next action needs is brought; what is sent to this worker meanwhile is made room for."""
+        for key, steps in self._ahead[action]:
+            if self._is_coming(key, self.steps + steps):
+                self._post(key)
         self._reap(self._actions[action].start + self.steps * self.schedule.period)
         for stage, closes in self._closings.items():
             if closes == action:
                 self._close(stage, self.steps)
         if action < self.schedule.stages:
             self._read(action, self.schedule.version((self.steps, self.worker, action), self.drains))
-        self._post_for(action + 1)
 
     def add(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Adds this worker's gradients (in the order of `flat[stage].parameters`) to the sum and hands it on."""
         mine = self.flat[stage].pack_gradients(gradients)
-        if self.worker:
+        if ("partial gradient", stage) in self._in:
             before = self._take(("partial gradient", stage))
             mine = [theirs.add_(own) for theirs, own in zip(before, mine)]
-        if stage in self._totals and self.worker == self.schedule.workers - 1:
+        if ("partial gradient", stage) in self._out:
+            self._send(("partial gradient", stage), mine)
+        elif stage in self._totals:
             self._totals[stage].append(mine)
-            return
-        content: Content = "partial gradient" if self.worker < self.schedule.workers - 1 else "gradient"
-        self._send((content, stage), mine)
+        else:
+            self._send(("gradient", stage), mine)
 
     def end_step(self, options: Options) -> None:
         """Closes this worker's training step, whose learning rate and other options these are."""
@@ -160,13 +168,20 @@ class Ring:
         """At the home: steps with the gradient of step `version` - 1, if that is still to be done, and hands on."""
         while self._newest[stage] < version:
             step = self._newest[stage]
-            total = self._totals[stage].popleft() if self._totals[stage] else self._take(("gradient", stage))
-            made = self.home.step(stage, total, self.schedule.workers, self._options[step])
+            made = self.home.step(stage, self._total(stage), self.schedule.workers, self._options[step])
             self._newest[stage] = step + 1
             self._arrived[stage][step + 1] = made
             self._send(("weights", stage), made)
         open_step = min(self._newest[j] for j in self.home.owned)
         self._options = {step: kept for step, kept in self._options.items() if step >= open_step}
+
+    def _total(self, stage: int) -> Flats:
+        """The sum over all workers: as it came, as it was made here, or from here and the last worker's own."""
+        kept = self._totals[stage].popleft() if sum_path(self.schedule, stage)[-1] == self.worker else None
+        if ("gradient", stage) not in self._in and kept is not None:
+            return kept
+        came = self._take(("gradient", stage))
+        return came if kept is None else [flat.add_(more) for flat, more in zip(kept, came)]
 
     def _send(self, key: Key, flats: Flats) -> None:
         message = self._out.get(key)
@@ -187,31 +202,46 @@ class Ring:
         self._under_way = later
 
     def _take(self, key: Key) -> Flats:
-        self._post(key)
+        if not self._posted[key]:
+            self._post(key)
         flats = []
-        for pending, flat in self._posted.pop(key):
+        for pending, flat in self._posted[key].popleft():
             pending.wait()
             flats.append(flat)
         return flats
 
     def _post(self, key: Key) -> None:
-        message = self._in.get(key)
-        if message is None or key in self._posted:
-            return
-        stage = self.flat[key[1]]
-        flats = stage.empty_weights() if key[0] == "weights" else stage.empty_gradients()
-        self._posted[key] = [(self._channel.receive(flat, message.sender, self._tag(key)), flat) for flat in flats]
+        content, stage = key
+        flats = self.flat[stage].empty_weights() if content == "weights" else self.flat[stage].empty_gradients()
+        sender = self._in[key].sender
+        self._posted[key].append([(self._channel.receive(flat, sender, self._tag(key)), flat) for flat in flats])
 
-    def _post_for(self, action: int) -> None:
-        """Posts the receives of an action, which may be the next step's first."""
-        step, place = self.steps + action // len(self._actions), action % len(self._actions)
-        for stage, closes in self._closings.items():
-            if closes == place and self._newest[stage] < step:
-                self._post(("gradient", stage))
-        if place >= self.schedule.stages:
-            self._post(("partial gradient", self._actions[place].stage))
-        elif self._newest[place] < self.schedule.version((step, self.worker, place), self.drains):
-            self._post(("weights", place))
+    def _to_post(self, action: int) -> list[tuple[Key, int]]:
+        """What is to be posted before an action, and how many steps later it is used; see Note [Posting early]."""
+        found = []
+        for key, message in self._in.items():
+            used = self._used(key)
+            early = lead(self.schedule, message)
+            if key[0] == "partial gradient":
+                early = min(early, used)  # within its step
+            if (used - early) % len(self._actions) == action:
+                found.append((key, (action + early) // len(self._actions)))
+        return found
+
+    def _used(self, key: Key) -> int:
+        """The action for which a message comes."""
+        content, stage = key
+        if content == "gradient":
+            return self._closings[stage]
+        return stage if content == "weights" else 2 * self.schedule.stages - 1 - stage
+
+    def _is_coming(self, key: Key, step: int) -> bool:
+        """Whether a message will be used in a step and is not posted yet."""
+        content, stage = key
+        if content == "partial gradient":
+            return True
+        wanted = step if content == "gradient" else self.schedule.version((step, self.worker, stage), self.drains)
+        return self._newest[stage] + len(self._posted[key]) < wanted
 
     def _tag(self, key: Key) -> int:
         return key[1] * len(_CONTENTS) + _CONTENTS.index(key[0])

@@ -1,7 +1,9 @@
 """Who sends what to whom, and when: the routes of a ring of workers and of a pipeline of stages.
 
 In a ring every worker runs the whole model on one micro-batch. Gradients of a stage are summed hop by hop in
-worker order and the sum goes to the stage's home, which alone holds its optimizer state; new weights go from
+worker order and the sum goes to the stage's home, which alone holds its optimizer state. A home next to last keeps
+the sum when it is there and gets the last worker's gradient instead: a + b is b + a bit for bit, and a hop is saved
+(with two workers a third of all bytes of the busier one). New weights go from
 there to the workers in the order in which they use them. The home is the first worker that can read weights
 the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
 slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
@@ -18,7 +20,7 @@ from typing import Literal, NamedTuple
 from armillary.schedules.action import Action
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["Message", "closing", "home", "pipeline_messages", "ring_messages", "weight_path"]
+__all__ = ["Message", "closing", "home", "lead", "pipeline_messages", "ring_messages", "sum_path", "weight_path"]
 
 
 Content = Literal["partial gradient", "gradient", "weights", "activation", "activation gradient"]
@@ -62,6 +64,15 @@ def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return start, *sorted(others, key=lambda worker: _use(schedule, worker, stage))
 
 
+def sum_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The workers that add their gradient of a stage to the sum and hand it on; the last of them holds it.
+
+    All of them in order, or all but the last where the home is the one before: that worker's gradient goes there alone.
+    """
+    is_next_to_last = home(schedule, stage) == schedule.workers - 2
+    return tuple(range(schedule.workers - is_next_to_last))
+
+
 def closing(schedule: Schedule, stage: int) -> Action:
     """The home's action before which it steps the optimizer with the gradient of the step before.
 
@@ -81,7 +92,7 @@ def ring_messages(schedule: Schedule) -> list[Message]:
     last = schedule.workers - 1
     for stage in range(schedule.stages):
         done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
-        for worker in range(last):
+        for worker in sum_path(schedule, stage)[:-1]:
             lag = done[worker + 1] - done[worker]
             found.append(Message(done[worker], lag, worker, worker + 1, "partial gradient", stage))
         path, made = weight_path(schedule, stage), closing(schedule, stage).start
@@ -93,6 +104,15 @@ def ring_messages(schedule: Schedule) -> list[Message]:
             tick = schedule.action("F", sender, stage).start if place else made
             found.append(Message(tick, lag, sender, receiver, "weights", stage))
     return sorted(found)
+
+
+def lead(schedule: Schedule, message: Message) -> int:
+    """How many actions the receiver begins between the sending and the use, which is the last of them; at least 1."""
+
+    def begun(tick: int) -> int:
+        return sum((tick - action.start) // schedule.period for action in schedule.ticks[message.receiver])
+
+    return max(1, begun(message.tick + message.lag) - begun(message.tick))
 
 
 def pipeline_messages(schedule: Schedule) -> list[Message]:
