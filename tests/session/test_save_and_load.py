@@ -152,6 +152,32 @@ def test_each_rank_gets_its_own_loop_back_and_a_new_one_gets_rank_zeros(crew, tm
     assert [loop["rank"] for _, _, loop, _ in answers] == [0, 1, 0, 0]
 
 
+def loads_over_a_started_step(rank, world, folder, update):
+    """A checkpoint without state is loaded while gradients, windows and state of later steps are there."""
+    run = begin(world, "adam", update=update)
+    path, first = save(run, folder), export(run)
+    train(run, range(2))
+    loss(run.model, batch_of(rank, 2)).backward()
+    load(run, path)
+    run.optimizer.step()
+    again = export(run)
+    train(run, range(1))
+    resumed = export(run)
+    run.detach()
+    fresh = begin(world, "adam", update=update)
+    train(fresh, range(1))
+    far = unlike(first, again), unlike(export(fresh), resumed)
+    run.transport.close()
+    return closed(fresh, far)
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_loading_forgets_gradients_and_state_of_what_came_after(crew, tmp_path, update):
+    for untouched, resumed in crew(2).run(loads_over_a_started_step, tmp_path, update):
+        assert untouched == []
+        assert resumed == []
+
+
 def reference(optimizer_name, workers, steps, model=None, optimizer=None):
     model = new_model() if model is None else model
     optimizer = new_optimizer(model, optimizer_name) if optimizer is None else optimizer
