@@ -112,7 +112,7 @@ class LanguageModel:
     negatives: int = 1024
     learning_rate: float = 0.2
     accumulator: float = 1e-3  # of squared gradients, at the start of Adagrad
-    steps: int = 3000
+    steps: int = 2400
     cache: str = ".cache"
     name: str = "language_model"
     unit: str = "words"
