@@ -14,9 +14,17 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "sent_bytes"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "members", "sent_bytes"]
 
 Scope = Literal["world", "node", "rail"]
+
+
+def members(scope: Scope, workers: int, workers_per_node: int) -> list[list[int]]:
+    """The ranks of every group of that scope, ascending."""
+    nodes = [list(range(first, first + workers_per_node)) for first in range(0, workers, workers_per_node)]
+    if scope == "node":
+        return nodes
+    return [list(range(workers))] if scope == "world" else [list(rail) for rail in zip(*nodes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, sent_bytes
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, members, sent_bytes
 
 __all__ = ["OutOfStep", "run"]
 
@@ -45,7 +46,7 @@ def run(programs: Sequence[Program[Any]], workers_per_node: int = 1) -> tuple[li
         if len(set(words)) > 1:
             raise OutOfStep(f"ranks out of step: {', '.join(f'{rank}: {word}' for rank, word in enumerate(words))}")
         requests = [request for request in asked if request is not None]
-        for scope in _scopes(requests[0].scope, workers, workers_per_node):
+        for scope in members(requests[0].scope, workers, workers_per_node):
             for place, (rank, answer) in enumerate(
                 zip(scope, _answers([requests[rank] for rank in scope]), strict=True)
             ):
@@ -53,23 +54,12 @@ def run(programs: Sequence[Program[Any]], workers_per_node: int = 1) -> tuple[li
                 answers[rank] = answer
 
 
-def _scopes(scope: str, workers: int, per_node: int) -> list[list[int]]:
-    if scope == "world":
-        return [list(range(workers))]
-    if scope == "node":
-        return [list(range(first, first + per_node)) for first in range(0, workers, per_node)]
-    return [list(range(place, workers, per_node)) for place in range(per_node)]
-
-
 def _answers(asked: Sequence[Request]) -> list[Any]:
     first = asked[0]
     if isinstance(first, AllToAll):
         return _exchange([request for request in asked if isinstance(request, AllToAll)])
     tensors = [request.tensor for request in asked]
-    if len({tuple(tensor.shape) for tensor in tensors}) > 1:
-        raise OutOfStep(
-            f"ranks give {type(first).__name__} shapes {[tuple(tensor.shape) for tensor in tensors]}; want one"
-        )
+    _refuse_unlike(type(first).__name__, tensors)
     if isinstance(first, AllReduce):
         total = tensors[0].clone()
         for tensor in tensors[1:]:
@@ -79,7 +69,14 @@ def _answers(asked: Sequence[Request]) -> list[Any]:
     return [torch.stack(tensors) for _ in asked]
 
 
+def _refuse_unlike(kind: str, tensors: Sequence[Tensor]) -> None:
+    shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], [str(tensor.dtype) for tensor in tensors]
+    if len(set(shapes)) > 1 or len(set(dtypes)) > 1:
+        raise OutOfStep(f"ranks give {kind} shapes {shapes} of {dtypes}; want one")
+
+
 def _exchange(asked: Sequence[AllToAll]) -> list[Any]:
+    _refuse_unlike("AllToAll rows of", [request.tensor[:0] for request in asked])
     pieces = [request.tensor.split(list(request.send)) for request in asked]
     for receiver, request in enumerate(asked):
         for sender, size in enumerate(request.receive):

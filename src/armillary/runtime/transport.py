@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place
-from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, sent_bytes
+from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, members, sent_bytes
 from armillary.facts.trace import Record
+from armillary.runtime.order import asked, disagreement
 
 __all__ = ["Transport", "start_process_group", "stop_process_group"]
 
@@ -90,17 +91,18 @@ class Transport:
         if "nccl" in str(dist.get_backend()):
             backends["cuda"] = "nccl"
         for device, backend in backends.items():
-            self._open("world", [list(range(workers))], device, backend, timeout)
+            self._open("world", device, backend, timeout)
         self._refuse_other_groups(workers_per_node)
         for device, backend in backends.items():
             if workers_per_node > 1:
-                nodes = [list(range(first, first + workers_per_node)) for first in range(0, workers, workers_per_node)]
-                self._open("node", nodes, device, backend, timeout)
-                self._open("rail", [list(rail) for rail in zip(*nodes, strict=True)], device, backend, timeout)
+                self._open("node", device, backend, timeout)
+                self._open("rail", device, backend, timeout)
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
 
-    def _open(self, scope: Scope, members: list[list[int]], device: str, backend: str, timeout: timedelta) -> None:
-        for ranks in members:  # every rank must take part in making every group
+    def _open(self, scope: Scope, device: str, backend: str, timeout: timedelta) -> None:
+        for ranks in members(
+            scope, self.place.workers, self.place.workers_per_node
+        ):  # every rank must take part in making every group
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if self.place.rank in ranks:
                 self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
@@ -203,14 +205,11 @@ class Transport:
         )
 
     def _refuse_other_orders(self, request: Request, label: str) -> None:
-        mine = f"{label}: {type(request).__name__} in {request.scope}, {request.tensor.dtype}"
-        if isinstance(request, AllReduce | AllGather):
-            mine += f", {tuple(request.tensor.shape)}"
         everyones: list[Any] = [None] * self.place.workers
-        dist.all_gather_object(everyones, (self.sequence, mine), group=self.order_group)
-        if any(other != (self.sequence, mine) for other in everyones):
-            listing = "; ".join(f"rank {rank} asks #{number} {text}" for rank, (number, text) in enumerate(everyones))
-            raise RuntimeError(f"ranks out of order: {listing}")
+        dist.all_gather_object(everyones, asked(self.sequence, label, request), group=self.order_group)
+        trouble = disagreement(everyones, members(request.scope, self.place.workers, self.place.workers_per_node))
+        if trouble:
+            raise RuntimeError(f"ranks out of order: {trouble}")
 
     def share(self, thing: Any) -> list[Any]:
         """Every rank's picklable `thing`, in rank order. For start-up and checkpoints, never inside a step."""
