@@ -100,6 +100,11 @@ class _StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"schedule: the loss uses the model's {name!r}; under a schedule it may only call the model, once"
-            ) from None
+            raise AttributeError(_only_called(name)) from None
+
+    def __getitem__(self, place: Any) -> Any:
+        raise AttributeError(_only_called(place))
+
+
+def _only_called(name: Any) -> str:
+    return f"schedule: the loss uses the model's {name!r}; under a schedule it may only call the model, once"

@@ -1,0 +1,93 @@
+"""Cyclic schedules on the command line: the picture before anything runs, equality bit for bit, clear refusals."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from armillary.cli.main import app
+from armillary.facts.plan import Plan
+from armillary.facts.topology import Link, Topology
+from armillary.schedules.schedule import parse
+
+VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
+CYCLIC = ("--schedule", "cyclic", "--mode", "one_device", "--workers", "3")
+
+
+@pytest.fixture
+def armillary(tmp_path, monkeypatch):
+    """Runs the command in an empty folder; gives its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_not_exact(armillary, tmp_path):
+    out_file = tmp_path / "plan.json"
+    code, out, err = armillary("plan", *VISION, *CYCLIC, "--slack", "1", "--out", out_file)
+    assert (code, err) == (0, "")
+    made = Plan.load(out_file)
+    assert parse(out[out.index("cyclic: 3 workers, 3 stages, 3 micro-batches") :]) == parse(made.picture)
+    assert "NOT exact: 67% of the pairs" in out and "gradient accumulation" in out
+    assert (made.workers, made.schedule.options["slack"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("mode", "name"), [("pipeline", "cyclic_pipeline"), ("ring", "cyclic")])
+def test_plan_draws_for_machines_that_are_not_here(armillary, tmp_path, mode, name):
+    link = Link(1e-4, 1e8)
+    Topology(4, 1, link, link, 1 << 33).save(tmp_path / "four.json")
+    options = ("--schedule", "cyclic", "--mode", mode, "--topology", "four.json", "--json")
+    code, out, err = armillary("plan", *VISION, *options)
+    assert (code, err) == (0, "")
+    assert parse(json.loads(out)["plan"]["picture"]).workers == 4
+    assert json.loads(out)["plan"]["picture"].startswith(f"{name}: 4 workers, 4 stages")
+
+
+def test_verify_compares_every_tensor_with_the_reference_of_the_same_schedule(armillary):
+    code, out, _ = armillary("verify", "vision", *VISION[2:], *CYCLIC, "--steps", "3")
+    assert code == 0
+    rows = [line for line in out.splitlines() if "one_device" in line]
+    assert len(rows) > 20 and all(row.rstrip().endswith("equal") and "0.0e+00" in row for row in rows)
+    assert "cyclic, slack 0, 3 micro-batches, 3 stages" in rows[0]
+
+
+def test_train_carries_the_schedule_out_and_resumes_with_another_number_of_micro_batches(armillary, tmp_path):
+    code, out, err = armillary("train", *VISION, *CYCLIC, "--steps", "6", "--name", "mine")
+    assert (code, err) == (0, "")
+    assert out.index("worker 0, micro-batch 0: F0 F1 F2 B2 B1 B0") < out.index("saved step 6")
+    wider = [*CYCLIC[:-1], "2"]
+    code, out, err = armillary("train", *VISION, *wider, "--steps", "8", "--name", "mine", "--resume", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["steps"] == 8
+    assert Plan.load(tmp_path / "runs" / "mine" / "plan.json").schedule.options["micro_batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--slack", "1"), "--schedule simultaneous has no slack; add --schedule cyclic"),
+        (("--schedule", "spiral"), "there are simultaneous, cyclic"),
+        ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring"),
+        ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
+        ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
+        ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),
+        ((*CYCLIC[:4], "--lazy", "0.weight"), "lazy have no effect"),
+    ],
+)
+def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, options, message):
+    code, out, err = armillary("plan", *VISION, "--workers", "1", *options)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "verify"])
+def test_help_names_every_option_of_a_schedule_with_its_default(armillary, command):
+    _, out, _ = armillary(command, "--help")
+    said = " ".join(out.replace("│", " ").split())
+    for option in ("--schedule", "--mode", "--slack", "--stages", "--micro-batches", "--cut"):
+        assert option in said
+    assert "(default: ring)" in said and "NOT exact" in said

@@ -1,0 +1,329 @@
+"""Laws of driving a cyclic plan: bit for bit the reference in every mode, looked at, drained, saved and resumed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from armillary.cli.find import find, small
+from armillary.facts.plan import Choice
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.reference.cyclic import Reference
+from armillary.runtime.profiler import profile
+from armillary.runtime.saved import REST
+from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.schedules.random_stream import place_seed, seed_from_step
+from armillary.session import cyclic_verify
+from armillary.session.attach import attach
+from armillary.session.cyclic import drive
+from armillary.session.cyclic_state import export_cyclic, load_plain, save_cyclic
+from armillary.session.cyclic_train import train_cyclic
+from armillary.session.cyclic_verify import verify_cyclic
+from armillary.session.decide import Wishes
+from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
+from armillary.session.split_loss import SplitLoss
+from armillary.session.train import Settings
+
+WIDTH, ROWS = 4, 3
+ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}
+
+
+def model_of():
+    """Four blocks with dropout, so that every place must draw its own numbers, whatever the mode."""
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4)]
+    return nn.Sequential(*blocks).double()
+
+
+def optimizer_of(model):
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
+
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def batch_of(step, micro_batch):
+    draw = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + micro_batch))
+    return draw.double().unbind()
+
+
+def plan_of(options, processes):
+    """`processes` on one node, as the user would ask for it."""
+    link = Link(1e-4, 1e8)
+    facts = profile(model_of(), [batch_of(0, 0)] * processes, loss, workers=processes)
+    return plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=Choice("cyclic", options))
+
+
+def driven(made, path=None):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    first = load_plain(Path(path), model, optimizer)[0] if path else 0
+    return drive(made, model, optimizer, loss, batch_of(0, 0), seed=5, first_step=first), first
+
+
+def trained(run, steps):
+    losses = []
+    for step in steps:
+        losses += run.step([batch_of(step, micro_batch) for micro_batch in run.micro_batches])
+    return losses
+
+
+def truth(options, processes, steps, drains=()):
+    """(weights, optimizer state, losses of the micro-batches) of one process after `steps` steps."""
+    model = model_of()
+    optimizer, found = optimizer_of(model), read_options(options, processes)
+    links = [nn.Sequential(*list(model)[first : first + 4 // found.stages]) for first in range(0, 4, 4 // found.stages)]
+    reference = Reference(links, optimizer, found.schedule(), functional.mse_loss, seed=5)
+    losses = []
+    for step in range(steps):
+        if step in drains:
+            reference.drain()
+        losses.append(reference.step([batch_of(step, m) for m in range(found.micro_batches)]))
+    return model.state_dict(), optimizer.state_dict(), losses
+
+
+def same(these, those):
+    """Bit for bit, whatever nests the tensors."""
+    if isinstance(these, torch.Tensor):
+        return torch.equal(these, those)
+    if isinstance(these, dict):
+        return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
+    if isinstance(these, list | tuple):
+        return len(these) == len(those) and all(map(same, these, those))
+    return these == those
+
+
+# Equality with the reference
+
+
+def verify_job(rank, world, cases):
+    torch.set_num_threads(1)
+    found = []
+    for options, wish in cases:
+        task = find("vision", {**small("vision"), **options})
+        found.append(verify_cyclic(task, wishes=Wishes(schedule=Choice("cyclic", wish)), steps=4))
+    return found
+
+
+VIT = {"architecture": "vit", "width": 16, "depth": 2}
+BATCH_NORM = {"norm": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        (1, [(VIT, {**ONE, "micro_batches": 3}), (BATCH_NORM, {**ONE, "slack": 1, "stages": 3}), (VIT, ROUND)]),
+        (2, [(VIT, UP), (BATCH_NORM, {**UP, "slack": 3, "micro_batches": 3})]),
+        (2, [(VIT, ROUND), (BATCH_NORM, {**ROUND, "slack": 2, "stages": 3})]),
+    ],
+)
+def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look_and_a_drain(crew, processes, cases):
+    answers = crew(processes).run(verify_job, cases)
+    for found in answers[0]:
+        assert found.is_equal and found.tolerance == 0.0, str(found)
+        assert found.workers == processes and len(found.differences) > 10
+    assert all(answer == answers[0] for answer in answers)
+
+
+def verify_against_another_rule(rank, world, wish):
+    """The reference is told another slack than the run."""
+    real = cyclic_verify.read_options
+    cyclic_verify.read_options = lambda options, count: dataclasses.replace(real(options, count), slack=1)
+    try:
+        return verify_job(rank, world, [(VIT, wish)])[0]
+    finally:
+        cyclic_verify.read_options = real
+
+
+@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_another_rule_is_not_called_equal(crew, processes, wish):
+    for found in crew(processes).run(verify_against_another_rule, wish):
+        assert not found.is_equal
+        assert "NOT equal" in str(found)
+
+
+# Looking, and saving
+
+
+def look(rank, world, made):
+    run, _ = driven(made)
+    seen, losses = [], []
+    for step in range(4):
+        losses += trained(run, [step])
+        with run.newest():
+            seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
+    run.drain()
+    losses += run.losses()
+    return seen, losses, export_cyclic(run)
+
+
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1})])
+def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, processes, options):
+    answers = crew(processes).run(look, plan_of(options, processes))
+    for rank, (seen, _, _) in enumerate(answers):
+        for step, weights in enumerate(seen):
+            assert same(weights, truth(options, processes, step + 1)[0]), (rank, step)
+    model, optimizer, losses = truth(options, processes, 4)
+    assert same(answers[0][2], {"model": dict(model), "optimizer": optimizer})
+    assert all(answer[2] is None for answer in answers[1:])
+    if options["mode"] == "ring":
+        for rank, (_, got, _) in enumerate(answers):
+            assert same([one.losses for one in got], [(step[rank],) for step in losses])
+    else:
+        assert same([list(one.losses) for one in answers[-1][1]], losses)
+
+
+def save_on_the_way(rank, world, made, folder):
+    run, _ = driven(made)
+    trained(run, range(3))
+    path = save_cyclic(run, Path(folder), 3, [{"step": 3, "feed": {}}] * 2, keep=1)
+    trained(run, range(3, 5))
+    return str(path), export_cyclic(run)
+
+
+def resume(rank, world, made, path):
+    run, first = driven(made, path)
+    trained(run, range(first, 5))
+    return export_cyclic(run)
+
+
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_in_plain_torch(
+    crew, tmp_path, processes, options
+):
+    """With two stages and two micro-batches the three modes follow one rule, dropout and optimizer state included."""
+    path, uninterrupted = crew(processes).run(save_on_the_way, plan_of(options, processes), str(tmp_path))[0]
+    model, optimizer, _ = truth(ONE, 1, 5, drains=(3,))
+    assert same(uninterrupted, {"model": dict(model), "optimizer": optimizer})
+    for others, another in [(1, ONE), (2, UP), (2, ROUND)]:
+        assert same(crew(others).run(resume, plan_of(another, others), path)[0], uninterrupted), another
+    saved = torch.load(Path(path) / REST, weights_only=True)
+    plain = model_of()
+    plain.load_state_dict(saved["model"])
+    assert same(dict(plain.state_dict()), dict(truth(ONE, 1, 3)[0]))
+
+
+def test_a_resumed_run_draws_the_numbers_of_the_steps_it_has_come_to():
+    for step in (0, 1, 1000):
+        assert place_seed(seed_from_step(7, 12), (step, 1, 2)) == place_seed(7, (step + 12, 1, 2))
+
+
+# What is forecast
+
+
+def count_bytes(rank, world, made):
+    run, _ = driven(made)
+    counts = []
+    for part in (range(3), range(3, 7)):
+        trained(run, part)
+        run.drain()
+        counts.append(run.channel.take()[0])
+    return counts, sum(group.forecast.sent_bytes for group in run.plan.groups)
+
+
+@pytest.mark.parametrize("options", [UP, ROUND, {**UP, "micro_batches": 4}, {**ROUND, "stages": 4, "slack": 1}])
+def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
+    answers = crew(2).run(count_bytes, plan_of(options, 2))
+    sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
+    assert sent == 4 * 2 * answers[0][1] > 0
+
+
+# What is refused
+
+
+def refused(task_loss, match):
+    with pytest.raises(ValueError, match=match):
+        SplitLoss(task_loss, model_of(), batch_of(0, 0))
+
+
+def test_a_loss_that_cannot_be_taken_apart_is_refused_before_the_first_step():
+    refused(lambda model, batch: loss(model, batch) + sum(p.square().sum() for p in model.parameters()), "a penalty")
+    refused(lambda model, batch: loss(lambda x: model(model(x)), batch), "more than once")
+    refused(lambda model, batch: model[0](batch[0]).sum(), "uses the model's 0")
+    refused(lambda model, batch: model.append(nn.Identity())(batch[0]).sum(), "uses the model's 'append'")
+    refused(lambda model, batch: torch.ones(()), "never calls the model")
+    refused(lambda model, batch: model(input=batch[0]).sum(), "by name")
+
+
+def workload_refusal(rank, world, name):
+    task = find(name, small(name))
+    with pytest.raises(ValueError, match=r"stages|schedule") as caught:
+        verify_cyclic(task, wishes=Wishes(schedule=Choice("cyclic", ONE)))
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+def test_a_model_that_cannot_be_cut_is_refused_by_name(crew):
+    said = crew(1).run(workload_refusal, "language_model")[0]
+    assert "SampledSoftmaxLSTM cannot be run" in said and "outside every module: output, bias" in said
+    said = crew(1).run(workload_refusal, "translation")[0]
+    assert "the plan counts target.weight in stage 0, the model reads it in stage 1" in said
+
+
+def misuse(rank, world, made, alone):
+    model = model_of()
+    said = []
+    for attempt in (
+        lambda: attach(made, model, optimizer_of(model)),
+        lambda: drive(
+            dataclasses.replace(made, schedule=Choice("simultaneous")), model, optimizer_of(model), loss, None
+        ),
+        lambda: drive(alone, model, optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: drive(made, nn.Sequential(nn.Linear(2, 2)), optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: driven(made)[0].step([batch_of(0, 0)]),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_misuse_is_answered_with_what_to_do(crew):
+    for said in crew(2).run(misuse, plan_of(UP, 2), plan_of(ONE, 1)):
+        owns, exact, workers, model, count = said
+        assert "armillary.drive" in owns and "use attach" in exact and count.startswith("run.step: rank")
+        assert "the plan is for 1 workers, this job has 2" in workers and "made for another model" in model
+
+
+# The training run
+
+
+def train_job(rank, world, folder, steps, is_resumed, options):
+    torch.set_num_threads(1)
+    task = find("vision", {**small("vision"), "batch_size": 8})
+    wishes = Wishes(schedule=Choice("cyclic", options))
+    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
+    return list(train_cyclic(task, settings))
+
+
+def last_model(folder):
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return torch.load(newest / REST, weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("options", [UP, ROUND])
+def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, options):
+    whole = crew(2).run(train_job, str(tmp_path / "whole"), 12, False, options)
+    kinds = [type(event) for event in whole[0]]
+    assert kinds[0] is Decided and kinds[-1] is Ended and kinds.count(Saved) == 2 and Evaluated in kinds
+    ended = whole[0][-1]
+    assert ended.steps == 12 and ended.metrics["nats_per_image"] < 1.3  # four classes: log 4 is 1.386
+    measured, forecast = ended.comparison[0].measured, ended.comparison[0].forecast
+    assert measured.sent_bytes == pytest.approx(forecast.sent_bytes, rel=0.1)
+    crew(2).run(train_job, str(tmp_path / "half"), 6, False, options)
+    going_on = crew(2).run(train_job, str(tmp_path / "half"), 12, True, options)
+    assert [event.step for event in going_on[1] if isinstance(event, Resumed)] == [6]
+    assert same(last_model(tmp_path / "half"), last_model(tmp_path / "whole"))
+    assert (tmp_path / "half" / "plot.png").exists()
+
+
+def test_options_are_those_of_the_plan():
+    assert read_options(plan_of(UP, 2).schedule.options, 2) == CyclicOptions("pipeline", 2, 2, 0, ("2",))
