@@ -115,35 +115,58 @@ def _open_state(optimizer: Optimizer, twin: Optimizer, parameter: nn.Parameter) 
             return
 
 
-def _probe(optimizer: Optimizer, group: dict[str, Any], cuts: list[int], quiet: bool) -> tuple[Tensor, Tensor]:
-    """Two steps on a 6 x 4 matrix cut by row, each piece with an optimizer of its own as on ranks of their own: (after
-    step 1, after step 2); `quiet` zeroes the last gradient's first rows."""
+def _trial(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradients: list[Tensor]) -> list[Held]:
+    """What such an optimizer makes of a matrix: weight and state of its shape, before and after every step."""
+    parameter = nn.Parameter(weight.clone())
+    twin = _like(optimizer, group, [parameter])
+    seen = [_seen(twin, parameter)]
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        twin.step()
+        seen.append(_seen(twin, parameter))
+    return seen
+
+
+def _seen(twin: Optimizer, parameter: nn.Parameter) -> Held:
+    state = {name: v for name, v in twin.state[parameter].items() if isinstance(v, Tensor) and v.dim()}
+    return {name: value.detach().clone() for name, value in {**state, "": parameter}.items()}
+
+
+def _matrices() -> list[Tensor]:
+    """A weight and two gradients, 6 x 4."""
     generator = torch.Generator().manual_seed(1)
-    weight, first, second = torch.rand(3, 6, 4, generator=generator, dtype=torch.float64).add(0.5).unbind(0)
-    if quiet:
-        second = torch.cat([torch.zeros(3, 4, dtype=torch.float64), second[3:]])
-    between: list[Tensor] = []
-    after: list[Tensor] = []
-    for piece, *gradients in zip(weight.split(cuts), first.split(cuts), second.split(cuts), strict=True):
-        parameter = nn.Parameter(piece.clone())
-        twin = _like(optimizer, group, [parameter])
-        for gradient, result in zip(gradients, (between, after), strict=True):
-            parameter.grad = gradient.clone()
-            twin.step()
-            result.append(parameter.detach().clone())
-        if torch.equal(between[-1], piece):
-            raise ValueError(f"{type(optimizer).__name__} does not move a matrix whose gradient is not zero")
-    return torch.cat(between), torch.cat(after)
+    return list(torch.rand(3, 6, 4, generator=generator, dtype=torch.float64).add(0.5).unbind(0))
 
 
 def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether stepping a matrix whole and row-split gives the same: true of element-wise optimizers."""
-    whole = _probe(optimizer, group, [6], quiet=False)
-    split = _probe(optimizer, group, [2, 1, 3], quiet=False)
+    """Whether stepping a matrix whole and row-split, each piece with an optimizer of its own as on ranks of their own,
+    gives the same: true of element-wise optimizers.
+
+    Raises:
+        ValueError: the optimizer does not move the matrix at all, so nothing can be said about it.
+    """
+    weight, *gradients = _matrices()
+    whole = [seen[""] for seen in _trial(optimizer, group, weight, gradients)]
+    if torch.equal(whole[0], whole[-1]):
+        raise ValueError(f"{type(optimizer).__name__} does not move a matrix whose gradient is not zero")
+    cuts = [2, 1, 3]
+    pieces = [
+        _trial(optimizer, group, piece, list(parts))
+        for piece, *parts in zip(weight.split(cuts), *(gradient.split(cuts) for gradient in gradients), strict=True)
+    ]
+    split = [torch.cat([piece[""] for piece in step]) for step in zip(*pieces, strict=True)]
     return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(whole, split, strict=True))
 
 
 def leaves_untouched_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a row whose gradient is zero stays where it is, whatever its history."""
-    between, after = _probe(optimizer, group, [6], quiet=True)
-    return torch.equal(between[:3], after[:3])
+    """Whether a row whose gradient is zero stays where it is, whatever its history, and its state too (RMSprop leaves
+    the row but not its state)."""
+    weight, gradient, _ = _matrices()
+    quiet = gradient.clone()
+    quiet[:3] = 0
+    seen = _trial(optimizer, group, weight, [quiet, gradient, quiet])
+    return all(
+        torch.equal(value[:3], before.get(name, torch.zeros_like(value))[:3])
+        for before, after in (seen[:2], seen[2:])
+        for name, value in after.items()
+    )

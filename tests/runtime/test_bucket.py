@@ -1,0 +1,99 @@
+"""A bucket holds the gradients of its parameters side by side, and tells unused parameters from those that are zero."""
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.runtime.bucket import Bucket
+
+
+def parameters():
+    return [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))]
+
+
+def total_of(flats):
+    return torch.stack(flats).sum(0)
+
+
+def fill(bucket, gradients, scale):
+    for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+        parameter.grad = gradient
+        if gradient is not None:
+            bucket.deposit(parameter, scale)
+
+
+def test_gradients_become_views_of_the_flat_tensor_without_a_copy():
+    bucket = Bucket(parameters())
+    fill(bucket, [torch.full((2, 3), 2.0), torch.full((4,), 4.0), torch.tensor(6.0)], 0.5)
+    assert bucket.is_ready
+    bucket.withdraw(bucket.seal(0.5, 1.0))
+    storage = bucket.flat.untyped_storage().data_ptr()
+    for parameter, want in zip(bucket.parameters, (1.0, 2.0, 3.0), strict=True):
+        assert parameter.grad.untyped_storage().data_ptr() == storage
+        assert parameter.grad.shape == parameter.shape and (parameter.grad == want).all()
+
+
+def test_a_gradient_that_already_is_the_view_is_scaled_in_place():
+    bucket = Bucket(parameters())
+    fill(bucket, [None, torch.full((4,), 4.0), None], 1.0)
+    bucket.parameters[1].grad += 2  # as autograd accumulates
+    bucket.deposit(bucket.parameters[1], 0.5)
+    assert bucket.parameters[1].grad.tolist() == [3.0] * 4
+
+
+def test_unused_everywhere_stays_none_and_unused_somewhere_counts_as_zero():
+    ranks = [Bucket(parameters()) for _ in range(2)]
+    fill(ranks[0], [torch.ones(2, 3), None, None], 0.5)
+    fill(ranks[1], [torch.ones(2, 3), torch.ones(4), None], 0.5)
+    assert not ranks[0].is_ready and not ranks[1].is_ready
+    total = total_of([bucket.seal(0.5, 1.0).clone() for bucket in ranks])
+    for bucket in ranks:
+        bucket.withdraw(total)
+        first, second, third = (parameter.grad for parameter in bucket.parameters)
+        assert (first == 1).all() and (second == 0.5).all() and third is None
+
+
+def test_an_old_value_is_not_sent_for_a_parameter_that_got_no_gradient():
+    bucket = Bucket(parameters())
+    fill(bucket, [torch.ones(2, 3), torch.ones(4), torch.tensor(1.0)], 1.0)
+    bucket.withdraw(bucket.seal(1.0, 1.0))
+    for parameter in bucket.parameters:
+        parameter.grad = None
+    bucket.reset()
+    assert (bucket.seal(1.0, 1.0) == 0).all()
+
+
+def test_gradients_accumulated_before_are_sent_though_this_backward_gave_none():
+    bucket = Bucket(parameters())
+    bucket.parameters[1].grad = torch.full((4,), 8.0)
+    bucket.withdraw(bucket.seal(0.25, 1.0))
+    assert (bucket.parameters[1].grad == 2).all() and bucket.parameters[0].grad is None
+
+
+def test_weights_divide_by_their_sum():
+    ranks = [Bucket(parameters(), is_weighted=True) for _ in range(2)]
+    for bucket, weight, value in zip(ranks, (1.0, 3.0), (2.0, 6.0), strict=True):
+        fill(bucket, [torch.full((2, 3), value), None, None], weight)
+    total = total_of([bucket.seal(weight, weight).clone() for bucket, weight in zip(ranks, (1.0, 3.0), strict=True)])
+    ranks[0].withdraw(total)
+    assert (ranks[0].parameters[0].grad == (1 * 2 + 3 * 6) / 4).all()
+
+
+def test_a_rank_that_does_not_count_makes_no_parameter_used():
+    ranks = [Bucket(parameters()) for _ in range(2)]
+    fill(ranks[0], [torch.ones(2, 3), None, None], 0.5)
+    fill(ranks[1], [torch.zeros(2, 3), torch.zeros(4), None], 0.5)  # its data have run out
+    total = total_of([ranks[0].seal(0.5, 1.0).clone(), ranks[1].seal(0.5, 0.0, counts=False).clone()])
+    for bucket in ranks:
+        bucket.withdraw(total)
+        assert (bucket.parameters[0].grad == 0.5).all() and bucket.parameters[1].grad is None
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.strided])
+def test_sparse_and_strided_gradients_are_taken(layout):
+    bucket = Bucket([nn.Parameter(torch.ones(3, 2))])
+    gradient = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
+    given = gradient.to_sparse(1) if layout == torch.sparse_coo else torch.stack([gradient, gradient], -1)[..., 0]
+    fill(bucket, [given], 2.0)
+    bucket.withdraw(bucket.seal(2.0, 1.0))
+    assert torch.equal(bucket.parameters[0].grad, 2 * gradient)
