@@ -1,0 +1,66 @@
+"""A topology refuses nonsense, survives JSON whole, and says who shares a node and who a rail."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armillary.facts.collectives import members
+from armillary.facts.topology import Link, Topology
+
+LINK = Link(1e-4, 1e8)
+TOPOLOGY = Topology(3, 2, LINK, Link(2e-4, 1e7), 1 << 30)
+
+
+def test_it_survives_a_file_whole(tmp_path):
+    TOPOLOGY.save(tmp_path / "cluster.json")
+    assert Topology.load(tmp_path / "cluster.json") == TOPOLOGY
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": 4}, {"workers_per_node": 1}, {"inside": Link(1e-4, 2e8)}, {"between": Link(0.0, 1e7)},
+        {"memory_bytes": 1 << 31}, {"backend": "nccl"},
+    ],
+)  # fmt: skip
+def test_whatever_a_plan_depends_on_changes_the_fingerprint(change):
+    other = replace(TOPOLOGY, **change)
+    assert other.fingerprint != TOPOLOGY.fingerprint == Topology.from_json(TOPOLOGY.to_json()).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"nodes": 0}, "at least one node of one worker, got 0 x 2"),
+        ({"workers_per_node": 0}, "got 3 x 0"),
+        ({"memory_bytes": 0}, "memory_bytes must be positive, got 0"),
+    ],
+)
+def test_nonsense_is_refused(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        replace(TOPOLOGY, **change)
+
+
+@pytest.mark.parametrize(("latency", "rate"), [(-1e-6, 1e8), (1e-4, 0.0), (float("nan"), 1e8), (1e-4, float("nan"))])
+def test_a_link_that_cannot_be_is_refused(latency, rate):
+    with pytest.raises(ValueError, match="latency_seconds >= 0 and bytes_per_second > 0"):
+        Link(latency, rate)
+
+
+def test_a_link_charges_latency_per_message_and_bandwidth_once():
+    assert LINK.seconds(1e8, messages=3) == pytest.approx(1.0003)
+    assert TOPOLOGY.link == TOPOLOGY.between
+    assert replace(TOPOLOGY, nodes=1).link == TOPOLOGY.inside
+
+
+@given(nodes=st.integers(1, 5), per_node=st.integers(1, 5))
+def test_nodes_and_rails_each_deal_every_rank_once(nodes, per_node):
+    topology = Topology(nodes, per_node, LINK, LINK, 1)
+    for scope, ranks_of in (("node", topology.node_ranks), ("rail", topology.rail_ranks)):
+        groups = members(scope, topology.workers, per_node)
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(topology.workers))
+        for ranks in groups:
+            assert all(ranks_of(rank) == tuple(ranks) for rank in ranks)
+    assert members("world", topology.workers, per_node) == [list(range(topology.workers))]
