@@ -215,6 +215,20 @@ def test_a_resumed_run_draws_the_numbers_of_the_steps_it_has_come_to():
         assert place_seed(seed_from_step(7, 12), (step, 1, 2)) == place_seed(7, (step + 12, 1, 2))
 
 
+def held_weights(rank, world, made):
+    """Bytes of the model's parameters on this process: between two steps, and in a look."""
+    run, _ = driven(made)
+    trained(run, range(2))
+    between = sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+    with run.newest():
+        return between, sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+
+
+def test_a_process_of_a_pipeline_holds_the_weights_of_its_stage_only(crew):
+    whole = sum(parameter.nbytes for parameter in model_of().parameters())
+    assert crew(2).run(held_weights, plan_of(UP, 2)) == [(whole // 2, whole)] * 2
+
+
 # What is forecast
 
 
@@ -259,7 +273,6 @@ def workload_refusal(rank, world, name):
     return str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes")
 def test_a_model_that_cannot_be_cut_is_refused_by_name(crew):
     said = crew(1).run(workload_refusal, "language_model")[0]
     assert "SampledSoftmaxLSTM cannot be run" in said and "outside every module: output, bias" in said

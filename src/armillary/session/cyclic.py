@@ -7,14 +7,13 @@
         scheduler.step()                 # the rate of a gradient is the one at its own step
     run.drain()
 
-Between steps micro-batches are under way: look at the model inside `run.newest()`, which changes nothing in training.
+Between steps micro-batches are under way, and a pipeline's process holds one stage: look at the model inside
+`run.newest()`, which changes nothing in training.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -34,25 +33,13 @@ from armillary.schedules.messages import home
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.schedule import Schedule
 from armillary.session.counted_channel import CountedChannel
+from armillary.session.cyclic_modes import Mode, OneDeviceMode, PipelineMode, RingMode
 from armillary.session.cyclic_stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.misfit import other_job, refuse_on_every_rank
 from armillary.session.split_loss import SplitLoss
 from armillary.session.workload import Batch
 
 __all__ = ["CyclicRun", "drive"]
-
-
-class Mode(Protocol):
-    """What the runtimes of the three modes have in common."""
-
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]: ...
-
-    def settle(self) -> list[StepLosses]: ...
-
-    def drain(self) -> list[StepLosses]: ...
-
-    def newest(self) -> AbstractContextManager[None]:
-        """Everything is settled; inside, the whole model holds the newest weights."""
 
 
 class CyclicRun:
@@ -167,12 +154,13 @@ def drive(
     recompute = frozenset(options.recompute)
     course = Course(run.schedule, split.of_output, seed_from_step(seed, first_step), recompute)
     if options.mode == "one_device":
-        run.mode = _OneDevice(OneDevice(stages, optimizer, course), input_of)
+        run.mode = OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
     elif options.mode == "pipeline":
         pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
-        run.mode = _Pipeline(pipeline, input_of, run)
+        run.mode = PipelineMode(pipeline, input_of, stages, transport)
     else:
-        run.mode = _Ring(RingLoop(model, stages, optimizer, course, run.channel, run.rank), run, loss)
+        loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
+        run.mode = RingMode(loop, model, optimizer, loss)
     return run
 
 
@@ -180,58 +168,3 @@ def _owner(options: CyclicOptions, schedule: Schedule, stage: int) -> int:
     if options.mode == "ring":
         return home(schedule, stage)
     return stage if options.mode == "pipeline" else 0
-
-
-class _OneDevice:
-    def __init__(self, runtime: OneDevice, input_of: Callable[[Batch], Any]) -> None:
-        self.runtime, self.input_of = runtime, input_of
-        self.settle, self.drain = runtime.settle, runtime.drain
-
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
-        return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
-
-    @contextmanager
-    def newest(self) -> Iterator[None]:
-        yield
-
-
-class _Pipeline:
-    def __init__(self, runtime: Pipeline, input_of: Callable[[Batch], Any], run: CyclicRun) -> None:
-        self.runtime, self.input_of, self.run = runtime, input_of, run
-        self.settle, self.drain = runtime.settle, runtime.drain
-
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
-        return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
-
-    @contextmanager
-    def newest(self) -> Iterator[None]:
-        """The other stages' weights here are nobody's working copy, so they may be overwritten for good."""
-        with torch.no_grad():
-            for stage, owner in zip(self.run.stages, self.run.owners, strict=True):
-                for tensor in [*stage.module.parameters(), *stage.module.buffers()]:
-                    self.run.transport.spread(tensor, owner)
-        yield
-
-
-class _Ring:
-    """The user's plain loop, which the ring's hooks follow."""
-
-    def __init__(self, runtime: RingLoop, run: CyclicRun, loss: Loss) -> None:
-        self.runtime, self.run, self.loss = runtime, run, loss
-        self.newest = runtime.newest
-
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
-        step = self.runtime.ring.steps
-        self.run.optimizer.zero_grad(set_to_none=True)
-        value = self.loss(self.run.model, batches[0])
-        value.backward()
-        self.run.optimizer.step()
-        return [StepLosses(step, (value.detach(),))]
-
-    def settle(self) -> list[StepLosses]:
-        self.runtime.settle()
-        return []
-
-    def drain(self) -> list[StepLosses]:
-        self.runtime.drain()
-        return []

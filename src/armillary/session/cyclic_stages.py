@@ -1,5 +1,6 @@
 """A model cut where a plan says: an `nn.Sequential` module by module, every other model by tracing its forward."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,9 @@ def stages_of(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stage
         stages = cut(model, links, starts)
         same_as_model(model, stages, value)
         return stages
-    with untouched(model):
+    with untouched(model), warnings.catch_warnings():
+        # recurrent layers rewrite an attribute while they are traced; `untouched` puts it back
+        warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
         stages = cut_traced(model, value, points)
     try:
         same_as_model(_Called(model), stages, value)
