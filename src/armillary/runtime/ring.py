@@ -7,7 +7,8 @@ to the first worker that reads them, that one to the next, each at its own forwa
 Note [Nothing can hang]. Every wait is for a message that the schedule's clock places earlier: a receive is posted with
 the action during which the message is sent, one ahead of its use at the latest, and a send is waited for only after the
 tick at which its receiver needed it. Waiting always for earlier things, workers cannot wait in a circle. There is no
-clock at run time; ranks drift into the stagger.
+clock at run time; ranks drift into the stagger. Sends are waited for one uniform delay later than they might be, so
+that a worker who is late for a moment does not hold up those before it.
 
 Note [Posting early]. Gloo moves nothing before the receive is posted, so the time a message has to travel begins there,
 and what is posted late is waited for. What may never be sent is not posted: of a step that has not begun, no gradients.
@@ -69,7 +70,7 @@ class Ring:
         self._channel = channel
         self._ahead = [self._to_post(action) for action in range(len(self._actions))]
         self._posted: dict[Key, deque[list[tuple[Pending, Tensor]]]] = defaultdict(deque)
-        self._under_way: list[tuple[int, list[tuple[Pending, Tensor]]]] = []  # (tick at which it is needed, message)
+        self._under_way: list[tuple[int, list[tuple[Pending, Tensor]]]] = []  # (tick after which to wait, message)
         self._totals: dict[int, deque[Flats]] = {j: deque() for j in owned}  # finished here, not yet stepped with
         self._options: dict[int, Options] = {}
         self._arrived: dict[int, dict[int, Flats]] = {j: {} for j in self.flat}
@@ -188,14 +189,16 @@ class Ring:
         if message is None:
             return
         started = [(self._channel.send(flat, message.receiver, self._tag(key)), flat) for flat in flats]
-        self._under_way.append((message.tick + self.steps * self.schedule.period + message.lag, started))
+        patience = self.schedule.period // self.schedule.workers
+        needed = message.tick + self.steps * self.schedule.period + message.lag
+        self._under_way.append((needed + patience, started))
 
     def _reap(self, tick: int | None) -> None:
-        """Waits for the sends whose receivers needed them before `tick`; see Note [Nothing can hang]."""
+        """Waits for the sends that are to be over at `tick`, or for all; see Note [Nothing can hang]."""
         later = []
-        for needed, started in self._under_way:
-            if tick is not None and needed >= tick:
-                later.append((needed, started))
+        for over, started in self._under_way:
+            if tick is not None and over >= tick:
+                later.append((over, started))
                 continue
             for pending, _ in started:
                 pending.wait()
