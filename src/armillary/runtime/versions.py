@@ -30,6 +30,7 @@ class StageWeights:
         self._parameters: dict[str, nn.Parameter] = dict(stage.module.named_parameters())
         self._versions: dict[int, Weights] = {0: self._leaves()}
         self._sums: dict[str, Tensor] = {}
+        self._own: set[str] = set()  # the sums in storage of their own
         self._added = 0
         self.newest = 0
 
@@ -69,18 +70,31 @@ class StageWeights:
                 f"step {self.newest}, micro-batch {self._added} was due"
             )
         for name, gradient in gradients.items():
-            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
+            if name in self._own:
+                self._sums[name].add_(gradient)
+                continue
+            if name in self._sums:  # a first gradient may be somebody else's tensor, too; the sum of two is ours
+                self._own.add(name)
+                gradient = self._sums[name] + gradient
+            self._sums[name] = gradient
         self._added += 1
         if self._added < self._micro_batches:
             return False
         for parameter in self._parameters.values():
             parameter.data = parameter.data.clone()  # see Note [Versions and storage]
-        means = {self._parameters[name]: total / self._micro_batches for name, total in self._sums.items()}
-        step_with(self._optimizer, means, options[step])
+        step_with(self._optimizer, self._means(), options[step])
         self.newest, self._added = self.newest + 1, 0
         self._sums.clear()
+        self._own.clear()
         self._versions[self.newest] = self._leaves()
         return True
+
+    def _means(self) -> dict[nn.Parameter, Tensor]:
+        count = self._micro_batches
+        return {
+            self._parameters[name]: total.div_(count) if name in self._own else total / count
+            for name, total in self._sums.items()
+        }
 
     def forget(self, before: int) -> None:
         """Drops the versions older than `before`; pending graphs keep what they need."""
