@@ -125,6 +125,7 @@ class RowTable:
             gradients.append(gradient)
             tickets.append(look_up.ticket)
             look_up.is_pushed = True
+            look_up.rows = None  # its hook refers to the look-up: a circle through C++ that no collector sees
         self.pending = []
         return gradients, tickets
 
