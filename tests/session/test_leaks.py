@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
+from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 
 def rows_that_outlive_their_step(rank, workers, exchange):
