@@ -49,7 +49,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one worker is expected to send, hold and spend for one group in one step (mean over workers)."""
+    """What one worker is expected to send, hold and spend for one group in one step.
+
+    sent_bytes: mean over workers. memory_bytes: of the fullest worker, between steps (weights, gradients, optimizer
+    state). seconds: requests, index work and the optimizer's pass, none of it hidden behind anything.
+    """
 
     sent_bytes: float = 0.0
     memory_bytes: float = 0.0
