@@ -34,6 +34,9 @@ def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_
     assert parse(out[out.index("cyclic: 3 workers, 3 stages, 3 micro-batches") :]) == parse(made.picture)
     assert "NOT exact: 67% of the pairs" in out and "gradient accumulation" in out
     assert (made.workers, made.schedule.options["slack"]) == (1, 1)
+    code, out, err = armillary("train", *VISION, "--plan", out_file, "--workers", "1", "--steps", "2")
+    assert (code, err) == (0, "")
+    assert made.picture in out
 
 
 @pytest.mark.parametrize(("mode", "name"), [("pipeline", "cyclic_pipeline"), ("ring", "cyclic")])

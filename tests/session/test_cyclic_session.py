@@ -149,6 +149,28 @@ def test_another_rule_is_not_called_equal(crew, processes, wish):
         assert "NOT equal" in str(found)
 
 
+def verify_against_one_bit(rank, world):
+    """The last bit of one weight of the truth is turned."""
+    real = cyclic_verify._truths
+
+    def turned(case):
+        truths = real(case)
+        weight = next(iter(truths[0].values()))
+        weight.flatten()[0] = torch.nextafter(weight.flatten()[0], torch.tensor(torch.inf, dtype=weight.dtype))
+        return truths
+
+    cyclic_verify._truths = turned
+    try:
+        return verify_job(rank, world, [(VIT, ONE)])[0]
+    finally:
+        cyclic_verify._truths = real
+
+
+def test_one_bit_of_one_weight_is_a_difference(crew):
+    found = crew(1).run(verify_against_one_bit)[0]
+    assert [one.verdict for one in found.differences].count("differs") == 1
+
+
 # Looking, and saving
 
 
@@ -280,6 +302,10 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(crew):
     assert "the plan counts target.weight in stage 0, the model reads it in stage 1" in said
 
 
+def edited(made, **options):
+    return dataclasses.replace(made, schedule=Choice("cyclic", {**made.schedule.options, **options}))
+
+
 def misuse(rank, world, made, alone):
     model = model_of()
     said = []
@@ -289,6 +315,7 @@ def misuse(rank, world, made, alone):
             dataclasses.replace(made, schedule=Choice("simultaneous")), model, optimizer_of(model), loss, None
         ),
         lambda: drive(alone, model, optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: drive(edited(made, slack=1), model, optimizer_of(model), loss, batch_of(0, 0)),
         lambda: drive(made, nn.Sequential(nn.Linear(2, 2)), optimizer_of(model), loss, batch_of(0, 0)),
         lambda: driven(made)[0].step([batch_of(0, 0)]),
     ):
@@ -301,7 +328,8 @@ def misuse(rank, world, made, alone):
 
 def test_misuse_is_answered_with_what_to_do(crew):
     for said in crew(2).run(misuse, plan_of(UP, 2), plan_of(ONE, 1)):
-        owns, exact, workers, model, count = said
+        owns, exact, workers, picture, model, count = said
+        assert 'set its picture to ""' in picture and "staleness 1 1" in picture
         assert "armillary.drive" in owns and "use attach" in exact and count.startswith("run.step: rank")
         assert "the plan is for 1 workers, this job has 2" in workers and "made for another model" in model
 

@@ -141,7 +141,7 @@ def drive(
         raise ValueError(f"drive: the plan's schedule is {plan.schedule}; only cyclic owns the loop: use attach")
     transport = Transport(plan.workers_per_node)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    complaint = next(other_job(plan, trainable, transport.place.workers), "")
+    complaint = next(other_job(plan, trainable, transport.place.workers), "") or _other_picture(plan)
     refuse_on_every_rank("drive", plan, complaint, transport)
     begin_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, transport)
     options = read_options(plan.schedule.options, plan.workers)
@@ -162,6 +162,16 @@ def drive(
         loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
         run.mode = RingMode(loop, model, optimizer, loss)
     return run
+
+
+def _other_picture(plan: Plan) -> str:
+    """An edited plan must not show what it does not do."""
+    drawn = str(read_options(plan.schedule.options, plan.workers).schedule())
+    if plan.picture in ("", drawn):
+        return ""
+    return (
+        f'the plan shows another schedule than its options make; set its picture to "", or plan again. It is\n{drawn}'
+    )
 
 
 def _owner(options: CyclicOptions, schedule: Schedule, stage: int) -> int:
