@@ -131,7 +131,8 @@ def backwards_in_a_step(rank, workers, kind):
             model(second).backward()
     elif kind == "none exchanged":
         with run.no_sync():
-            model(first).backward()
+            with run.no_sync():
+                model(first).backward()
             model(second).backward()
     elif kind == "two graphs, accumulated":
         one, other = model(first), model(second)
@@ -227,13 +228,25 @@ def an_error_half_way(run, model, optimizer, rank):
     optimizer.step()
 
 
+def decay_from_now_on(run, model, optimizer, rank):
+    """
+    Expect: with which rows move that get no gradient; set them before attach, or plan with update='lazy'
+    """
+    model(ids_of(rank, 0)).backward()
+    optimizer.param_groups[0]["maximize"] = True  # changes nothing for a row without gradient
+    optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    model(ids_of(rank, 1)).backward()
+    optimizer.step()
+
+
 def broken(gradient):
     raise ZeroDivisionError
 
 
 REFUSALS = [
     two_graphs, one_graph_twice, a_stranger, unfrozen_later, two_weights, negative_weight, weights_unasked_for,
-    no_batch, an_error_half_way,
+    no_batch, an_error_half_way, decay_from_now_on,
 ]  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.runtime.executor import Executor
-from armillary.runtime.row_update import Held, close_window, open_window
+from armillary.runtime.row_update import Held, close_window, leaves_untouched_rows, open_window
 from armillary.runtime.table import RowTable
+from armillary.session.misfit import options_of
 
 __all__ = ["Run"]
 
@@ -41,6 +42,8 @@ class Run:
         self.transport = executor.transport
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
+        self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
+        self._refuse_new_options()
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -59,11 +62,11 @@ class Run:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
-        self.executor.is_syncing = False
+        before, self.executor.is_syncing = self.executor.is_syncing, False
         try:
             yield
         finally:
-            self.executor.is_syncing = True
+            self.executor.is_syncing = before
 
     def weigh(self, weight: float) -> None:
         """Declares the weight of this rank's next backward, for example its number of tokens.
@@ -152,6 +155,7 @@ class Run:
                 "checkpoint"
             )
         self._refuse_strangers()
+        self._refuse_new_options()
         if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
         with torch.no_grad():
@@ -179,6 +183,21 @@ class Run:
                         f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
                         "gradient but is not in the plan (unfrozen after attach?); plan again and attach anew"
                     )
+
+    def _refuse_new_options(self) -> None:
+        """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that."""
+        for table in self._windows():
+            group = options_of(self.optimizer, table.parameter)
+            if group is None or any(one.update == "lazy" for one in self.plan.groups if table.name in one.parameters):
+                continue
+            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
+            if self.options.setdefault(table.name, options) != options:
+                if not leaves_untouched_rows(self.optimizer, group):
+                    raise ValueError(
+                        f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which "
+                        "rows move that get no gradient; set them before attach, or plan with update='lazy'"
+                    )
+                self.options[table.name] = options
 
     def _windows(self) -> list[RowTable]:
         return [table for table in self.tables.values() if table.has_window]
