@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from beside import adam, close, pair, sgd
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.reference.serial import train_step
+from beside import adam, close, pair, sgd
 
 V, D, STEPS = 11, 4, 3
 
