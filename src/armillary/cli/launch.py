@@ -28,7 +28,7 @@ __all__ = ["INTERRUPTED", "Failure", "first_failure", "is_worker", "keep_failure
 INTERRUPTED = 130
 # Ctrl-C reaches the launcher alone, which passes it on: a worker then ends at once and says nothing.
 WORKER = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from armillary.cli.main import main; main()"
-EXPECTED = (ValueError, FloatingPointError, IndexError, TypeError, OSError)
+EXPECTED = (NotImplementedError, ValueError, FloatingPointError, IndexError, TypeError, OSError)
 SHUTDOWN_SECONDS = 5
 
 
