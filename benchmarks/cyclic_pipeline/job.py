@@ -3,8 +3,8 @@
 A block is: steps that fill the pipeline, untimed; timed steps, from the end of the last filling one to the end of the
 last timed one, on the slower process; then everything in flight is finished. Nobody waits between steps: what a block
 times is the steady state, for flush schedules as for the cyclic one. `whole_seconds` is from a barrier before the first
-step to a barrier after the last is finished, all of them divided: it charges a pipeline its filling and draining, too. `cpu_seconds` is what the busier
-process used in a timed step, all threads.
+step to a barrier after the last is finished, over all its steps: it charges a pipeline its filling and draining, too.
+`cpu_seconds` is what the busier process used in a timed step, all threads.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Cyclic against flush pipelines, 2 stages on 2 processes: python -m benchmarks.cyclic_pipeline.run
 
-Prints a Markdown table for 2 and for 4 micro-batches a step and keeps the records as JSON under results/. Ends with 1 if
-the cyclic pipeline is not as much faster than the fastest flush pipeline of the same round as was wanted.
+Prints a Markdown table for 2 and for 4 micro-batches a step and keeps the records as JSON under results/. Ends with 1
+if the cyclic pipeline is not as much faster than the fastest flush pipeline of the same round as was wanted.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def table(record: dict[str, Any]) -> str:
     samples = record["conditions"]["micro-batches"] * record["conditions"]["samples a micro-batch"]
     lines = [
         ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".\n",
-        "| pipeline | ms a step: median (quartiles) | samples/s | times as fast as the fastest flush: median (quartiles) "
+        "| pipeline | ms a step: median (quartiles) | samples/s | times as fast as fastest flush: median (quartiles) "
         "| CPU, ms a step of the busier process | ms a step with filling and draining | weights from torch GPipe's |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]

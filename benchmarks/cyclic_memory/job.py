@@ -1,0 +1,102 @@
+"""The process that is watched: trains every contender and says when; the kernel keeps the high-water mark.
+
+Every contender runs twice, with micro-batches of 1 and of several samples: what does not grow with the samples
+(weights, their versions, gradients, optimizer state, the process itself) is in both and is subtracted by subtracting.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armillary.schedules.schedule import Schedule
+from benchmarks.cyclic_memory.contenders import NAMES, Contender, build
+from benchmarks.cyclic_memory.ledger import Ledger
+from benchmarks.cyclic_memory.models import Shape, shapes
+from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+
+FILLING, STEPS = 1, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--workers", type=int, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shape, rows = shapes()[options.model], []
+    build("concurrent", shape, 1, 1).step()  # what libraries take once
+    for workers in options.workers:
+        for name in NAMES:
+            runs = [_watched(name, shape, workers, samples) for samples in (1, options.samples)]
+            rows.append({"name": name, "workers": workers, "runs": runs, **_counted(name, shape, workers, options)})
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "runs"}), flush=True)
+    whole = {"model": options.model, "samples": options.samples, "threads": 1, "rows": rows}
+    options.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _watched(name: str, shape: Shape, workers: int, samples: int) -> dict[str, Any]:
+    """Peak PSS over the steps, by the kernel; the bytes at rest; and the span of time for the curve."""
+    return_freed_memory()
+    before = pss_bytes()
+    contender = build(name, shape, workers, samples)
+    for _ in range(FILLING):
+        contender.step()
+    began, level = time.monotonic(), begin_watch()
+    for _ in range(STEPS):
+        contender.step()
+    peak, ended = peak_bytes(level), time.monotonic()
+    contender.settle()
+    return {"samples": samples, "began": began, "ended": ended, "before_bytes": before, "peak_bytes": peak}
+
+
+def _counted(name: str, shape: Shape, workers: int, options: argparse.Namespace) -> dict[str, int]:
+    """By the ledger: the most that was saved; and the forecast: stages held times the bytes each one saves."""
+    found = {}
+    contender = build(name, shape, workers, options.samples)
+    ledger = _ledger(contender)
+    with ledger.watching():
+        for _ in range(FILLING + STEPS):
+            contender.step()
+        found["saved_bytes"] = ledger.peak_bytes
+        contender.settle()
+    if contender.schedule is not None and "recomputed" not in name:
+        found["forecast_bytes"] = forecast(contender.schedule, stage_bytes(shape, options.samples))
+    return found
+
+
+def _ledger(contender: Contender) -> Ledger:
+    """Weights in use are the parameters and older versions of them; those share no storage with activations."""
+    sizes = {p.untyped_storage().nbytes() for stage in contender.stages for p in stage.module.parameters()}
+    assert sizes
+    return Ledger(
+        lambda: {p.untyped_storage().data_ptr() for stage in contender.stages for p in stage.module.parameters()}
+    )
+
+
+def stage_bytes(shape: Shape, samples: int) -> list[int]:
+    """What each stage saves for one micro-batch."""
+    contender = build("concurrent", shape, 1, samples)
+    ledger, found = _ledger(contender), []
+    value, _ = shape.batch(samples)
+    with ledger.watching():
+        for stage in contender.stages:
+            value = stage.module(value)
+            found.append(ledger.live_bytes - sum(found))
+    return found
+
+
+def forecast(schedule: Schedule, sizes: list[int]) -> int:
+    """The most bytes held after any tick of a step in the steady state, by the schedule alone."""
+    latest = max(action.end for row in schedule.ticks for action in row)
+    ticks = range(latest, latest + schedule.period)
+    return max(sum(sizes[stage] for _, _, stage in schedule.held_after(tick)) for tick in ticks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Activation memory of one process under every schedule: python -m benchmarks.cyclic_memory.run
+
+Starts a process per model with glibc's malloc told to give freed blocks back, reads its PSS from outside meanwhile,
+prints a Markdown table and keeps records (JSON) and curves (PNG) under results/. Ends with 1 if the ViT misses what was
+wanted.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.cyclic_memory.models import shapes
+from benchmarks.hybrid.record import machine
+
+HERE = Path(__file__).parent
+WANTED = {4: 0.55, 8: 0.52}  # of concurrent, by micro-batches a step, for the ViT
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+SAMPLE_SECONDS = 0.004
+MIB = 2**20
+COLORS = {"concurrent": "#c2570c", "cyclic": "#2563a8", "accumulation": "#777777"}
+
+Curve = list[tuple[float, int]]  # seconds of the monotonic clock, bytes of PSS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(shapes()))
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
+    options = parser.parse_args()
+    is_over = False
+    for model in options.models:
+        name = re.sub(r"\W+", "_", model).lower()
+        out = HERE / "results" / f"{name}.json"
+        curve = _watch(model, options, out)
+        record = json.loads(out.read_text())
+        out.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")
+        _draw(record, curve).savefig(out.with_suffix(".png"))
+        print(f"{machine()}, {options.samples} samples a micro-batch.\n\n{table(record)}", flush=True)
+        if model == "ViT-B/16":
+            is_over = any(ratio(record, "cyclic", n) > WANTED[n] for n in options.workers)
+    return int(is_over)
+
+
+def growth(row: dict[str, Any]) -> float:
+    """Bytes of peak PSS per sample of a micro-batch: all that does not grow with samples is subtracted."""
+    few, many = row["runs"]
+    growth_bytes: float = (many["peak_bytes"] - few["peak_bytes"]) / (many["samples"] - few["samples"])
+    return growth_bytes
+
+
+def ratio(record: dict[str, Any], name: str, workers: int) -> float:
+    """Of activation memory, as measured, to that of concurrent micro-batches."""
+    rows = {row["name"]: row for row in record["rows"] if row["workers"] == workers}
+    return growth(rows[name]) / growth(rows["concurrent"])
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [
+        "| model | N | | activations at peak, MiB (PSS) | of concurrent | saved tensors, MiB | of concurrent "
+        "| forecast, MiB | of concurrent | whole process at peak, MiB (PSS) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in record["rows"]:
+        first = next(r for r in record["rows"] if r["workers"] == row["workers"] and r["name"] == "concurrent")
+        samples, forecast = record["samples"], row.get("forecast_bytes")
+        said = f"{forecast / MIB:.1f} | {forecast / first['forecast_bytes']:.3f}" if forecast else " | "
+        lines.append(
+            f"| {record['model']} | {row['workers']} | {row['name']} | {growth(row) * samples / MIB:.1f} "
+            f"| {ratio(record, row['name'], row['workers']):.3f} | {row['saved_bytes'] / MIB:.1f} "
+            f"| {row['saved_bytes'] / first['saved_bytes']:.3f} | {said} | {row['runs'][1]['peak_bytes'] / MIB:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _watch(model: str, options: argparse.Namespace, out: Path) -> Curve:
+    words = ["--model", model, "--samples", str(options.samples), "--out", str(out), "--workers"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_memory.job", *words]
+    curve: Curve = []
+    with subprocess.Popen([*command, *map(str, options.workers)], env=os.environ | MALLOC) as job:
+        while job.poll() is None:
+            try:
+                curve.append((time.monotonic(), _pss_bytes(job.pid)))
+            except (ProcessLookupError, AttributeError):
+                break
+            time.sleep(SAMPLE_SECONDS)
+    if job.returncode:
+        raise RuntimeError(f"cyclic_memory: the job for {model} ended with {job.returncode}; its words are above")
+    return curve
+
+
+def _pss_bytes(pid: int) -> int:
+    found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _draw(record: dict[str, Any], curve: Curve) -> Figure:
+    """Two steps of each, over time as a share of the two; above what the process had before the model was made."""
+    numbers = sorted({row["workers"] for row in record["rows"]})
+    figure = Figure(figsize=(9, 3.4), dpi=80, layout="constrained")
+    panels = figure.subplots(1, len(numbers), squeeze=False)[0]
+    for panel, workers in zip(panels, numbers):
+        for row in (r for r in record["rows"] if r["workers"] == workers and r["name"] in COLORS):
+            run = row["runs"][1]
+            points = [(at, pss) for at, pss in curve if run["began"] <= at <= run["ended"]]
+            steps = [2 * (at - run["began"]) / (run["ended"] - run["began"]) for at, _ in points]
+            above = [(pss - run["before_bytes"]) / MIB for _, pss in points]
+            panel.plot(steps, above, color=COLORS[row["name"]], linewidth=1, label=row["name"])
+        panel.set_title(f"{record['model']}-shaped, N = {workers}", fontsize=10)
+        panel.set_xlabel("steps")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("MiB of PSS above the bare process")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
