@@ -11,7 +11,8 @@ clock at run time; ranks drift into the stagger. Sends are waited for one unifor
 that a worker who is late for a moment does not hold up those before it.
 
 Note [Posting early]. Gloo moves nothing before the receive is posted, so the time a message has to travel begins there,
-and what is posted late is waited for. What may never be sent is not posted: of a step that has not begun, no gradients.
+and what is posted late is waited for. What may never be sent is not posted: of a step that has not begun, no partial
+gradients; those of a step are posted when it begins.
 
 Source: Fournier & Oyallon, 2024 (multi-device mode). Departures: states live on the home only; sums in worker order.
 """
@@ -224,9 +225,8 @@ class Ring:
         found = []
         for key, message in self._in.items():
             used = self._used(key)
-            early = lead(self.schedule, message)
-            if key[0] == "partial gradient":
-                early = min(early, used)  # within its step
+            # with its step a partial gradient may be posted at the earliest; stragglers need it then
+            early = used if key[0] == "partial gradient" else lead(self.schedule, message)
             if (used - early) % len(self._actions) == action:
                 found.append((key, (action + early) // len(self._actions)))
         return found

@@ -77,12 +77,14 @@ def closing(schedule: Schedule, stage: int) -> Action:
     """The home's action before which it steps the optimizer with the gradient of the step before.
 
     Its own forward of that stage if the weights are wanted at once; else half of the time until they are
-    later, so that the gradient's hop to the home and the weights' hop from it have equal slack.
+    later, so that the gradient's hop to the home and the weights' hop from it have equal slack. Where the sum is made
+    at the home there is no such hop, and the weights have all of it.
     """
     start, *others = weight_path(schedule, stage)
     could = schedule.action("F", start, stage).start
     wanted = min(_use(schedule, worker, stage) for worker in (start, *others))
-    latest = could + max(0, wanted - could) // 2
+    hops = min(1, schedule.workers - 1 - start)
+    latest = could + hops * max(0, wanted - could) // 2
     return max(action for action in schedule.ticks[start] if action.start <= latest)
 
 
