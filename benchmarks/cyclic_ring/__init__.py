@@ -1,0 +1,1 @@
+"""Claim: on a link as slow as compute, gradients passed round a ring of staggered workers cost less time than DDP's."""

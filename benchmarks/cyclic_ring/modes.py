@@ -1,0 +1,231 @@
+"""The ways to train one model on N workers that are compared: alone, DDP, one step late, and round the ring.
+
+Each is two functions: `step()` trains on this worker's batch and returns the loss, `settle()` finishes what is on its
+way. All begin with the same weights, see the same batches and step plain SGD with the mean gradient.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from armillary.runtime.course import Course
+from armillary.runtime.ring_loop import RingLoop
+from armillary.runtime.stages import Stage
+from armillary.runtime.transport import Transport
+from armillary.schedules.cyclic import cyclic
+
+LAYERS, WIDTH = 10, 1000
+LEARNING_RATE = 5.0
+LATE_BUCKET_BYTES = 5 * 2**20
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What trains."""
+
+    step: Callable[[], Tensor]
+    settle: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """batch: samples a worker and step. stages: of the ring, which divide the layers.
+
+    waiting_seconds: if not 0, layers do not compute but wait, so long for forward and backward of all of them: workers
+    with a processor of their own, however many share this one.
+    """
+
+    batch: int
+    stages: int
+    waiting_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.stages < 1 or LAYERS % self.stages:
+            raise ValueError(f"cyclic_ring: want batch >= 1 and stages that divide {LAYERS} layers, got {self}")
+
+
+def modes(transport: Transport, sizes: Sizes) -> Mapping[str, Callable[[], Mode]]:
+    """By name, each ready to be built."""
+    workers = transport.place.workers
+    return {
+        "compute": partial(_alone, transport, sizes),
+        "all_reduce": partial(_all_reduce_alone, sizes),
+        "ddp_25mb": partial(_ddp, transport, sizes, 25),
+        "ddp_5mb": partial(_ddp, transport, sizes, 5),
+        "ddp_2mb": partial(_ddp, transport, sizes, 2),
+        "delayed": partial(_delayed, transport, sizes),
+        "ring_v1": partial(_ring, transport, sizes, workers),
+        "ring_slack1": partial(_ring, transport, sizes, 1),
+        "ring_slack0": partial(_ring, transport, sizes, 0),
+    }
+
+
+def _model(sizes: Sizes) -> nn.Sequential:
+    """A multi-layer perceptron, its layers in as many blocks as there are stages."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
+        if sizes.waiting_seconds:
+            layers = [nn.Sequential(_Waiting(sizes.waiting_seconds / LAYERS)) for _ in range(LAYERS)]
+    size = LAYERS // sizes.stages
+    return nn.Sequential(*[nn.Sequential(*layers[first : first + size]) for first in range(0, LAYERS, size)])
+
+
+class _Waiting(nn.Linear):
+    """A layer of the same parameters that takes a third of `seconds` forward and the rest backward, without work."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, value: Tensor) -> Tensor:
+        return _Wait.apply(value, self.weight, self.bias, self.seconds)
+
+
+class _Wait(torch.autograd.Function):
+    """Passes its input on; a parameter's gradient is the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        ctx.save_for_backward(weight, bias)
+        time.sleep(seconds / 3)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        weight, bias = ctx.saved_tensors
+        time.sleep(ctx.seconds * 2 / 3)
+        return gradients[0], weight.detach().clone(), bias.detach().clone(), None
+
+
+def _batch(transport: Transport, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """This worker's inputs and targets, (batch, WIDTH) each; the same every step."""
+    stream = torch.Generator().manual_seed(transport.place.rank)
+    whole = torch.randn(2, sizes.batch, WIDTH, generator=stream)
+    return whole[0].requires_grad_(sizes.waiting_seconds > 0), whole[1]
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def _step(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The user's plain loop, once."""
+    loss = _loss(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _nothing() -> None:
+    """Of modes that leave nothing on its way."""
+
+
+def _alone(transport: Transport, sizes: Sizes) -> Mode:
+    model = _model(sizes)
+    return Mode(partial(_step, model, _sgd(model), _batch(transport, sizes)), _nothing)
+
+
+def _all_reduce_alone(sizes: Sizes) -> Mode:
+    """No training: the gradients' bytes in one all-reduce, which says what the link can do."""
+    whole = torch.zeros(sum(parameter.numel() for parameter in _model(sizes).parameters()))
+
+    def step() -> Tensor:
+        dist.all_reduce(whole)
+        return whole[0]
+
+    return Mode(step, _nothing)
+
+
+def _ddp(transport: Transport, sizes: Sizes, bucket_mib: int) -> Mode:
+    model = _model(sizes)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
+    return Mode(partial(_step, parallel, _sgd(model), _batch(transport, sizes)), _nothing)
+
+
+def _ring(transport: Transport, sizes: Sizes, slack: int) -> Mode:
+    model = _model(sizes)
+    stages = [
+        Stage(index, module, {name: f"{index}.{name}" for name, _ in module.named_parameters()})
+        for index, module in enumerate(model)
+    ]
+    optimizer = _sgd(model)
+    schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * sizes.stages)
+    run = RingLoop(model, stages, optimizer, Course(schedule, _loss), transport, transport.place.rank)
+    return Mode(partial(_step, model, optimizer, _batch(transport, sizes)), run.settle)
+
+
+def _delayed(transport: Transport, sizes: Sizes) -> Mode:
+    model = _model(sizes)
+    late = _OneStepLate(model, _sgd(model))
+    return Mode(partial(_step, model, late, _batch(transport, sizes)), late.settle)
+
+
+class _OneStepLate:
+    """An optimizer for the plain loop that applies the last step's mean gradients: Pipe-SGD, delayed parameter update.
+
+    A bucket is all-reduced from the moment its gradients are there until the same moment of the next step: a whole
+    step's time, the most that one step of delay can give. What it makes are the weights of a ring with slack N.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._buckets: list[list[nn.Parameter]] = [[]]
+        for parameter in reversed(list(model.parameters())):
+            if sum(p.nbytes for p in self._buckets[-1]) + parameter.nbytes > LATE_BUCKET_BYTES and self._buckets[-1]:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+        self._under_way: list[tuple[Any, Tensor] | None] = [None] * len(self._buckets)
+        self._arrived: list[Tensor | None] = [None] * len(self._buckets)
+        self._missing = [len(bucket) for bucket in self._buckets]
+        for place, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._gradient_is_there(place))
+
+    def _gradient_is_there(self, place: int) -> None:
+        self._missing[place] -= 1
+        if self._missing[place]:
+            return
+        self._missing[place] = len(self._buckets[place])
+        self._receive(place)
+        flat = torch.cat([p.grad.view(-1) for p in self._buckets[place] if p.grad is not None])
+        self._under_way[place] = (dist.all_reduce(flat, async_op=True), flat)
+
+    def _receive(self, place: int) -> None:
+        found = self._under_way[place]
+        if found is not None:
+            found[0].wait()
+            self._arrived[place], self._under_way[place] = found[1], None
+
+    def step(self) -> None:
+        for bucket, flat in zip(self._buckets, self._arrived, strict=True):
+            if flat is None:
+                self._optimizer.zero_grad()  # the first step has no gradient older than itself
+                return
+            flat /= dist.get_world_size()
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                parameter.grad = part.view_as(parameter)
+        self._optimizer.step()
+        self._arrived = [None] * len(self._buckets)
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """The reductions end; what they brought is applied when its step comes."""
+        for found in self._under_way:
+            if found is not None:
+                found[0].wait()

@@ -1,0 +1,116 @@
+"""A ring of staggered workers against DDP and one-step-late all-reduce: python -m benchmarks.cyclic_ring.run
+
+On the network lab. Prints a Markdown table, keeps the record as JSON and the traffic as PNG under results/. With two
+workers it ends with 1 if the ring is not as fast as was wanted.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.cyclic_ring.traffic import BIN_SECONDS, peak_over_mean
+from benchmarks.hybrid.summary import Quartiles, quartiles
+from benchmarks.netlab.lab import Lab
+
+HERE = Path(__file__).parent
+ALL = "compute,all_reduce,ddp_25mb,ddp_5mb,ddp_2mb,delayed,ring_v1,ring_slack1,ring_slack0"
+WANTED_OVER_DDP, WANTED_OVER_DELAYED = 1.2, 0.97  # of the ring with slack N, times as fast
+SHOWN_BINS = 80
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--mbit", type=float, default=1000)
+    parser.add_argument("--batch", type=int, default=448)
+    parser.add_argument("--waiting-seconds", type=float, default=0, help="of a step: layers that wait, not compute")
+    parser.add_argument("--stages", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--modes", default=ALL)
+    parser.add_argument("--name", default="")
+    options = parser.parse_args()
+    out = HERE / "results" / f"{options.name or f'{options.workers}_workers'}.json"
+    out.parent.mkdir(exist_ok=True)
+    names = ("mbit", "batch", "waiting-seconds", "stages", "rounds", "steps", "modes")
+    words = [word for name in names for word in (f"--{name}", str(vars(options)[name.replace("-", "_")]))]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_ring.job", *words, "--out", str(out)]
+    with Lab(options.workers, options.mbit) as lab:
+        lab.run(command, timeout_seconds=300, watch=lambda text: print(text, end="", flush=True))
+    record = json.loads(out.read_text())
+    print(table(record))
+    plot(record, out.with_suffix(".png"))
+    found = speedups(record)
+    if options.workers != 2 or not {"ring_v1", "delayed"} <= set(found):
+        return 0
+    over_ddp = found["ring_v1"].median
+    over_delayed = against(record, "ring_v1", ["delayed"]).median
+    print(f"ring_v1 against the best DDP: {over_ddp:.3f} times as fast, wanted {WANTED_OVER_DDP}")
+    print(f"ring_v1 against delayed all-reduce: {over_delayed:.3f} times as fast, wanted {WANTED_OVER_DELAYED}")
+    return int(over_ddp < WANTED_OVER_DDP or over_delayed < WANTED_OVER_DELAYED)
+
+
+def against(record: dict[str, Any], mode: str, rivals: list[str]) -> Quartiles:
+    """How often a step of `mode` fits into one of the fastest rival of the same round."""
+    seconds = {(turn["mode"], turn["round"]): turn["step_seconds"] for turn in record["turns"]}
+    rounds = sorted({turn["round"] for turn in record["turns"]})
+    return quartiles([min(seconds[rival, r] for rival in rivals) / seconds[mode, r] for r in rounds])
+
+
+def speedups(record: dict[str, Any]) -> dict[str, Quartiles]:
+    """By mode, against the fastest DDP of the same round."""
+    names = list(dict.fromkeys(turn["mode"] for turn in record["turns"]))
+    return {name: against(record, name, [rival for rival in names if rival.startswith("ddp")]) for name in names}
+
+
+def table(record: dict[str, Any]) -> str:
+    lines = [
+        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".\n",
+        "| mode | ms a step: median (quartiles) | times as fast as the best DDP: median (quartiles) "
+        "| ms with filling and settling | MB a host sends: mean (worst) | peak / mean of 20 ms bins: mean (worst) "
+        "| CPU, ms a rank | loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, ratio in speedups(record).items():
+        turns = [turn for turn in record["turns"] if turn["mode"] == name]
+        steps = quartiles([turn["step_seconds"] * 1e3 for turn in turns])
+        middle = {key: statistics.median(turn[key] for turn in turns) * 1e3 for key in ("whole_seconds", "cpu_seconds")}
+        sent = [statistics.fmean(host) / 1e6 for host in zip(*(turn["sent_bytes"] for turn in turns))]
+        peaks = [peak_over_mean(bins) for turn in turns for bins in turn["bins"] if sum(bins)]
+        evenness = f"{statistics.fmean(peaks):.2f} ({max(peaks):.2f})" if min(sent) > 1 else "-"
+        lines.append(
+            f"| {name} | {steps.median:.0f} ({steps.first:.0f}-{steps.third:.0f}) "
+            f"| {ratio.median:.3f} ({ratio.first:.3f}-{ratio.third:.3f}) | {middle['whole_seconds']:.0f} "
+            f"| {statistics.fmean(sent):.2f} ({max(sent):.2f}) | {evenness} | {middle['cpu_seconds']:.0f} "
+            f"| {turns[-1]['loss']:.6f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """What host 0 and the last host send over time, a row a mode; the last turn of each."""
+    shown = [m for m in dict.fromkeys(t["mode"] for t in record["turns"]) if m not in ("compute", "all_reduce")]
+    figure = Figure(figsize=(7, 1.1 * len(shown)))
+    rows = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, mode in zip(rows, shown, strict=True):
+        turn = [t for t in record["turns"] if t["mode"] == mode][-1]
+        for host in (0, len(turn["bins"]) - 1):
+            bins = turn["bins"][host][:SHOWN_BINS]
+            times = [BIN_SECONDS * place for place in range(len(bins))]
+            axes.step(times, [sent / BIN_SECONDS / 1e6 for sent in bins], where="post", lw=0.8, label=f"worker {host}")
+        axes.set_title(mode, fontsize=7, loc="left", pad=2)
+        axes.tick_params(labelsize=6)
+    rows[0].legend(fontsize=6, ncol=2)
+    rows[-1].set_xlabel("seconds", fontsize=7)
+    figure.supylabel("MB/s sent", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
