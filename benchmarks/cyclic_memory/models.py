@@ -1,9 +1,9 @@
 """ViT-B/16-, ResNet-50- and GPT-2-small-shaped models for a CPU: depth and shapes kept, channels and images smaller.
 
 Each is a chain of links, transformers cut between attention and perceptron, so a stage is a link. Departures: ViT
-averages its patches and has 96 channels instead of 768, images of 112 pixels with patches of 8 (196 patches, as the paper's);
-ResNet has 16 base channels instead of 64, images of 96 pixels instead of 224 and GroupNorm; GPT-2 has 96 channels, 192
-positions and 3,072 words (8 and 5 and 16 times fewer) and does not tie its head.
+averages its patches and has 96 channels instead of 768, images of 112 pixels with patches of 8 (196, as in the paper);
+ResNet has 16 base channels instead of 64, images of 96 pixels instead of 224, and GroupNorm; GPT-2 has 96 channels, 192
+positions and 3,072 words (8, 5 and 16 times fewer) and does not tie its head.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,7 +23,7 @@ from benchmarks.hybrid.record import machine
 HERE = Path(__file__).parent
 WANTED = {4: 0.55, 8: 0.52}  # of concurrent, by micro-batches a step, for the ViT
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-SAMPLE_SECONDS = 0.004
+SAMPLE_SECONDS = 0.02
 MIB = 2**20
 COLORS = {"concurrent": "#c2570c", "cyclic": "#2563a8", "accumulation": "#777777"}
 
@@ -33,7 +33,7 @@ Curve = list[tuple[float, int]]  # seconds of the monotonic clock, bytes of PSS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(shapes()))
-    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
     options = parser.parse_args()
     is_over = False

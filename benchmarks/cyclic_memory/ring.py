@@ -1,0 +1,100 @@
+"""Sum of PSS over N processes on one host, a ring against DDP: python -m benchmarks.cyclic_memory.ring
+
+Both run with micro-batches of 1 and of several samples; the difference is what grows with samples. PSS is read from
+outside.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.cyclic_memory.run import COLORS, MALLOC, MIB
+from benchmarks.hybrid.record import machine
+
+HERE = Path(__file__).parent
+WORKERS, SAMPLE_SECONDS = 4, 0.02
+NAMES = {"ddp": "concurrent", "ring": "cyclic"}  # what each mode is in the colours of the other pictures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=6)
+    options = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "workers": WORKERS, "samples": options.samples}
+    for mode in NAMES:
+        found[mode] = {str(samples): _watch(mode, samples) for samples in (1, options.samples)}
+    (HERE / "results" / "ring.json").write_text(json.dumps(found) + "\n")
+    _draw(found).savefig(HERE / "results" / "ring.png")
+    print(table(found))
+
+
+def table(found: dict[str, Any]) -> str:
+    """Peak and mean over the timed steps of the sum over processes; activations as in run.py."""
+    many = found["samples"]
+    lines = ["| 4 processes | sum of PSS at peak, MiB | mean | activations at peak, MiB | mean | peak over mean |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for mode in NAMES:
+        totals = {samples: [pss for _, pss in curve] for samples, curve in found[mode].items()}
+        few = statistics.fmean(totals["1"])
+        share = many / (many - 1)
+        peak, mean = max(totals[str(many)]), statistics.fmean(totals[str(many)])
+        lines.append(
+            f"| {mode} | {peak / MIB:.0f} | {mean / MIB:.0f} | {(peak - few) * share / MIB:.0f} "
+            f"| {(mean - few) * share / MIB:.0f} | {(peak - few) / (mean - few):.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _watch(mode: str, samples: int) -> list[tuple[float, int]]:
+    """(seconds since the last process began its steps, sum of PSS) until the first process ended them."""
+    out = HERE / "results" / "spans.json"
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    job = ["-m", "benchmarks.cyclic_memory.ring_job", "--mode", mode, "--samples", str(samples), "--out", str(out)]
+    curve: list[tuple[float, int]] = []
+    with subprocess.Popen([*launch, *job], env=os.environ | MALLOC) as started:
+        while started.poll() is None:
+            children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+            curve.append((time.monotonic(), sum(map(_pss_bytes, children))))
+            time.sleep(SAMPLE_SECONDS)
+    if started.returncode:
+        raise RuntimeError(f"cyclic_memory: {mode} ended with {started.returncode}; its words are above")
+    spans = json.loads(out.read_text())["spans"]
+    out.unlink()
+    began, ended = max(first for first, _ in spans), min(last for _, last in spans)
+    return [(at - began, pss) for at, pss in curve if began <= at <= ended]
+
+
+def _pss_bytes(pid: str) -> int:
+    """0 for a process that has just gone."""
+    try:
+        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def _draw(found: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(7, 3.2), dpi=80, layout="constrained")
+    panel = figure.subplots()
+    for mode, color in NAMES.items():
+        curve = found[mode][str(found["samples"])]
+        panel.plot(
+            [at for at, _ in curve], [pss / MIB for _, pss in curve], color=COLORS[color], label=mode, linewidth=1
+        )
+    panel.set(xlabel="seconds", ylabel="MiB of PSS, 4 processes", ylim=(0, None), title="ViT-B/16-shaped, N = 4")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""One of N processes that train the same model on one host, as a ring or under DDP; tells when its steps ran."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from armillary.runtime.course import Course
+from armillary.runtime.ring_loop import RingLoop
+from armillary.runtime.stages import chain, costs, cut
+from armillary.runtime.transport import Transport
+from armillary.schedules.cyclic import cyclic
+from benchmarks.cyclic_memory.models import loss, shapes
+from benchmarks.hybrid.memory import return_freed_memory
+
+FILLING, STEPS = 2, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=("ring", "ddp"), required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    transport = Transport()
+    step, end = (_ring if options.mode == "ring" else _ddp)(options.samples, transport)
+    for _ in range(FILLING):
+        step()
+    return_freed_memory()
+    began = time.monotonic()
+    for _ in range(STEPS):
+        step()
+    ended = time.monotonic()
+    end()
+    spans = transport.share((began, ended))
+    if transport.place.rank == 0:
+        options.out.write_text(json.dumps({"spans": spans}))
+    transport.barrier()
+    transport.close()
+
+
+def _ring(samples: int, transport: Transport) -> tuple[Callable[[], None], Callable[[], None]]:
+    shape = shapes()["ViT-B/16"]
+    model = shape.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    links, batch = chain(model), shape.batch(samples)
+    schedule = cyclic(transport.place.workers, costs=costs(links, shape.batch(1)[0]))
+    stages = cut(model, links, range(1, len(links)))
+    loop = RingLoop(model, stages, optimizer, Course(schedule, loss), transport, transport.place.rank)
+
+    def step() -> None:
+        loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step, loop.drain
+
+
+def _ddp(samples: int, transport: Transport) -> tuple[Callable[[], None], Callable[[], None]]:
+    shape = shapes()["ViT-B/16"]
+    model = DistributedDataParallel(shape.model())
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), shape.batch(samples)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step, lambda: None
+
+
+if __name__ == "__main__":
+    main()
