@@ -140,9 +140,7 @@ def test_tied_weights_across_stages_are_refused_and_within_one_accepted():
     model = Blocks()
     model.blocks[2].inner.weight = model.blocks[0].inner.weight
     links = chain(model, ["into", "blocks", "head"])
-    with pytest.raises(
-        ValueError, match=r"blocks.0.inner.weight of stage 0 and blocks.2.inner.weight of stage 1"
-    ):
+    with pytest.raises(ValueError, match=r"blocks.0.inner.weight of stage 0 and blocks.2.inner.weight of stage 1"):
         cut(model, links, [2])
     assert len(cut(model, links, [1])) == 2
 
