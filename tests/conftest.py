@@ -1,5 +1,6 @@
 """What every test may use: crews of rank processes, and one torch thread."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from crew import Crew
 
 torch.set_num_threads(1)
+# A suite started in the background inherits "ignore SIGINT", and would pass that on to the programs it interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
