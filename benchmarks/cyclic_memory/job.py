@@ -16,7 +16,7 @@ from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_memory.contenders import NAMES, Contender, build
 from benchmarks.cyclic_memory.ledger import Ledger
 from benchmarks.cyclic_memory.models import Shape, shapes
-from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+from benchmarks.hybrid.memory import return_freed_memory
 
 FILLING, STEPS = 1, 2
 
@@ -41,18 +41,36 @@ def main() -> None:
 
 
 def _watched(name: str, shape: Shape, workers: int, samples: int) -> dict[str, Any]:
-    """Peak PSS over the steps, by the kernel; the bytes at rest; and the span of time for the curve."""
+    """Peak over the steps, by the kernel; the bytes before there was a model; and the span of time for the curve."""
     return_freed_memory()
-    before = pss_bytes()
+    before = _anonymous_bytes()
     contender = build(name, shape, workers, samples)
     for _ in range(FILLING):
         contender.step()
-    began, level = time.monotonic(), begin_watch()
+    began = time.monotonic()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the high-water mark, see proc(5)
     for _ in range(STEPS):
         contender.step()
-    peak, ended = peak_bytes(level), time.monotonic()
+    peak, ended = _high_water_bytes(), time.monotonic()
     contender.settle()
     return {"samples": samples, "began": began, "ended": ended, "before_bytes": before, "peak_bytes": peak}
+
+
+def _anonymous_bytes() -> int:
+    return _status_bytes("RssAnon")
+
+
+def _high_water_bytes() -> int:
+    """Anonymous memory at the mark of RSS; libraries' pages are all in by then and stay."""
+    return _status_bytes("VmHWM") - _status_bytes("RssFile") - _status_bytes("RssShmem")
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == field:
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError(f"cyclic_memory: /proc/self/status has no {field}; this needs Linux")
 
 
 def _counted(name: str, shape: Shape, workers: int, options: argparse.Namespace) -> dict[str, int]:

@@ -74,9 +74,9 @@ def _watch(mode: str, samples: int) -> list[tuple[float, int]]:
 
 
 def _pss_bytes(pid: str) -> int:
-    """0 for a process that has just gone."""
+    """Of anonymous pages, as in run.py; 0 for a process that has just gone."""
     try:
-        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+        found = re.search(r"^Pss_Anon:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return int(found[1]) * 1024 if found else 0

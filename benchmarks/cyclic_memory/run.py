@@ -98,7 +98,8 @@ def _watch(model: str, options: argparse.Namespace, out: Path) -> Curve:
 
 
 def _pss_bytes(pid: int) -> int:
-    found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    """Of anonymous pages: the share of a library's pages changes whenever another process with it comes or goes."""
+    found = re.search(r"^Pss_Anon:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
