@@ -27,8 +27,8 @@ NETWORK = {
     "torch.distributed.launcher": {"cli/launch.py", "session/launch.py"},
     "torch.distributed.elastic": {"cli/launch.py", "session/launch.py"},
     "torch.distributed.run": {"cli/launch.py", "session/launch.py"},
-    "torch.distributed.pipelining": {"runtime/tracer.py"},
-    "torch.distributed.checkpoint": {"runtime/checkpoint.py"},
+    "torch.distributed.pipelining": {"runtime/cut/tracer.py"},
+    "torch.distributed.checkpoint": {"runtime/saving/checkpoint.py"},
 }
 
 

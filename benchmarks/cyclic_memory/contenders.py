@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.course import Course
-from armillary.runtime.one_device import OneDevice
-from armillary.runtime.stages import Stage, chain, costs, cut
+from armillary.runtime.cut.stages import Stage, chain, costs, cut
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule

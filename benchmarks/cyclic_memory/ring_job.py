@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.runtime.course import Course
-from armillary.runtime.ring_loop import RingLoop
-from armillary.runtime.stages import chain, costs, cut
+from armillary.runtime.cut.stages import chain, costs, cut
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_memory.models import loss, shapes

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from armillary.runtime.channel import Channel
-from armillary.runtime.course import Course
-from armillary.runtime.pipeline import Pipeline
-from armillary.runtime.stages import Stage
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b

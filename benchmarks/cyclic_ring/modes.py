@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.runtime.course import Course
-from armillary.runtime.ring_loop import RingLoop
-from armillary.runtime.stages import Stage
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 

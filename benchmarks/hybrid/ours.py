@@ -15,7 +15,7 @@ from armillary.exchanges.exchange import row_exchanges
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.profiler import profile
+from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
 from benchmarks.hybrid.model import LanguageModel, Sizes, batches, seeded_model
 from benchmarks.hybrid.peers import LEARNING_RATE, Step, train

@@ -4,10 +4,10 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.planner import plan
-from armillary.runtime.profiler import profile
+from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest, save
-from armillary.session.cyclic import drive
+from armillary.session.cyclic.drive import drive
 from armillary.session.every import Every
 from armillary.session.export import export
 from armillary.session.feed import shard

@@ -11,8 +11,8 @@ from armillary.facts.topology import Link
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, owners_of, row_forecast
 from armillary.reference import lockstep
-from armillary.runtime.row_counts import Lookups
-from armillary.runtime.row_counts import row_facts as count_rows
+from armillary.runtime.watch.row_counts import Lookups
+from armillary.runtime.watch.row_counts import row_facts as count_rows
 
 ROWS, WIDTH, ASKED = 9973, 8, 4000
 

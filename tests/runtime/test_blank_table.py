@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from armillary.exchanges.ownership import Ownership
-from armillary.runtime import blank_table
-from armillary.runtime.blank_table import BlankTable
+from armillary.runtime.hybrid import blank_table
+from armillary.runtime.hybrid.blank_table import BlankTable
 
 
 def xavier(weight):

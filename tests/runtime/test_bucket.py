@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.bucket import Bucket
+from armillary.runtime.hybrid.bucket import Bucket
 
 
 def parameters():

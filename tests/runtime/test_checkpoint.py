@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from armillary.exchanges.exchange import Place, build_row
-from armillary.runtime import row_blocks
-from armillary.runtime.checkpoint import (
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.saving import row_blocks
+from armillary.runtime.saving.checkpoint import (
     MARKER,
     Marker,
     RowIndex,
@@ -23,9 +24,8 @@ from armillary.runtime.checkpoint import (
     stored_rows,
     verify,
 )
-from armillary.runtime.row_blocks import all_on_first, equal_spans, from_spans, to_spans
-from armillary.runtime.row_file import Layout, RowFile
-from armillary.runtime.table import RowTable
+from armillary.runtime.saving.row_blocks import all_on_first, equal_spans, from_spans, to_spans
+from armillary.runtime.saving.row_file import Layout, RowFile
 from armillary.runtime.transport import Transport
 
 ROWS = torch.arange(40.0).view(10, 4)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.course import Course
-from armillary.runtime.one_device import OneDevice
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.registry import build

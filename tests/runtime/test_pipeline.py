@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.course import Course
-from armillary.runtime.edge import Outgoing
-from armillary.runtime.one_device import OneDevice
-from armillary.runtime.pipeline import Pipeline
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.edge import Outgoing
+from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe

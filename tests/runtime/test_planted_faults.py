@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime import ring_loop, versions
-from armillary.runtime.course import Course
-from armillary.runtime.delayed_step import options_of, step_with
-from armillary.runtime.home import Home
-from armillary.runtime.one_device import OneDevice
-from armillary.runtime.pipeline import Pipeline
-from armillary.runtime.ring import Ring
-from armillary.runtime.ring_loop import RingLoop
-from armillary.runtime.versions import StageWeights
+from armillary.runtime.cyclic import ring_loop, versions
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_step import options_of, step_with
+from armillary.runtime.cyclic.home import Home
+from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.ring import Ring
+from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules.agenda import Due
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline

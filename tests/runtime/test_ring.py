@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.course import Course
-from armillary.runtime.ring_loop import RingLoop
-from armillary.runtime.stages import chain, cut
+from armillary.runtime.cut.stages import chain, cut
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import Place, build_row
-from armillary.runtime.row_update import (
+from armillary.runtime.hybrid.row_update import (
     close_window,
     leaves_untouched_rows,
     open_window,
     replace_parameter,
     steps_by_row,
 )
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid.table import RowTable
 
 ROWS, WIDTH = 12, 3
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.course import Course
-from armillary.runtime.one_device import OneDevice
-from armillary.runtime.stages import balanced, chain, costs, cut, same_as_model
-from armillary.runtime.tracer import cut_traced
+from armillary.runtime.cut.stages import balanced, chain, costs, cut, same_as_model
+from armillary.runtime.cut.tracer import cut_traced
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS, same, squared_error, weights

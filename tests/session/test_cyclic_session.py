@@ -13,19 +13,19 @@ from armillary.facts.plan import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
-from armillary.runtime.profiler import profile
-from armillary.runtime.saved import REST
+from armillary.runtime.saving.saved import REST
+from armillary.runtime.watch.profiler import profile
 from armillary.schedules.cyclic_modes import CyclicOptions, read_options
 from armillary.schedules.random_stream import place_seed, seed_from_step
-from armillary.session import cyclic_verify
 from armillary.session.attach import attach
-from armillary.session.cyclic import drive
-from armillary.session.cyclic_state import export_cyclic, load_plain, save_cyclic
-from armillary.session.cyclic_train import train_cyclic
-from armillary.session.cyclic_verify import verify_cyclic
+from armillary.session.cyclic import verify as cyclic_verify
+from armillary.session.cyclic.drive import drive
+from armillary.session.cyclic.split_loss import SplitLoss
+from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
+from armillary.session.cyclic.train import train_cyclic
+from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
-from armillary.session.split_loss import SplitLoss
 from armillary.session.train import Settings
 
 WIDTH, ROWS = 4, 3

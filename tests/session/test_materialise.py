@@ -9,7 +9,7 @@ from torch import nn
 
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.reference.serial import train_step
-from armillary.runtime import blank_table
+from armillary.runtime.hybrid import blank_table
 from armillary.session.attach import attach
 from armillary.session.checkpoint import export
 

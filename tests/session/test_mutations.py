@@ -9,10 +9,10 @@ import torch
 from armillary.exchanges import exchange, gather_rows, owned_rows, owned_rows_by_node
 from armillary.exchanges.ownership import Ownership
 from armillary.reference import lockstep
-from armillary.runtime import executor, handle
-from armillary.runtime.bucket import Bucket
-from armillary.runtime.executor import Executor
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid import executor, handle
+from armillary.runtime.hybrid.bucket import Bucket
+from armillary.runtime.hybrid.executor import Executor
+from armillary.runtime.hybrid.table import RowTable
 from armillary.session import attach as attaching
 from armillary.session.run import Run
 from exchanges.test_dense_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_dense_bytes

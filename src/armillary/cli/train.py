@@ -27,7 +27,7 @@ from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest
-from armillary.session.cyclic_train import train_cyclic
+from armillary.session.cyclic.train import train_cyclic
 from armillary.session.folder import CHECKPOINTS, run_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.train import Settings, train

@@ -23,7 +23,7 @@ from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Sc
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
-from armillary.session.cyclic_verify import verify_cyclic
+from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.verify import verify
 
 __all__ = ["verify_command"]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .plan_table import Line, plan_table
+from armillary.facts.plan_table import Line, plan_table
 
 __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"]
 

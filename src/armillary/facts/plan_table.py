@@ -6,7 +6,7 @@ Plain text, so that facts needs no library; one unit a column, so that numbers c
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .profile_table import aligned
+from armillary.facts.profile_table import aligned
 
 __all__ = ["Line", "plan_table"]
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .parameter import ParameterFact, Reads, RowFacts
-from .plan import model_fingerprint
-from .profile_table import bytes_text, table
-from .stage import StageFact
+from armillary.facts.parameter import ParameterFact, Reads, RowFacts
+from armillary.facts.plan import model_fingerprint
+from armillary.facts.profile_table import bytes_text, table
+from armillary.facts.stage import StageFact
 
 __all__ = ["ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"]
 

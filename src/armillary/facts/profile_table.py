@@ -6,8 +6,8 @@ owners would share the load, and which stages cost what.
 
 from collections.abc import Sequence
 
-from .parameter import ParameterFact
-from .stage import StageFact
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.stage import StageFact
 
 __all__ = ["aligned", "bytes_text", "count_text", "seconds_text", "table"]
 

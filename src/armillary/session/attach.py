@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import build_dense, build_row, row_exchanges
 from armillary.facts.plan import Group, Plan
 from armillary.runtime.agreement import begin_alike
-from armillary.runtime.bucket import Bucket
-from armillary.runtime.executor import DenseUnit, Executor, RowUnit
-from armillary.runtime.handle import TableHandle
-from armillary.runtime.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid.bucket import Bucket
+from armillary.runtime.hybrid.executor import DenseUnit, Executor, RowUnit
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
+from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 from armillary.session.materialise import begin_optimizer_state, materialise
 from armillary.session.misfit import misfit, options_of

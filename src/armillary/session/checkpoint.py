@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from armillary.runtime.checkpoint import Marker, RowIndex, latest, mark, new_folder, next_serial, prune
 from armillary.runtime.first_error import FirstError
-from armillary.runtime.handle import TableHandle
-from armillary.runtime.optimizer_state import by_name, parameter_names, table_state
-from armillary.runtime.row_blocks import equal_spans, to_spans
-from armillary.runtime.row_file import FileRecord, Layout, RowFile, digest, sync_folder
-from armillary.runtime.saved import REST
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.saving.checkpoint import Marker, RowIndex, latest, mark, new_folder, next_serial, prune
+from armillary.runtime.saving.optimizer_state import by_name, parameter_names, table_state
+from armillary.runtime.saving.row_blocks import equal_spans, to_spans
+from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, digest, sync_folder
+from armillary.runtime.saving.saved import REST
 from armillary.session.every import Every
 from armillary.session.export import export
 from armillary.session.load import load

@@ -18,11 +18,11 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions
+from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
-from armillary.runtime.probe import Loss
-from armillary.runtime.profiler import profile
-from armillary.runtime.row_update import leaves_untouched_rows
 from armillary.runtime.transport import Transport
+from armillary.runtime.watch.probe import Loss
+from armillary.runtime.watch.profiler import profile
 from armillary.session.events import Decided
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.workload import Batch, Workload

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.runtime.handle import TableHandle
-from armillary.runtime.optimizer_state import parameter_names, table_state
-from armillary.runtime.row_blocks import all_on_first, to_spans
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.saving.optimizer_state import parameter_names, table_state
+from armillary.runtime.saving.row_blocks import all_on_first, to_spans
 from armillary.session.row_tensors import RowTensor, row_tensors
 from armillary.session.run import Run
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from armillary.runtime.first_error import FirstError
-from armillary.runtime.handle import TableHandle
-from armillary.runtime.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
-from armillary.runtime.row_blocks import block_rows, equal_spans, from_spans
-from armillary.runtime.row_file import StoredRows
-from armillary.runtime.saved import Saved, open_saved, read_rows
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
+from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
+from armillary.runtime.saving.row_file import StoredRows
+from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.run import Run
 
 __all__ = ["load"]

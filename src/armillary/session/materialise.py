@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Plan
-from armillary.runtime.blank_table import BlankTable
 from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.blank_table import BlankTable
 from armillary.runtime.transport import Transport
 
 __all__ = ["begin_optimizer_state", "materialise"]

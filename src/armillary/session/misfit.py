@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
-from armillary.runtime.row_update import steps_by_row
+from armillary.runtime.hybrid.row_update import steps_by_row
 from armillary.runtime.transport import Transport
 
 __all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank"]

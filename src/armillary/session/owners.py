@@ -12,7 +12,7 @@ from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.partitions import Search, search
-from armillary.runtime.row_timer import row_seconds
+from armillary.runtime.hybrid.row_timer import row_seconds
 from armillary.runtime.transport import Transport
 
 __all__ = ["choose_owners"]

@@ -10,7 +10,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.runtime.measure import measure as measure_links
-from armillary.runtime.probe import Loss
+from armillary.runtime.watch.probe import Loss
 from armillary.session.attach import attach
 from armillary.session.decide import Subject, Wishes, decide, open_transport
 from armillary.session.run import Run

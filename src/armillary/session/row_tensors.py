@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.runtime.optimizer_state import table_state
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.saving.optimizer_state import table_state
 from armillary.session.run import Run
 
 __all__ = ["RowTensor", "row_tensors"]

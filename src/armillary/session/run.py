@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
-from armillary.runtime.executor import Executor
-from armillary.runtime.row_update import Held, close_window, leaves_untouched_rows, open_window
-from armillary.runtime.table import RowTable
+from armillary.runtime.hybrid.executor import Executor
+from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
+from armillary.runtime.hybrid.table import RowTable
 from armillary.session.misfit import options_of
 
 __all__ = ["Run"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from armillary.facts.plan import Forecast, Plan
 from armillary.facts.trace import Record
-from armillary.runtime.executor import DenseUnit
+from armillary.runtime.hybrid.executor import DenseUnit
 from armillary.session.run import Run
 
 __all__ = ["Comparison", "Tally", "compare", "held_bytes", "reset_peak_memory", "resident_bytes"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile_table import aligned
 from armillary.reference.serial import train_step
-from armillary.runtime.handle import TableHandle
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.session.attach import attach
 from armillary.session.decide import Wishes, decide, open_transport, subject_of
 from armillary.session.feed import Feed, stream_seed

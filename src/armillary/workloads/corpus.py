@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .kept import Arrays, fingerprint, joined, kept, parted
+from armillary.workloads.kept import Arrays, fingerprint, joined, kept, parted
 
 __all__ = ["END_OF_LINE", "UNKNOWN", "Corpus", "load", "synthetic", "tokens"]
 

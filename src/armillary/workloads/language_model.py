@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import bigram, shares
-from .corpus import Corpus, load, synthetic
+from armillary.workloads import bigram, shares
+from armillary.workloads.corpus import Corpus, load, synthetic
 
 __all__ = ["SMALL", "LanguageModel", "SampledSoftmaxLSTM", "expected_counts", "log_uniform", "workload"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .corpus import tokens
-from .kept import Arrays, fingerprint, joined, kept, parted
+from armillary.workloads.corpus import tokens
+from armillary.workloads.kept import Arrays, fingerprint, joined, kept, parted
 
 __all__ = ["BEGIN", "END", "PAD", "UNKNOWN", "Pairs", "ParallelText", "libreoffice", "reversed_words"]
 

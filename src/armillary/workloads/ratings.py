@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .kept import Arrays, fingerprint, kept
+from armillary.workloads.kept import Arrays, fingerprint, kept
 
 __all__ = ["BAGS", "Ratings", "features", "hashed", "latent_factors", "movielens"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import shares
-from .ratings import BAGS, Ratings, latent_factors, movielens
+from armillary.workloads import shares
+from armillary.workloads.ratings import BAGS, Ratings, latent_factors, movielens
 
 __all__ = ["SMALL", "Recommender", "WideAndDeep", "workload"]
 

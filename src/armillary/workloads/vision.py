@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import shares
-from .images import Images, digits, fashion_mnist, patterns
-from .resnet import resnet18
-from .vit import vit
+from armillary.workloads import shares
+from armillary.workloads.images import Images, digits, fashion_mnist, patterns
+from armillary.workloads.resnet import resnet18
+from armillary.workloads.vit import vit
 
 __all__ = ["SMALL", "Vision", "workload"]
 

@@ -1,0 +1,129 @@
+"""N staggered micro-batches in one process, on one device and one stream: the schedule, carried out tick by tick.
+
+Deterministic, and equal to the reference bit for bit on a CPU. What it gains is memory: half of what N concurrent
+micro-batches hold, evenly over time. On one stream the caching allocator can reuse every block, so the saving is real.
+
+Source: Fournier & Oyallon, 2024, single-device mode. The same runtime carries out every other schedule (simultaneous,
+accumulation), which are its fair baselines.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_gradients
+from armillary.runtime.cyclic.stage_pass import Flight, Gradients, Value, enter, take_off
+from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.versions import StageWeights
+from armillary.schedules.agenda import Agenda, Due
+from armillary.schedules.schedule import Place
+
+__all__ = ["OneDevice"]
+
+
+class OneDevice:
+    """Begins empty; each `step` hands in one training step and works it off as far as needs no later one.
+
+    Args:
+        stages: the model, cut.
+        optimizer: the user's, over the parameters of the model.
+
+    Raises:
+        ValueError: the schedule has another number of stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course) -> None:
+        schedule = course.schedule
+        if len(stages) != schedule.stages:
+            raise ValueError(
+                f"one_device: the schedule has {schedule.stages} stages, the model is cut into {len(stages)}"
+            )
+        self.schedule, self.drains = schedule, list[int]()
+        self._stages, self._optimizer, self._course = stages, optimizer, course
+        self._weights = [StageWeights(stage, optimizer, schedule.micro_batches) for stage in stages]
+        self._agenda = Agenda(schedule, range(schedule.workers))
+        self._steps = 0
+        self._options: dict[int, Options] = {}
+        self._done = [[0] * schedule.micro_batches for _ in stages]  # forwards begun, by stage and micro-batch
+        self._targets: dict[tuple[int, int], Any] = {}
+        self._values: dict[Place, Value] = {}  # waiting for the forward of the place
+        self._gradients: dict[Place, Gradients] = {}  # waiting for the backward of the place
+        self._flights: dict[Place, Flight] = {}
+        self._book = LossBook(schedule.micro_batches)
+
+    def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
+        """Hands in one training step: per micro-batch, what the first stage reads and what the loss compares with.
+
+        The optimizer's options of this moment are those of the step. Returns the training steps whose losses are all
+        there now, which under a staggered schedule is the step before.
+
+        Raises:
+            ValueError: another number of micro-batches than the schedule's.
+        """
+        if len(micro_batches) != self.schedule.micro_batches:
+            raise ValueError(f"one_device: got {len(micro_batches)} micro-batches, want {self.schedule.micro_batches}")
+        refuse_gradients(self._optimizer)
+        self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
+        self._options[self._steps] = options_of(self._optimizer)
+        for micro_batch, (value, target) in enumerate(micro_batches):
+            self._values[self._steps, micro_batch, 0] = enter(value)
+            self._targets[self._steps, micro_batch] = target
+        self._steps += 1
+        return self._work_off(self._agenda.next_step())
+
+    def settle(self) -> list[StepLosses]:
+        """Finishes what is in flight: the model holds the newest weights of every stage, and training is unchanged."""
+        return self._work_off(self._agenda.rest())
+
+    def drain(self) -> list[StepLosses]:
+        """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
+        finished = self.settle()
+        self.drains.append(self._steps)
+        return finished
+
+    def _work_off(self, actions: Iterator[Due]) -> list[StepLosses]:
+        for due in actions:
+            version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
+            self._course.observe(due, version, self._flights.keys())
+        return self._book.complete()
+
+    def _forward(self, place: Place) -> int:
+        step, micro_batch, j = place
+        version = self.schedule.version(place, self.drains)
+        last = j == self.schedule.stages - 1
+        target = self._targets.pop((step, micro_batch)) if last else None
+        value, self._flights[place] = take_off(
+            self._stages[j],
+            (version, self._weights[j].at(version)),
+            self._values.pop(place),
+            (self._course.seed, place),
+            loss=(lambda output: self._course.loss(output, target)) if last else None,
+            keep=j not in self._course.recompute,
+        )
+        if last:
+            self._book.enter(step, micro_batch, value.leaves[0])
+        else:
+            self._values[step, micro_batch, j + 1] = value
+        self._done[j][micro_batch] += 1
+        self._forget(j)
+        return version
+
+    def _backward(self, place: Place) -> int:
+        step, micro_batch, j = place
+        flight = self._flights.pop(place)
+        passed = flight.land(self._gradients.pop(place) if j + 1 < self.schedule.stages else None)
+        if j:
+            self._gradients[step, micro_batch, j - 1] = passed.value
+        self._weights[j].add(step, micro_batch, passed.weights, self._options)
+        self._forget(j)
+        if all(weights.newest > step for weights in self._weights):
+            self._options.pop(step, None)
+        return flight.version
+
+    def _forget(self, j: int) -> None:
+        """Drops the versions of a stage that no forward to come reads."""
+        places = ((done, micro_batch, j) for micro_batch, done in enumerate(self._done[j]))
+        self._weights[j].forget(min(self.schedule.version(place, self.drains) for place in places))

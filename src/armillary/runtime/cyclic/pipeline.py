@@ -1,0 +1,163 @@
+"""One process per stage: activations go up, their gradients come down, one row of a pipeline schedule each.
+
+The cyclic pipeline never flushes: while a stage runs backwards of one step it already runs forwards of the next, with
+weights at most one step old. GPipe and 1F1B are other tables for the same runtime, and so its fair baselines. There is
+no clock: a process does its actions in the table's order and waits only for what the next one needs.
+
+Source: Fournier & Oyallon, 2024 (pipeline mode); with slack >= M it is PipeDream-2BW (Narayanan et al., 2021).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from armillary.runtime.channel import Channel
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_gradients
+from armillary.runtime.cyclic.edge import Incoming, Outgoing
+from armillary.runtime.cyclic.stage_pass import Flight, Value, enter, take_off
+from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.versions import StageWeights
+from armillary.schedules.agenda import Agenda, Due
+from armillary.schedules.messages import pipeline_messages
+from armillary.schedules.schedule import Place
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """This process's stage. Every process makes the same calls.
+
+    Args:
+        stage: of this process; its index is the process's rank and its row in the schedule.
+        optimizer: over this stage's parameters (others are never stepped).
+        channel: to the neighbours, whose ranks are their stages.
+
+    Raises:
+        ValueError: the schedule is no pipeline, or has no such stage.
+    """
+
+    def __init__(self, stage: Stage, optimizer: Optimizer, course: Course, channel: Channel) -> None:
+        schedule = course.schedule
+        pipeline_messages(schedule)  # refuses what is no pipeline
+        if stage.index >= schedule.stages:
+            raise ValueError(f"pipeline: stage {stage.index} is none of the schedule's {schedule.stages}")
+        self.schedule, self.drains = schedule, list[int]()
+        self._stage, self._optimizer, self._course = stage, optimizer, course
+        self._weights = StageWeights(stage, optimizer, schedule.micro_batches)
+        self._agenda, self._postponed = Agenda(schedule, [stage.index]), list[Due]()
+        self._steps = 0
+        self._options: dict[int, Options] = {}
+        self._done = [0] * schedule.micro_batches
+        self._flights: dict[Place, Flight] = {}
+        self._inputs: dict[tuple[int, int], Any] = {}
+        self._targets: dict[tuple[int, int], Any] = {}
+        self._book = LossBook(schedule.micro_batches)
+        self._connect(channel)
+
+    def _connect(self, channel: Channel) -> None:
+        j, device = self._stage.index, next((p.device for p in self._stage.module.parameters()), torch.device("cpu"))
+        first, last = j == 0, j == self.schedule.stages - 1
+        self._from_below = None if first else Incoming(channel, j - 1, device)
+        self._to_below = None if first else Outgoing(channel, j - 1)
+        self._from_above = None if last else Incoming(channel, j + 1, device)
+        self._to_above = None if last else Outgoing(channel, j + 1)
+
+    def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
+        """Hands in one training step: per micro-batch, what the first stage reads and what the last one's loss wants.
+
+        Returns the steps whose losses are all there now (on the last stage; elsewhere nothing). The step's last action
+        is left for the next call, so that the next activation is under way meanwhile.
+
+        Raises:
+            ValueError: another number of micro-batches than the schedule's.
+        """
+        if len(micro_batches) != self.schedule.micro_batches:
+            raise ValueError(f"pipeline: got {len(micro_batches)} micro-batches, want {self.schedule.micro_batches}")
+        refuse_gradients(self._optimizer)
+        self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
+        self._options[self._steps] = options_of(self._optimizer)
+        for micro_batch, (value, target) in enumerate(micro_batches):
+            if self._from_below is None:
+                self._inputs[self._steps, micro_batch] = value
+            else:
+                self._from_below.post()
+            if self._to_above is None:
+                self._targets[self._steps, micro_batch] = target
+        self._steps += 1
+        *actions, last = [*self._postponed, *self._agenda.next_step()]
+        self._postponed = [last]
+        return self._work_off(actions)
+
+    def settle(self) -> list[StepLosses]:
+        """Finishes what is in flight: the stage holds its newest weights, and training is unchanged."""
+        actions, self._postponed = [*self._postponed, *self._agenda.rest()], []
+        finished = self._work_off(actions)
+        for edge in (self._to_above, self._to_below):
+            if edge is not None:
+                edge.wait()
+        return finished
+
+    def drain(self) -> list[StepLosses]:
+        """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
+        finished = self.settle()
+        self.drains.append(self._steps)
+        return finished
+
+    def _work_off(self, actions: Iterable[Due]) -> list[StepLosses]:
+        for due in actions:
+            version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
+            self._course.observe(due, version, self._flights.keys())
+        return self._book.complete()
+
+    def _forward(self, place: Place) -> int:
+        step, micro_batch, _ = place
+        version = self.schedule.version(place, self.drains)
+        target = self._targets.pop((step, micro_batch), None)
+        value, self._flights[place] = take_off(
+            self._stage,
+            (version, self._weights.at(version)),
+            self._arrived(step, micro_batch),
+            (self._course.seed, place),
+            loss=(lambda output: self._course.loss(output, target)) if self._to_above is None else None,
+            keep=self._stage.index not in self._course.recompute,
+        )
+        if self._to_above is None or self._from_above is None:
+            self._book.enter(step, micro_batch, value.leaves[0])
+        else:
+            self._from_above.post()
+            self._to_above.send(value.leaves, value.spec)
+        self._done[micro_batch] += 1
+        self._forget()
+        return version
+
+    def _arrived(self, step: int, micro_batch: int) -> Value:
+        if self._from_below is None:
+            return enter(self._inputs.pop((step, micro_batch)))
+        return Value(*self._from_below.take())
+
+    def _backward(self, place: Place) -> int:
+        step, micro_batch, _ = place
+        flight = self._flights.pop(place)
+        gradients = None
+        if self._from_above is not None and self._to_above is not None:
+            gradients, _ = self._from_above.take()
+            self._to_above.wait(keep=len(self._flights))  # its gradient came back, so the activation has arrived
+        passed = flight.land(gradients)
+        if self._to_below is not None:
+            self._to_below.send(*tree_flatten(passed.value))
+            self._to_below.wait(keep=2)
+        self._weights.add(step, micro_batch, passed.weights, self._options)
+        if self._weights.newest > step:
+            del self._options[step]
+        self._forget()
+        return flight.version
+
+    def _forget(self) -> None:
+        """Drops the versions that no forward to come reads."""
+        places = ((done, micro_batch, self._stage.index) for micro_batch, done in enumerate(self._done))
+        self._weights.forget(min(self.schedule.version(place, self.drains) for place in places))

@@ -1,0 +1,129 @@
+"""Forward and backward of one stage for one micro-batch, cut off from its neighbours.
+
+A stage's inputs are leaves, so its graph ends at its edges; gradients cross the edges by hand. What a flight keeps
+between forward and backward is what the schedule counts as one held activation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.versions import Weights
+from armillary.schedules.random_stream import seeded
+from armillary.schedules.schedule import Place
+
+__all__ = ["Flight", "Passed", "Value", "enter", "take_off"]
+
+Gradients = list[Tensor | None]  # one per leaf of a value
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A nest of tensors, taken apart: what crosses from one stage to the next."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """What a backward gives: gradients of the weights by name (unused ones left out) and of the value that came in."""
+
+    weights: dict[str, Tensor]
+    value: Gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A stage between forward and backward. `run` is called again for the backward if nothing was kept."""
+
+    version: int
+    weights: Weights
+    inputs: list[Any]
+    outputs: list[Any] | None
+    run: Callable[[bool], list[Any]]
+
+    def land(self, gradients: Sequence[Tensor | None] | None) -> Passed:
+        """The backward pass; without `gradients` the output is a loss."""
+        outputs = self.outputs if self.outputs is not None else self.run(True)
+        wanted = [name for name, weight in self.weights.items() if weight.requires_grad]
+        sources = [self.weights[name] for name in wanted]
+        places = [place for place, leaf in enumerate(self.inputs) if _asks(leaf)]
+        sources += [self.inputs[place] for place in places]
+        into = [None] * len(outputs) if gradients is None else list(gradients)
+        pairs = [
+            (out, g)
+            for out, g in zip(outputs, into, strict=True)
+            if _asks(out) and (g is not None or gradients is None)
+        ]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if pairs and sources:
+            found = torch.autograd.grad([o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+        weights = {name: g for name, g in zip(wanted, found) if g is not None}
+        value: Gradients = [None] * len(self.inputs)
+        for place, gradient in zip(places, found[len(wanted) :]):
+            value[place] = gradient
+        return Passed(weights, value)
+
+
+def enter(value: Any) -> Value:
+    """What the user hands to the first stage: nothing in it asks for a gradient."""
+    leaves, spec = tree_flatten(value)
+    return Value([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def take_off(
+    stage: Stage,
+    weights: tuple[int, Weights],
+    value: Value,
+    place: tuple[int, Place],
+    loss: Callable[[Any], Tensor] | None = None,
+    keep: bool = True,
+) -> tuple[Value, Flight]:
+    """The forward pass.
+
+    Args:
+        weights: their version, and the tensors by the stage's own names.
+        place: the run's seed and the place, which fix the random numbers.
+        loss: of the last stage, from its output; then the value returned is the loss.
+        keep: whether to keep the graph; if not, the stage runs again just before its backward (recomputation).
+
+    Returns:
+        the value for the next stage, cut off, and the flight to land later.
+    """
+    version, tensors = weights
+    device = next((w.device for w in tensors.values()), torch.device("cpu"))
+    specs: list[TreeSpec] = []
+
+    def run(again: bool) -> list[Any]:
+        # a second run must not move running statistics a second time
+        buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
+        with torch.set_grad_enabled(keep or again), seeded(*place, device):
+            output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
+            leaves, spec = tree_flatten(output if loss is None else loss(output))
+        specs.append(spec)
+        return leaves
+
+    outputs = run(again=False)
+    asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(tensors, value, outputs)
+    passed = [
+        leaf.detach().requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
+        for leaf, ask in zip(outputs, asks)
+    ]
+    return Value(passed, specs[0]), Flight(version, tensors, value.leaves, outputs if keep else None, run)
+
+
+def _asks(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _would_ask(weights: Weights, value: Value, outputs: Sequence[Any]) -> list[bool]:
+    """Without a graph: every floating-point output, if anything that went in asks for a gradient."""
+    any_source = any(map(_asks, weights.values())) or any(map(_asks, value.leaves))
+    return [any_source and isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in outputs]

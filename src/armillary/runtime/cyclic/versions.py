@@ -1,0 +1,106 @@
+"""The weights of one stage through time: every version still wanted, and how the next one is made.
+
+Note [Versions and storage]. A version is a set of leaf tensors of its own, handed to the stage by `functional_call`;
+graphs hold these leaves, never the model's parameters. The newest version's leaves share the parameters' storage.
+Before the optimizer steps, the parameters get new storage and the leaves keep the old one, so a pending backward never
+sees a change; an old version's memory goes when the last graph and this store have dropped it. (`parameter.data =
+other` is only harmless because no graph holds the parameter; with one that does it corrupts gradients silently.)
+
+The model's own parameters always hold the newest version. Buffers are not versioned.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.delayed_step import Options, step_with
+
+__all__ = ["StageWeights"]
+
+Weights = Mapping[str, Tensor]  # by the stage's own parameter names
+
+
+class StageWeights:
+    """Begins with version 0; `add` collects the gradients of a step in micro-batch order and makes the next version."""
+
+    def __init__(self, stage: Stage, optimizer: Optimizer, micro_batches: int) -> None:
+        self._stage, self._optimizer, self._micro_batches = stage, optimizer, micro_batches
+        self._parameters: dict[str, nn.Parameter] = dict(stage.module.named_parameters())
+        self._versions: dict[int, Weights] = {0: self._leaves()}
+        self._sums: dict[str, Tensor] = {}
+        self._own: set[str] = set()  # the sums in storage of their own
+        self._added = 0
+        self.newest = 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions that can be read."""
+        return tuple(self._versions)
+
+    def at(self, version: int) -> Weights:
+        """
+        Raises:
+            RuntimeError: that version is not there (not yet, or no more); another one is never handed out instead.
+        """
+        if version not in self._versions:
+            raise RuntimeError(
+                f"stage {self._stage.index}: version {version} of the weights is missing, there are {self.versions}; "
+                f"the schedule was not kept to"
+            )
+        return self._versions[version]
+
+    def add(self, step: int, micro_batch: int, gradients: Weights, options: Mapping[int, Options]) -> bool:
+        """Adds one micro-batch's gradients; with the last of the step, divides by their number and steps.
+
+        Args:
+            gradients: by the stage's own names; a parameter that was not used is left out.
+            options: of the optimizer, by training step.
+
+        Returns:
+            whether version `step` + 1 is there now.
+
+        Raises:
+            RuntimeError: out of order; the sum would differ from the reference's.
+        """
+        if (step, micro_batch) != (self.newest, self._added):
+            raise RuntimeError(
+                f"stage {self._stage.index}: gradient of step {step}, micro-batch {micro_batch} came when "
+                f"step {self.newest}, micro-batch {self._added} was due"
+            )
+        for name, gradient in gradients.items():
+            if name in self._own:
+                self._sums[name].add_(gradient)
+                continue
+            if name in self._sums:  # a first gradient may be somebody else's tensor, too; the sum of two is ours
+                self._own.add(name)
+                gradient = self._sums[name] + gradient
+            self._sums[name] = gradient
+        self._added += 1
+        if self._added < self._micro_batches:
+            return False
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()  # see Note [Versions and storage]
+        step_with(self._optimizer, self._means(), options[step])
+        self.newest, self._added = self.newest + 1, 0
+        self._sums.clear()
+        self._own.clear()
+        self._versions[self.newest] = self._leaves()
+        return True
+
+    def _means(self) -> dict[nn.Parameter, Tensor]:
+        count = self._micro_batches
+        return {
+            self._parameters[name]: total.div_(count) if name in self._own else total / count
+            for name, total in self._sums.items()
+        }
+
+    def forget(self, before: int) -> None:
+        """Drops the versions older than `before`; pending graphs keep what they need."""
+        for version in [v for v in self._versions if v < min(before, self.newest)]:
+            del self._versions[version]
+
+    def _leaves(self) -> Weights:
+        # .data, not .detach(): with a version counter of its own, see Note [Versions and storage]
+        return {name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()}

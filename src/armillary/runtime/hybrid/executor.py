@@ -1,0 +1,298 @@
+"""Carries the groups of a plan through every backward: gradients leave as they appear and are final when it returns.
+
+One queue fixes the order of every request (design law 8): groups are launched in plan order, whatever order their
+gradients appear in, and before a group is launched every earlier program that still has requests to make makes one
+more. What never got a gradient is sent as zero at the end of backward, so a rank that skipped a layer or a table
+joins all the same.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from armillary.exchanges.exchange import DenseExchange
+from armillary.facts.collectives import AllReduce, Program
+from armillary.runtime.hybrid.bucket import Bucket
+from armillary.runtime.hybrid.look_ups import LookUps
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.transport import Transport, Wait
+
+__all__ = ["DenseUnit", "Executor", "RowUnit"]
+
+
+@dataclass(eq=False)
+class DenseUnit:
+    """A dense group: its bucket and its exchange."""
+
+    name: str
+    bucket: Bucket
+    exchange: DenseExchange
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.bucket.parameters
+
+
+@dataclass(eq=False)
+class RowUnit:
+    """A table."""
+
+    name: str
+    table: RowTable
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.table.parameter]
+
+
+@dataclass(eq=False)
+class Flight:
+    """A program under way. left: requests it has still to make after the one in flight."""
+
+    program: Program[Any]
+    label: str
+    left: int
+    wait: Wait | None = None
+    result: Any = None
+
+    def resume(self, transport: Transport, answer: Any) -> None:
+        try:
+            self.wait = transport.start(self.program.send(answer), self.label)
+        except StopIteration as stop:
+            self.wait, self.result = None, stop.value
+
+    def advance(self, transport: Transport) -> None:
+        """Waits for the answer and makes the next request."""
+        if self.left > 0 and self.wait is not None:
+            self.left -= 1
+            self.resume(transport, self.wait())
+
+    def land(self, transport: Transport) -> Any:
+        while self.wait is not None:
+            self.resume(transport, self.wait())
+        return self.result
+
+
+@dataclass(eq=False)
+class Executor:
+    """State of the exchange of one model. Between backwards: idle; inside one: `launched` groups are under way.
+
+    mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync.
+    """
+
+    units: Sequence[DenseUnit | RowUnit]
+    transport: Transport
+    mean: Literal["workers", "weights"] = "workers"
+    is_syncing: bool = True
+    is_open: bool = False
+    is_settled: bool = False  # a backward was exchanged since the last step
+    weight: float = 1.0
+    total_weight: float = 0.0
+    is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
+    is_owing: bool = False  # gradients that count wait for an exchange
+    flights: list[Flight] = field(default_factory=list)
+    norm_cache: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
+        for table in self.tables:
+            table.norms = self.gradient_norm
+        self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
+        for table in self.tables:
+            table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
+        self.removals: list[Callable[[], None]] = []
+        self.mutes: list[Callable[[], None]] = []
+        for unit in self.units:
+            if isinstance(unit, DenseUnit):
+                for parameter in unit.bucket.parameters:
+                    if parameter.requires_grad:
+                        hook = self._hook(unit)
+                        self.removals.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+
+    @property
+    def scale(self) -> float:
+        """What this rank's gradients are multiplied by before they are summed."""
+        return 1.0 / self.transport.place.workers if self.mean == "workers" else self.declared_weight
+
+    @property
+    def declared_weight(self) -> float:
+        return self.weight if self.counts else 0.0
+
+    @property
+    def counts(self) -> bool:
+        return self.is_owing or not self.is_phantom
+
+    def stand_by(self, is_phantom: bool) -> None:
+        """This rank's data have run out, or there are some again. What had been accumulated before still counts, so
+        gradients are silenced where they arise and not where they leave."""
+        if is_phantom == self.is_phantom:
+            return
+        self.is_phantom = self.look_ups.is_phantom = is_phantom
+        for unmute in self.mutes:
+            unmute()
+        dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
+        self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
+
+    def _hook(self, unit: DenseUnit) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if not self._is_leaving():
+                return
+            self._open()
+            assert isinstance(parameter, nn.Parameter)
+            unit.bucket.deposit(parameter, self.scale)
+            self._launch_ready()
+
+        return arrived
+
+    def on_rows(self, table: RowTable) -> None:
+        """A look-up's rows have their gradient."""
+        if self._is_leaving():
+            self._open()
+            self._launch_ready()
+
+    def _is_leaving(self) -> bool:
+        """Notes a gradient; whether it is exchanged now or accumulates."""
+        self.is_owing |= not self.is_phantom
+        self.is_settled &= self.is_syncing  # what accumulates after an exchange must be exchanged before the step
+        return self.is_syncing
+
+    def _open(self) -> None:
+        """The first gradient of a backward."""
+        if self.is_open:
+            return
+        self.is_open = True
+        self.flights = []
+        for unit in self.units:
+            if isinstance(unit, DenseUnit):
+                unit.bucket.reset()
+        if torch._C._current_graph_task_id() != -1:
+            Variable._execution_engine.queue_callback(self.settle)
+
+    def _launch_ready(self) -> None:
+        while len(self.flights) < len(self.units):
+            unit = self.units[len(self.flights)]
+            ready = (
+                unit.bucket.is_ready
+                if isinstance(unit, DenseUnit)
+                else unit.table.is_ready and self._is_last_look(unit)
+            )
+            if not ready:
+                return
+            self._launch(unit)
+
+    def _is_last_look(self, unit: RowUnit) -> bool:
+        """A table that this rank did not read is known to be unread only at the end of backward."""
+        return any(look_up.rows is not None for look_up in unit.table.pending)
+
+    def _launch(self, unit: DenseUnit | RowUnit) -> None:
+        if not self.flights:  # before anything is pushed, every rank must have made its look-ups
+            self.look_ups.serve_until("idle", self.declared_weight)
+        for flight in self.flights:
+            flight.advance(self.transport)
+        with torch.no_grad():
+            program, requests = self._program(unit)
+        flight = Flight(program, unit.name, requests - 1)
+        flight.resume(self.transport, None)
+        self.flights.append(flight)
+
+    def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
+        if isinstance(unit, DenseUnit):
+            flat = unit.bucket.seal(self.scale, self.declared_weight, self.counts)
+            return unit.exchange.push(flat, self.transport.place), unit.exchange.requests
+        table = unit.table
+        self.look_ups.join_unread(table)
+        if not table.pending:
+            return _nothing(), 0
+        gradients, tickets = table.take_gradients(self.scale)
+        push = table.exchange.push(gradients, tickets, table.ownership, table.place)
+        return push, table.exchange.push_requests
+
+    def settle(self) -> None:
+        """The end of backward: launches what is left, waits for all of it, makes every `.grad` final."""
+        self._open()
+        while len(self.flights) < len(self.units):
+            self._launch(self.units[len(self.flights)])
+        with torch.no_grad():
+            while any(flight.left > 0 for flight in self.flights):
+                for flight in self.flights:
+                    flight.advance(self.transport)
+            if self.mean == "weights":
+                self.total_weight = self._sum_weights()
+            for unit, flight in zip(self.units, self.flights, strict=True):
+                self._take_home(unit, flight.land(self.transport))
+        self.flights = []
+        self.is_open = self.is_owing = False
+        self.is_settled = True
+        self.norm_cache.clear()
+
+    def _sum_weights(self) -> float:
+        """What all ranks declared: known from the look-ups' headers, else asked for."""
+        if self.look_ups.pulled:
+            return sum(self.look_ups.weights)
+        mine = torch.tensor([self.declared_weight], dtype=torch.float64)
+        return float(self.transport.complete(_sum(mine), "weights"))
+
+    def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
+        if isinstance(unit, DenseUnit):
+            unit.bucket.withdraw(result)
+            return
+        if result is None:
+            return
+        rows, sums = result
+        if self.mean == "weights":
+            sums = sums / (self.total_weight or 1.0)
+        if unit.table.is_pulled or len(rows):
+            unit.table.deposit(rows, sums)
+
+    def gradient_norm(self, table: RowTable, order: float) -> Tensor:
+        """Norm of the whole gradient of a table; the norms of all tables cost one small all-reduce together."""
+        having = [other for other in self.tables if other.gradient is not None]
+        versions = tuple((other.name, other.gradient._version) for other in having)  # type: ignore[union-attr]
+        key = (order, versions, self.transport.step)
+        if key not in self.norm_cache:
+            self.norm_cache.clear()
+            self.norm_cache[key] = self._norms(having, order)
+        norms = self.norm_cache[key]
+        return norms[having.index(table)].to(table.shard)
+
+    def _norms(self, tables: Sequence[RowTable], order: float) -> Tensor:
+        """Adds |g|^order over ranks; a table that every rank holds whole is counted on rank 0 alone."""
+        mine = [_powered_norm(t, order) if t.is_pulled or self.transport.place.rank == 0 else _nought() for t in tables]
+        local = torch.stack(mine)
+        if order == float("inf"):
+            return torch.tensor(self.transport.agree_largest(local.tolist()), dtype=torch.float64)
+        total: Tensor = self.transport.complete(_sum(local), "gradient norms")
+        return total ** (1.0 / order)
+
+    def after_step(self) -> None:
+        self.transport.step += 1
+        self.is_settled = False
+        self.weight = 1.0
+
+
+def _powered_norm(table: RowTable, order: float) -> Tensor:
+    """|g|^order of the local rows (the largest |g| for order inf), in float64."""
+    gradient = table.gradient
+    assert gradient is not None
+    if not gradient.numel():
+        return _nought()
+    norm: Tensor = torch.linalg.vector_norm(gradient.double(), order).cpu()
+    return norm if order == float("inf") else norm**order
+
+
+def _nought() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+def _sum(tensor: Tensor) -> Program[Tensor]:
+    total: Tensor = yield AllReduce(tensor)
+    return total
+
+
+def _nothing() -> Program[None]:
+    yield from ()
+    return None

@@ -1,0 +1,235 @@
+"""What stands in the model where a row-sharded table was: a tensor of the global shape that can only be read by row.
+
+The module keeps its parameter's name, shape and place; `F.embedding`, `F.embedding_bag`, `table[ids]` and
+`table.index_select(0, ids)` fetch the rows they need; anything else raises and names the table. `handle.grad` answers
+what clipping asks of it (norms are global: one small all-reduce for all tables) and scales in place, so
+`torch.nn.utils.clip_grad_norm_` over `model.parameters()` gives the one-process result.
+
+Without gradients, `F.linear(x, table, bias)` reads the table in blocks of rows (evaluation by full softmax).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from armillary.runtime.hybrid.gradient_handle import METADATA, GradientHandle
+
+__all__ = ["Reader", "TableHandle"]
+
+LINEAR_BLOCK_ROWS = 16_384
+
+
+class Reader(Protocol):
+    """What the handle needs of the table behind it (see `table.py`)."""
+
+    name: str
+    shape: torch.Size
+
+    @property
+    def gradient(self) -> Tensor | None: ...
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
+    def load(self, whole: Tensor) -> None: ...
+    def gradient_norms(self, order: float) -> Tensor: ...
+    def drop_gradient(self) -> None: ...
+
+
+class TableHandle(Tensor):
+    """A parameter without storage. Counts as `nn.Parameter`, so modules and `parameters()` treat it as one."""
+
+    _is_param = True
+    reader: Reader
+
+    @staticmethod
+    def __new__(cls, reader: Reader, like: Tensor, requires_grad: bool) -> "TableHandle":
+        handle: TableHandle = Tensor._make_wrapper_subclass(
+            cls, reader.shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+        )
+        handle.reader = reader
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"TableHandle({self.reader.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, rows owned by workers)"
+        )
+
+    @property
+    def grad(self) -> "GradientHandle | None":
+        local = self.reader.gradient
+        return None if local is None else GradientHandle(self.reader, self, local)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ValueError(
+                f"{self.reader.name}: .grad of a row-sharded table can be set to None only, got {type(value)}"
+            )
+        self.reader.drop_gradient()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TableHandle":
+        raise _refusal(self.reader.name, "copy.deepcopy", "copy the model before attach, or export a plain state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(
+            self.reader.name,
+            "pickle / torch.save",
+            "armillary.export(run) gives the plain single-device state_dict",
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            return _READS[func](*args, **kwargs)
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        raise _refusal(
+            _name_in((*args, *kwargs.values())),
+            getattr(func, "__name__", str(func)),
+            "constrain it: plan(..., {name: 'replicated'})",
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
+        if func is torch.ops.aten.detach.default and handle is not None:
+            return _detach(handle)
+        raise _refusal(_name_in(args), str(func), "constrain it: plan(..., {name: 'replicated'})")
+
+
+def _refusal(name: str, operation: str, remedy: str) -> NotImplementedError:
+    """No TypeError: torch turns those of operators into Python's own, which do not name the table."""
+    return NotImplementedError(
+        f"{name}: {operation} needs the whole table, but its rows are owned by the workers and can only be read by row "
+        f"(embedding, embedding_bag, table[ids], index_select(0, ids)). Remedy: {remedy}"
+    )
+
+
+def _name_in(args: Any) -> str:
+    """The name of the first table among the arguments, or among those of a list of tensors."""
+    for arg in args:
+        if isinstance(arg, TableHandle):
+            return arg.reader.name
+        if isinstance(arg, list | tuple) and any(isinstance(one, TableHandle) for one in arg):
+            return _name_in(arg)
+    return "a row-sharded table"
+
+
+def _embedding(
+    input: Tensor, weight: TableHandle, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    _refuse_options(weight, max_norm, scale_grad_by_freq)
+    rows, inverse = _read(weight, input)
+    return functional.embedding(inverse, rows, _padding(input, inverse, padding_idx, weight))
+
+
+def _embedding_bag(
+    input: Tensor, weight: TableHandle, offsets: Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    _refuse_options(weight, max_norm, scale_grad_by_freq)
+    rows, inverse = _read(weight, input)
+    if not len(rows):  # embedding_bag refuses a table without rows: bags without ids are zero
+        bags = input.shape[0] if offsets is None else len(offsets) - include_last_offset
+        return rows.new_zeros(bags, weight.shape[1]) + rows.sum()
+    return functional.embedding_bag(
+        inverse, rows, offsets, mode=mode, per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset, padding_idx=_padding(input, inverse, padding_idx, weight),
+    )  # fmt: skip
+
+
+def _read(table: TableHandle, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A detached handle reads without gradient, as a detached tensor would."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and table.requires_grad):
+        return table.reader.read(ids)
+
+
+def _detach(table: TableHandle) -> TableHandle:
+    return TableHandle(table.reader, table, requires_grad=False)
+
+
+def _refuse_options(weight: TableHandle, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None or scale_grad_by_freq:
+        option = (
+            "max_norm rewrites rows in forward" if max_norm is not None else "scale_grad_by_freq needs global counts"
+        )
+        raise _refusal(weight.reader.name, option, "constrain it: plan(..., {name: 'replicated'})")
+
+
+def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: TableHandle) -> int | None:
+    """Where the padding row stands among the rows read; None if it was not read."""
+    if padding_idx is None:
+        return None
+    there = inverse[input == padding_idx % weight.shape[0]]
+    return int(there[0]) if there.numel() else None
+
+
+def _getitem(table: TableHandle, index: Any) -> Tensor:
+    if isinstance(index, list):
+        index = torch.tensor(index)
+    if isinstance(index, int) and not isinstance(index, bool):
+        return _getitem(table, torch.tensor([index]))[0]
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        raise _refusal(table.reader.name, f"indexing with {type(index).__name__}", "index with a tensor of row numbers")
+    ids = torch.where(index < 0, index + table.shape[0], index)
+    rows, inverse = _read(table, ids)
+    return rows[inverse]
+
+
+def _index_select(table: TableHandle, dim: int, index: Tensor) -> Tensor:
+    if dim % table.dim() != 0:
+        raise _refusal(table.reader.name, f"index_select over dim {dim}", "select rows: dim 0")
+    rows, inverse = _read(table, index)
+    return rows.index_select(0, inverse)
+
+
+def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    """x W^T + b, reading W (and b) in row blocks; only without gradients."""
+    table = weight if isinstance(weight, TableHandle) else bias
+    if torch.is_grad_enabled() or not isinstance(weight, TableHandle):
+        raise _refusal(
+            table.reader.name,
+            "linear with gradients",
+            "use torch.no_grad() to evaluate, or replicate the table",
+        )
+    outputs = []
+    for first in range(0, weight.shape[0], LINEAR_BLOCK_ROWS):
+        ids = torch.arange(first, min(first + LINEAR_BLOCK_ROWS, weight.shape[0]))
+        block = _getitem(weight, ids)
+        offsets = None if bias is None else (_getitem(bias, ids) if isinstance(bias, TableHandle) else bias[ids])
+        outputs.append(functional.linear(input, block, offsets))
+    return torch.cat(outputs, -1)
+
+
+def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> TableHandle:
+    """Loads a whole table: each worker keeps the rows it owns. `load_state_dict` ends here."""
+    if tuple(source.shape) != tuple(table.shape):
+        raise ValueError(f"{table.reader.name}: shape {tuple(source.shape)} does not fit {tuple(table.shape)}")
+    table.reader.load(source)
+    return table
+
+
+_READS: dict[Any, Callable[..., Any]] = {
+    functional.embedding: _embedding,
+    functional.embedding_bag: _embedding_bag,
+    Tensor.__getitem__: _getitem,
+    Tensor.index_select: _index_select,
+    torch.index_select: _index_select,
+    functional.linear: _linear,
+    Tensor.copy_: _copy_,
+    Tensor.detach: _detach,
+    **{getattr(Tensor, name).__get__: _detach for name in ("data",)},
+}

@@ -1,0 +1,138 @@
+"""Answers every read of a row-sharded table, this rank's own and the other ranks'.
+
+A read repeats rounds (`exchanges/look_up.py`) until its table was served; a rank that has no read to make serves the
+others until all are idle. The rows a read brings are a leaf of the autograd graph, so their gradient arrives merged:
+torch's own backward of the gather adds up duplicates, in any mode of any of the row-gather operations.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Pulled
+from armillary.exchanges.look_up import Round, Wish, look_up
+from armillary.runtime.hybrid.table import LookUp, RowTable
+from armillary.runtime.transport import Transport
+
+__all__ = ["LookUps"]
+
+
+class LookUps:
+    """on_gradient(table): called when a look-up's rows have their gradient (inside backward)."""
+
+    def __init__(self, tables: Sequence[RowTable], transport: Transport, on_gradient: Callable[[RowTable], None]):
+        self.tables = list(tables)
+        self.pulled = [table for table in tables if table.is_pulled]
+        self.served = [table.as_served() for table in self.pulled]
+        self.transport = transport
+        self.on_gradient = on_gradient
+        self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
+        self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
+
+    def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (any shape) -> distinct rows (u, *row shape), a leaf; and for each id its place among them.
+
+        Raises:
+            IndexError: an id outside the table. RuntimeError: a read inside a backward.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{table.name}: read inside a backward (activation checkpointing recomputes it?); keep the look-up of "
+                "a row-sharded table outside the checkpointed part"
+            )
+        self._refuse_out_of_range(table, ids)
+        keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
+        learns = torch.is_grad_enabled() and table.requires_grad
+        needs_gradient = learns and not self.is_phantom
+        with torch.no_grad():
+            if table.is_pulled:
+                rows = self._pull(table, keys, needs_gradient)
+            else:
+                pulled = self._read_copy(table, keys)
+                rows = pulled.rows
+                if needs_gradient:
+                    table.pending.append(LookUp(rows, pulled.ticket))
+        if needs_gradient:
+            self._await_gradient(table, table.pending[-1])
+        elif learns:  # the backward runs as everywhere, but its gradient stays here
+            rows.requires_grad_().register_post_accumulate_grad_hook(lambda _: self.on_gradient(table))
+        return rows, inverse
+
+    def _refuse_out_of_range(self, table: RowTable, ids: Tensor) -> None:
+        if not ids.numel():
+            return
+        low, high = (int(edge) for edge in torch.aminmax(ids))
+        if low < 0 or high >= table.shape[0]:
+            raise IndexError(
+                f"rank {table.place.rank}: {table.name} has {table.shape[0]} rows, but the batch reads row "
+                f"{low if low < 0 else high}; check the vocabulary or the hashing of ids"
+            )
+
+    def _read_copy(self, table: RowTable, keys: Tensor) -> Pulled:
+        """A table that every rank holds whole: nothing is asked of anyone."""
+        none = (0,) * table.place.workers
+        program = table.exchange.pull(keys, none, none, table.shard, table.ownership, table.place)
+        pulled: Pulled = self.transport.complete(program, table.name)
+        return pulled
+
+    def join_unread(self, table: RowTable) -> None:
+        """This rank did not read the table: it joins the push with no rows, for those that did."""
+        if not table.is_pulled and not table.pending:
+            keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
+            table.pending.append(LookUp(None, self._read_copy(table, keys).ticket))
+
+    def _pull(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
+        wish = Wish(self.pulled.index(table), keys, needs_gradient, self.transport.step)
+        while True:
+            outcome = self._round(wish)
+            if outcome.mine:
+                assert outcome.pulled is not None
+                rows: Tensor = outcome.pulled.rows
+                return rows
+
+    def _round(self, wish: Wish) -> Round:
+        program = look_up(wish, self.served, self.transport.place)
+        headers = self.transport.start(next(program), "look-ups")()
+        wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
+        label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
+        outcome: Round = self.transport.complete(program, label, headers)
+        self._remember(outcome, wish)
+        return outcome
+
+    def _remember(self, outcome: Round, wish: Wish) -> None:
+        """Every rank keeps the ticket of every look-up whose gradients will come back, in the same order."""
+        if outcome.table is None or outcome.pulled is None or not outcome.needs_gradient:
+            return
+        rows = outcome.pulled.rows if outcome.mine and wish.needs_gradient else None
+        self.pulled[outcome.table].pending.append(LookUp(rows, outcome.pulled.ticket))
+
+    def _await_gradient(self, table: RowTable, waiting: LookUp) -> None:
+        assert waiting.rows is not None
+        waiting.rows.requires_grad_()
+
+        def arrived(_: Tensor) -> None:
+            if waiting.is_pushed:
+                raise RuntimeError(
+                    f"rank {table.place.rank}: {table.name}: rows read before an earlier backward got a gradient after "
+                    "it, when theirs had left; run each forward right before its backward, or add the losses and run "
+                    "one backward (torch.utils.checkpoint: use_reentrant=False)"
+                )
+            waiting.has_gradient = True
+            self.on_gradient(table)
+
+        waiting.rows.register_post_accumulate_grad_hook(arrived)
+
+    def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
+        """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"."""
+        if not self.pulled:
+            return
+        nothing = torch.empty(0, dtype=torch.int64, device=self.pulled[0].shard.device)
+        wish = Wish(state, nothing, False, self.transport.step, weight)
+        with torch.no_grad():
+            while True:
+                outcome = self._round(wish)
+                if outcome.table is None:
+                    self.weights = outcome.weights
+                    return

@@ -1,0 +1,144 @@
+"""A table whose rows are exchanged by row: this rank's shard, the look-ups waiting for gradients, what the optimizer
+holds.
+
+The optimizer holds a plain `nn.Parameter` (so foreach and fused optimizers work). That is either the shard itself,
+with a dense gradient: exact for every element-wise optimizer. Or it is a *window*: between backward and step it holds
+the rows that got a gradient, and nothing outside a step; exact when the optimizer leaves rows without gradient alone,
+lazy otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.exchanges.exchange import Place, RowExchange
+from armillary.exchanges.look_up import Table
+from armillary.exchanges.owned_rows import merge_rows
+from armillary.runtime.hybrid.gradient_handle import GradientHandle
+
+__all__ = ["LookUp", "RowTable"]
+
+
+@dataclass(eq=False)
+class LookUp:
+    """One look-up of this step. rows: leaf of the autograd graph, or None where this rank only served others."""
+
+    rows: Tensor | None
+    ticket: Any
+    has_gradient: bool = False
+    is_pushed: bool = False  # its gradients have left; more of them could not follow
+
+
+@dataclass(eq=False)
+class RowTable:
+    """State of one table on one rank. norms: computes the global gradient norms (set by the executor)."""
+
+    name: str
+    shape: torch.Size
+    exchange: RowExchange
+    place: Place
+    has_window: bool
+    shard: Tensor  # (local rows, *row shape)
+    requires_grad: bool
+    reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
+    norms: Callable[["RowTable", float], Tensor]
+    pending: list[LookUp] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ownership = self.exchange.ownership(self.shape[0], self.place)
+        held = self.shard.new_empty((0, *self.shape[1:])) if self.has_window else self.shard
+        self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
+        self.window_rows: Tensor | None = None  # local rows that the window holds
+
+    @classmethod
+    def owning(cls, whole: Tensor, exchange: RowExchange, place: Place, **fields: Any) -> "RowTable":
+        """Keeps the rows of `whole` that this rank owns."""
+        ownership = exchange.ownership(whole.shape[0], place)
+        if exchange.placement == "replicated":
+            shard = whole.detach().clone()
+        else:
+            shard = (
+                whole.detach()[ownership.ids(place.rank)]
+                if place.rank in ownership.owners
+                else whole.detach()[:0].clone()
+            )
+        return cls(shape=whole.shape, exchange=exchange, place=place, shard=shard, **fields)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether reading needs the other ranks."""
+        return self.exchange.placement == "row_sharded"
+
+    def as_served(self) -> Table:
+        return Table(self.name, self.exchange, self.ownership, self.shard)
+
+    # What the handle asks (see `handle.Reader`).
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (any shape) -> the distinct rows (u, *row shape), and where each id stands among them."""
+        return self.reads(self, ids)
+
+    def load(self, whole: Tensor) -> None:
+        rows = whole.detach().to(self.shard.dtype)
+        if self.exchange.placement == "replicated":
+            self.shard.copy_(rows)
+        elif self.place.rank in self.ownership.owners:
+            self.shard.copy_(rows[self.ownership.ids(self.place.rank)])
+
+    def gradient_norms(self, order: float) -> Tensor:
+        return self.norms(self, order)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Gradient of the rows the optimizer holds here, as a plain tensor."""
+        held = self.parameter.grad
+        return held.local if isinstance(held, GradientHandle) else held
+
+    def show_gradient(self, local: Tensor) -> None:
+        """From here to the next step the gradient is seen as a global one (see `gradient_handle.py`)."""
+        self.parameter.grad = GradientHandle(self, self.parameter, local)
+
+    def hand_gradient_over(self) -> None:
+        """The optimizer's step begins: it reads the plain tensor."""
+        self.parameter.grad = self.gradient
+
+    def drop_gradient(self) -> None:
+        self.parameter.grad = None
+
+    # What the executor does.
+    @property
+    def is_ready(self) -> bool:
+        """Every look-up of this rank has its gradient."""
+        return all(look_up.rows is None or look_up.has_gradient for look_up in self.pending)
+
+    def take_gradients(self, scale: float) -> tuple[list[Tensor], list[Any]]:
+        """Gradients and tickets of the waiting look-ups, in the order every rank made them; forgets them."""
+        empty = self.shard.new_empty((0, *self.shape[1:]))
+        gradients, tickets = [], []
+        for look_up in self.pending:
+            gradient = empty
+            if look_up.rows is not None:
+                grad = look_up.rows.grad
+                gradient = torch.zeros_like(look_up.rows) if grad is None else grad.mul_(scale) if scale != 1 else grad
+            gradients.append(gradient)
+            tickets.append(look_up.ticket)
+            look_up.is_pushed = True
+            look_up.rows = None  # its hook refers to the look-up: a circle through C++ that no collector sees
+        self.pending = []
+        return gradients, tickets
+
+    def deposit(self, rows: Tensor, sums: Tensor) -> None:
+        """Adds merged gradients of local rows: (k,), (k, *row shape)."""
+        mine = self.gradient
+        if not self.has_window:
+            mine = torch.zeros_like(self.shard) if mine is None else mine
+            self.show_gradient(mine.index_add_(0, rows, sums))
+            return
+        if self.window_rows is not None and mine is not None:
+            rows, sums = merge_rows(torch.cat([self.window_rows, rows]), torch.cat([mine, sums]))
+        self.window_rows = rows
+        self.parameter.grad = None
+        self.parameter.data = self.shard.index_select(0, rows)
+        self.show_gradient(sums)

@@ -1,0 +1,1 @@
+"""A run under a schedule: building, training, saving and verifying it."""

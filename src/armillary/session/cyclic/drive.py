@@ -1,0 +1,180 @@
+"""Carries out a plan with a cyclic schedule: `run.step(batches)` in every mode, the user's model, optimizer and loss.
+
+    plan = armillary.plan(profile, topology, schedule=Choice("cyclic", {"mode": "pipeline", "slack": 0}))
+    run = armillary.drive(plan, model, optimizer, loss, batch)
+    for batches in data:                 # run.micro_batches says whose
+        losses = run.step(batches)       # of the steps that are complete now
+        scheduler.step()                 # the rate of a gradient is the one at its own step
+    run.drain()
+
+Between steps micro-batches are under way, and a pipeline's process holds one stage: look at the model inside
+`run.newest()`, which changes nothing in training.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from armillary.facts.plan import Plan
+from armillary.runtime.agreement import begin_alike
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.saving.optimizer_state import parameter_names
+from armillary.runtime.transport import Transport
+from armillary.runtime.watch.probe import Loss
+from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.schedules.messages import home
+from armillary.schedules.random_stream import seed_from_step
+from armillary.schedules.schedule import Schedule
+from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode
+from armillary.session.cyclic.split_loss import SplitLoss
+from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
+from armillary.session.misfit import other_job, refuse_on_every_rank
+from armillary.session.workload import Batch
+
+__all__ = ["CyclicRun", "drive"]
+
+
+class CyclicRun:
+    """A plan at work; every process makes the same calls.
+
+    Args of note:
+        micro_batches: which micro-batches of a step this process hands in (a ring's worker its own, else all of them).
+        owners: for every stage, the process that has its optimizer state and its newest weights.
+        names: of the parameters in the user's optimizer, as it was given.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer, transport: Transport, stages: Sequence[Stage]
+    ) -> None:
+        self.plan, self.model, self.optimizer, self.transport = plan, model, optimizer, transport
+        self.options = read_options(plan.schedule.options, plan.workers)
+        self.schedule: Schedule = self.options.schedule()
+        self.stages = stages
+        self.channel = CountedChannel(transport)
+        self.names = parameter_names(model, optimizer, {})
+        self.groups = [len(group["params"]) for group in optimizer.param_groups]
+        mode, count = self.options.mode, self.options.micro_batches
+        self.micro_batches = (self.rank,) if mode == "ring" else tuple(range(count))
+        self.owners = [_owner(self.options, self.schedule, stage.index) for stage in stages]
+        self.mode: Mode
+        self._finished: list[StepLosses] = []
+
+    @property
+    def rank(self) -> int:
+        return self.transport.place.rank
+
+    @property
+    def workers(self) -> int:
+        return self.transport.place.workers
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        """One training step: a batch for each of `micro_batches`. Returns the losses of the steps now complete.
+
+        The optimizer's options of this moment are the step's. A pipeline knows its losses on the last process only.
+
+        Raises:
+            ValueError: another number of batches.
+        """
+        if len(batches) != len(self.micro_batches):
+            raise ValueError(
+                f"run.step: rank {self.rank} hands in micro-batches {self.micro_batches}, got {len(batches)} batches"
+            )
+        self._finished += self.mode.step(batches)
+        return self.losses()
+
+    def settle(self) -> None:
+        """Finishes what is under way; training goes on as if nobody had asked."""
+        self._finished += self.mode.settle()
+
+    def drain(self) -> None:
+        """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
+        self._finished += self.mode.drain()
+
+    def losses(self) -> list[StepLosses]:
+        """Those of the steps that have become complete and were not yet given out."""
+        taken, self._finished = self._finished, []
+        return taken
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Inside, `model` holds the newest weights of every stage, on every process; training goes on unchanged."""
+        self.settle()
+        with self.mode.newest():
+            yield
+
+    def finish(self) -> None:
+        """Waits until every process has called this."""
+        self.transport.barrier()
+
+
+def drive(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    example: Batch,
+    *,
+    seed: int = 0,
+    first_step: int = 0,
+) -> CyclicRun:
+    """Puts a cyclic plan to work. Every process must call it; with one model on all of them it begins with rank 0's.
+
+    Args:
+        optimizer: over the model's parameters, new or with a loaded state; it keeps its class and options.
+        loss: loss(model, batch) -> scalar mean over one micro-batch; it calls the model once and nothing else of it.
+        example: a micro-batch, to cut the model with; nothing is trained on it.
+        seed: with step, micro-batch and stage, fixes the random numbers of dropout and the like.
+        first_step: of a resumed run: how many steps were taken before.
+
+    Raises:
+        ValueError: the plan, the model, the optimizer or the loss do not fit; the message says how to mend it.
+    """
+    if plan.schedule.name != "cyclic":
+        raise ValueError(f"drive: the plan's schedule is {plan.schedule}; only cyclic owns the loop: use attach")
+    transport = Transport(plan.workers_per_node)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    complaint = next(other_job(plan, trainable, transport.place.workers), "") or _other_picture(plan)
+    refuse_on_every_rank("drive", plan, complaint, transport)
+    begin_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, transport)
+    options = read_options(plan.schedule.options, plan.workers)
+    split = SplitLoss(loss, model, example)
+    value = split.input_of(example)
+    stages = stages_of(model, value, options.points)
+    refuse_other_groups(plan, stages)
+    input_of = split.input_of if isinstance(model, nn.Sequential) else TracedInput(split, value).input_of
+    run = CyclicRun(plan, model, optimizer, transport, stages)
+    recompute = frozenset(options.recompute)
+    course = Course(run.schedule, split.of_output, seed_from_step(seed, first_step), recompute)
+    if options.mode == "one_device":
+        run.mode = OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
+    elif options.mode == "pipeline":
+        pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
+        run.mode = PipelineMode(pipeline, input_of, stages, transport)
+    else:
+        loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
+        run.mode = RingMode(loop, model, optimizer, loss)
+    return run
+
+
+def _other_picture(plan: Plan) -> str:
+    """An edited plan must not show what it does not do."""
+    drawn = str(read_options(plan.schedule.options, plan.workers).schedule())
+    if plan.picture in ("", drawn):
+        return ""
+    return (
+        f'the plan shows another schedule than its options make; set its picture to "", or plan again. It is\n{drawn}'
+    )
+
+
+def _owner(options: CyclicOptions, schedule: Schedule, stage: int) -> int:
+    if options.mode == "ring":
+        return home(schedule, stage)
+    return stage if options.mode == "pipeline" else 0

@@ -1,0 +1,103 @@
+"""The runtimes of the three modes under one face: step, settle, drain, and a look at the newest weights."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.transport import Transport
+from armillary.runtime.watch.probe import Loss
+from armillary.session.workload import Batch
+
+__all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode"]
+
+InputOf = Callable[[Batch], Any]  # what the first stage reads
+
+
+class Mode(Protocol):
+    """What the runtimes of the three modes have in common."""
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]: ...
+
+    def settle(self) -> list[StepLosses]: ...
+
+    def drain(self) -> list[StepLosses]: ...
+
+    def newest(self) -> AbstractContextManager[None]:
+        """Everything is settled; inside, the whole model holds the newest weights."""
+
+
+class OneDeviceMode:
+    def __init__(self, runtime: OneDevice, input_of: InputOf) -> None:
+        self.runtime, self.input_of = runtime, input_of
+        self.settle, self.drain = runtime.settle, runtime.drain
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        yield
+
+
+class PipelineMode:
+    """Between looks a process holds the weights of its own stage only; the other parameters of its model are empty."""
+
+    def __init__(self, runtime: Pipeline, input_of: InputOf, stages: Sequence[Stage], transport: Transport) -> None:
+        self.runtime, self.input_of, self.stages, self.transport = runtime, input_of, stages, transport
+        self.settle, self.drain = runtime.settle, runtime.drain
+        others = [stage for stage in stages if stage.index != transport.place.rank]
+        self._away = [(p, p.shape) for stage in others for p in stage.module.parameters()]
+        self._empty()
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        for parameter, shape in self._away:
+            parameter.data = parameter.data.new_empty(shape)
+        with torch.no_grad():
+            for stage in self.stages:
+                for tensor in [*stage.module.parameters(), *stage.module.buffers()]:
+                    self.transport.spread(tensor, stage.index)
+        try:
+            yield
+        finally:
+            self._empty()
+
+    def _empty(self) -> None:
+        for parameter, _ in self._away:
+            parameter.data = parameter.data.new_empty(0)
+
+
+class RingMode:
+    """The user's plain loop, which the ring's hooks follow."""
+
+    def __init__(self, runtime: RingLoop, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
+        self.runtime, self.model, self.optimizer, self.loss = runtime, model, optimizer, loss
+        self.newest = runtime.newest
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        step = self.runtime.ring.steps
+        self.optimizer.zero_grad(set_to_none=True)
+        value = self.loss(self.model, batches[0])
+        value.backward()
+        self.optimizer.step()
+        return [StepLosses(step, (value.detach(),))]
+
+    def settle(self) -> list[StepLosses]:
+        self.runtime.settle()
+        return []
+
+    def drain(self) -> list[StepLosses]:
+        self.runtime.drain()
+        return []

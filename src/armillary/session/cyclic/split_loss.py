@@ -1,0 +1,110 @@
+"""A loss(model, batch) taken apart: what the model is called with, and the loss of what it returns.
+
+A schedule runs the model stage by stage, so nobody calls `loss(model, batch)` whole. It is called twice instead, with a
+stand-in for the model: one that notes what it is given and stops there, and one that returns the last stage's output.
+What cannot be taken apart like this (a loss that calls the model twice, or reads its weights) is refused beforehand.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from armillary.runtime.watch.probe import Loss
+from armillary.runtime.watch.untouched import untouched
+from armillary.session.workload import Batch
+
+__all__ = ["SplitLoss"]
+
+
+class SplitLoss:
+    """
+    Args:
+        example: a batch to try it on; the model is left as it was.
+
+    Raises:
+        ValueError: the loss does not call the model exactly once with positional arguments, or depends on its weights
+            besides.
+    """
+
+    def __init__(self, loss: Loss, model: nn.Module, example: Batch) -> None:
+        self._loss, self._model = loss, model
+        try:
+            with untouched(model):
+                self._refuse_what_cannot_be_split(example)
+        except AttributeError as error:
+            raise ValueError(str(error)) from error
+
+    def input_of(self, batch: Batch) -> Any:
+        """What the first stage reads: the model's argument, or a tuple of several."""
+        calls: list[tuple[Any, ...]] = []
+
+        def note(*given: Any) -> Any:
+            calls.append(given)
+            raise _Noted
+
+        try:
+            self._loss(_StandIn(self._model, note), batch)
+        except _Noted:
+            return calls[0] if len(calls[0]) > 1 else calls[0][0]
+        raise ValueError("schedule: the loss never calls the model, so there is nothing to cut into stages")
+
+    def of_output(self, output: Any, batch: Batch) -> Tensor:
+        """The loss, from what the last stage returns."""
+        return self._loss(_StandIn(self._model, lambda *_: output), batch)
+
+    def _refuse_what_cannot_be_split(self, batch: Batch) -> None:
+        torch.manual_seed(0)
+        whole = self._loss(self._model, batch).detach()
+        given = self.input_of(batch)
+        torch.manual_seed(0)
+        output = self._model(*given) if isinstance(given, tuple) else self._model(given)
+        cut_off = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+        value = self.of_output(cut_off, batch)
+        weights = [p for p in self._model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(value, weights, allow_unused=True) if value.requires_grad else ()
+        if any(gradient is not None for gradient in found):
+            raise ValueError(
+                "schedule: the loss reads the model's weights besides its output (a penalty, say), which no stage can "
+                "see; use the optimizer's weight decay, or put the penalty into the model"
+            )
+        if not torch.equal(value.detach(), whole):
+            raise ValueError(
+                "schedule: the loss of the model's output is not the loss of the batch; it may call the model more "
+                "than once. A schedule runs the model once a micro-batch"
+            )
+
+
+class _Noted(Exception):
+    """The stand-in has been called."""
+
+
+class _StandIn(nn.Module):
+    """Has the model's parameters (for their dtype and device) and nothing else of it."""
+
+    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.answer = model, answer
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if named:
+            raise ValueError(
+                f"schedule: the loss calls the model with {', '.join(named)}= by name; want positional arguments, "
+                f"which is how stages pass values on"
+            )
+        return self.answer(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(_only_called(name)) from None
+
+    def __getitem__(self, place: Any) -> Any:
+        raise AttributeError(_only_called(place))
+
+
+def _only_called(name: Any) -> str:
+    return f"schedule: the loss uses the model's {name!r}; under a schedule it may only call the model, once"
