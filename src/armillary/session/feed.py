@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from armillary.runtime.agreement import checksum
 from armillary.runtime.transport import Transport
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "leaves", "shard", "stream_seed"]
+__all__ = ["Feed", "alike_ranks", "device_of", "leaves", "shard", "stream_seed"]
 
 Item = TypeVar("Item")
 
@@ -40,6 +41,11 @@ def shard(batches: Iterable[Item], worker: int, workers: int) -> Iterator[Item]:
 def stream_seed(seed: int, step: int, worker: int) -> int:
     """The seed of a worker's random stream at a step, so that a resumed or a replayed step draws what it drew."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {worker}".encode()).digest()[:7])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes; the host if nothing in it says."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 class Feed:

@@ -17,13 +17,14 @@ from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.plan import Forecast
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
+from armillary.schedules.random_stream import seed_streams
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest, load, save
 from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.evaluate import evaluate
 from armillary.session.events import Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
 from armillary.session.every import Every
-from armillary.session.feed import Feed, alike_ranks, stream_seed
+from armillary.session.feed import Feed, alike_ranks, device_of, stream_seed
 from armillary.session.folder import CHECKPOINTS, keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
@@ -123,7 +124,7 @@ class Training:
 
     def advance(self) -> None:
         """One optimizer step."""
-        torch.manual_seed(stream_seed(self.settings.seed, self.step, self.run.rank))
+        seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
         batch = next(self.feed)
         self.run.optimizer.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.run.model, batch)

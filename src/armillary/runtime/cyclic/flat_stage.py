@@ -23,6 +23,11 @@ class FlatStage:
         for place, parameter in enumerate(self.parameters):
             self._groups.setdefault((parameter.dtype, parameter.device), []).append(place)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the stage runs; the host if nothing in it is trained."""
+        return next((parameter.device for parameter in self.parameters), torch.device("cpu"))
+
     def pack_weights(self, weights: Sequence[Tensor]) -> Flats:
         """Copies of the weights, in the order of `parameters`."""
         return [torch.cat([weights[p].detach().reshape(-1) for p in places]) for places in self._groups.values()]

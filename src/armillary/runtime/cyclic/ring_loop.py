@@ -25,7 +25,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of
 from armillary.runtime.cyclic.ring import Ring
-from armillary.schedules.random_stream import place_seed
+from armillary.schedules.random_stream import place_seed, seed_streams
 
 __all__ = ["RingLoop"]
 
@@ -133,7 +133,8 @@ class RingLoop:
     def _enter(self, stage: int) -> None:
         while self._entered <= stage and self._entered < self._count:
             self.ring.before(self._entered)
-            torch.manual_seed(place_seed(self._seed, (self.ring.steps, self.ring.worker, self._entered)))
+            place = (self.ring.steps, self.ring.worker, self._entered)
+            seed_streams(place_seed(self._seed, place), self.ring.flat[self._entered].device)
             self._entered += 1
 
     def _forward_ends(self) -> None:

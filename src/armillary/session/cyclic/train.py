@@ -17,13 +17,14 @@ from armillary.facts.trace import Trace
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.saving.checkpoint import latest
 from armillary.schedules.cyclic_modes import read_options
+from armillary.schedules.random_stream import seed_streams
 from armillary.session.cyclic.drive import CyclicRun, drive
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
 from armillary.session.evaluate import evaluate
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
 from armillary.session.every import Every
-from armillary.session.feed import Feed, stream_seed
+from armillary.session.feed import Feed, device_of, stream_seed
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.tally import Comparison, reset_peak_memory, resident_bytes
@@ -118,7 +119,7 @@ class _Training:
         """One training step. Every feed moves on, so that any process can save where all of them stand."""
         batches = [next(feed) for feed in self.feeds]
         mine = [batches[micro_batch] for micro_batch in self.run.micro_batches]
-        torch.manual_seed(stream_seed(self.settings.seed, self.step, self.run.rank))
+        seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
         self._count(self.run.step(mine))
         self.step += 1
         if self.run.options.mode == "ring" or self.run.rank == 0:
