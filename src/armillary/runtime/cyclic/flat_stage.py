@@ -52,6 +52,17 @@ class FlatStage:
             flats.append(torch.cat([*(part.detach().reshape(-1) for part in parts), counts]))
         return flats
 
+    def add_gradients(self, flats: Flats, gradients: Sequence[Tensor | None]) -> None:
+        """Adds to sums that another worker packed, in place."""
+        for flat, places in zip(flats, self._groups.values(), strict=True):
+            *parts, counts = flat.split([*(self.parameters[p].numel() for p in places), len(places)])
+            used = [gradients[place] is not None for place in places]
+            for part, place in zip(parts, places):
+                gradient = gradients[place]
+                if gradient is not None:
+                    part.add_(gradient.detach().reshape(-1))
+            counts.add_(torch.tensor(used, dtype=flat.dtype, device=flat.device))
+
     def unpack_gradients(self, flats: Flats) -> dict[int, Tensor]:
         """Views of the sums that anybody added to, by their place in `parameters`."""
         found: dict[int, Tensor] = {}

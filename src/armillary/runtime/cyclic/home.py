@@ -55,9 +55,9 @@ class Home:
         group["params"] = [masters[id(group["params"][place])] for place in kept]
 
     def step(self, stage: int, total: list[Tensor], workers: int, options: Options) -> list[Tensor]:
-        """Divides the summed gradients by the number of workers and steps; returns the next version, flat."""
+        """Divides the summed gradients by the number of workers, in place, and steps; returns the next version, flat."""
         sums = self._stages[stage].unpack_gradients(total)
-        means = {self._masters[stage][place]: gradient / workers for place, gradient in sums.items()}
+        means = {self._masters[stage][place]: gradient.div_(workers) for place, gradient in sums.items()}
         self.stepping = True
         try:
             with torch.no_grad():

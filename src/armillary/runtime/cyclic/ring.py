@@ -97,10 +97,11 @@ class Ring:
 
     def add(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Adds this worker's gradients (in the order of `flat[stage].parameters`) to the sum and hands it on."""
-        mine = self.flat[stage].pack_gradients(gradients)
         if ("partial gradient", stage) in self._in:
-            before = self._take(("partial gradient", stage))
-            mine = [theirs.add_(own) for theirs, own in zip(before, mine)]
+            mine = self._take(("partial gradient", stage))
+            self.flat[stage].add_gradients(mine, gradients)
+        else:
+            mine = self.flat[stage].pack_gradients(gradients)
         if ("partial gradient", stage) in self._out:
             self._send(("partial gradient", stage), mine)
         elif stage in self._totals:
@@ -148,10 +149,11 @@ class Ring:
                 f"ring: worker {self.worker} needs version {version} of stage {stage} and has "
                 f"{sorted(self._arrived[stage])}; the schedule was not kept to"
             )
-        with torch.no_grad():
-            new = self.flat[stage].unpack_weights(self._arrived[stage][version])
-            for parameter, weight in zip(self.flat[stage].parameters, new):
-                parameter.copy_(weight)
+        # no copy: the parameters become views of what arrived. What still travels on is only read
+        for parameter, weight in zip(
+            self.flat[stage].parameters, self.flat[stage].unpack_weights(self._arrived[stage][version])
+        ):
+            parameter.data = weight
         self.reading[stage] = version
         for old in [v for v in self._arrived[stage] if v <= version]:
             del self._arrived[stage][old]
