@@ -7,7 +7,6 @@ outside.
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.cyclic_memory.run import COLORS, MALLOC, MIB
+from benchmarks.cyclic_memory.run import COLORS, MALLOC, MIB, anonymous_bytes
 from benchmarks.hybrid.record import machine
 
 HERE = Path(__file__).parent
@@ -68,7 +67,7 @@ def _watch(mode: str, samples: int, pace_seconds: float) -> list[tuple[float, in
     with subprocess.Popen([*launch, *job], env=os.environ | MALLOC) as started:
         while started.poll() is None:
             children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-            curve.append((time.monotonic(), sum(map(_anonymous_bytes, children))))
+            curve.append((time.monotonic(), sum(anonymous_bytes(int(child)) for child in children)))
             time.sleep(SAMPLE_SECONDS)
     if started.returncode:
         raise RuntimeError(f"cyclic_memory: {mode} ended with {started.returncode}; its words are above")
@@ -76,16 +75,6 @@ def _watch(mode: str, samples: int, pace_seconds: float) -> list[tuple[float, in
     out.unlink()
     began, ended = max(first for first, _ in spans), min(last for _, last in spans)
     return [(at - began, pss) for at, pss in curve if began <= at <= ended]
-
-
-def _anonymous_bytes(pid: str) -> int:
-    """Resident anonymous pages, which these processes share with nobody, so they are its PSS too, told without walking
-    all mappings (which takes longer than a layer); 0 for a process that has just gone."""
-    try:
-        found = re.search(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def _draw(found: dict[str, Any]) -> Figure:
