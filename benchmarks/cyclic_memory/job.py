@@ -15,7 +15,7 @@ import torch
 from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_memory.contenders import NAMES, Contender, build
 from benchmarks.cyclic_memory.ledger import Ledger
-from benchmarks.cyclic_memory.models import Shape, shapes
+from benchmarks.cyclic_memory.models import Shape, loss, shapes
 from benchmarks.hybrid.memory import return_freed_memory
 
 FILLING, STEPS = 1, 2
@@ -97,13 +97,15 @@ def _ledger(contender: Contender) -> Ledger:
 
 
 def stage_bytes(shape: Shape, samples: int) -> list[int]:
-    """What each stage saves for one micro-batch."""
+    """What each stage saves for one micro-batch, the last one with the loss."""
     contender = build("concurrent", shape, 1, samples)
     ledger, found = _ledger(contender), []
-    value, _ = shape.batch(samples)
+    value, target = shape.batch(samples)
     with ledger.watching():
         for stage in contender.stages:
             value = stage.module(value)
+            if stage is contender.stages[-1]:
+                value = loss(value, target)
             found.append(ledger.live_bytes - sum(found))
     return found
 
