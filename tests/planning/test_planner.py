@@ -140,10 +140,10 @@ def test_groups_stand_in_the_order_in_which_gradients_arrive():
     ]  # fmt: skip
 
 
-def test_the_size_of_buckets_can_be_said():
-    profile = model(*[dense(f"p{i}", 100, i) for i in range(6)])
-    assert [len(group.parameters) for group in plan(profile, machines(4), bucket_bytes=800).groups] == [2, 2, 2]
-    assert len(plan(profile, machines(4)).groups) == 1
+def test_buckets_are_as_large_as_the_backend_wants_them():
+    profile = model(*[dense(f"p{i}", 1 << 18, i) for i in range(6)])
+    assert [len(group.parameters) for group in plan(profile, machines(4)).groups] == [2, 2, 2]
+    assert [len(group.parameters) for group in plan(profile, machines(4, backend="nccl")).groups] == [1, 5]
 
 
 def test_frozen_parameters_are_in_no_group():
