@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place, Pulled, RowExchange
+from armillary.exchanges.leg import Leg
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllToAll, Program
+from armillary.facts.topology import Topology
 
-__all__ = ["HEADER_BYTES", "Round", "Table", "Wish", "look_up"]
+__all__ = ["HEADER_BYTES", "Round", "Table", "Wish", "look_up", "round_leg"]
 
 HEADER_BYTES = 5 * 8  # five float64: exact for every integer below 2**53
 _IDLE, _FINISHED = 0, -1
@@ -60,6 +62,11 @@ class Round(NamedTuple):
     mine: bool
     needs_gradient: bool
     weights: tuple[float, ...]
+
+
+def round_leg(rounds: int, topology: Topology) -> Leg:
+    """The headers of so many rounds."""
+    return Leg("everyone", rounds * HEADER_BYTES * (topology.workers - 1), rounds)
 
 
 def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]:

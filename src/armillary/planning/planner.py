@@ -22,7 +22,7 @@ from armillary.planning.constraints import Constraint, allows, names_of, resolve
 from armillary.planning.cyclic_plan import plan_cyclic
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
-from armillary.planning.parallax import parallax
+from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
 
 __all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "explain", "plan", "plan_by_rule"]
@@ -84,7 +84,7 @@ def plan_by_rule(
         demanded, rule = question.wanted.get(fact.name), parallax(fact)
         if allows(demanded, rule):
             chosen[fact.name] = candidate(fact, rule, question)
-            reasons[fact.name] = "read whole" if rule.name == "all_reduce" else "Parallax's rule: read by row only"
+            reasons[fact.name] = "Parallax's rule: read by row only" if fact.shardable else "read whole"
         else:
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
@@ -127,7 +127,7 @@ def _demanded_choice(constraint: Constraint | None) -> Choice:
     if isinstance(constraint, Choice):
         return constraint
     assert constraint is not None
-    return Choice({"replicated": "all_reduce", "row_sharded": "owned_rows"}.get(constraint, constraint))
+    return plain(constraint)
 
 
 def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:
