@@ -10,7 +10,7 @@ from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 from armillary.facts.plan import Choice, Plan, model_fingerprint
 from armillary.planning.choosing import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
-from armillary.planning.pricing import ADAGRAD, ADAM, SGD
+from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
 
 ALPHAS = st.floats(1e-4, 1.0)
 MACHINES = st.builds(
@@ -202,3 +202,10 @@ def test_a_planned_plan_survives_json(alpha, topology, lazy):
     profile = model(table("t", alpha=alpha), dense("d", arrival=1))
     made = plan(profile, topology, lazy=["t"] if lazy else [], mean="weights")
     assert Plan.from_json(made.to_json()) == made
+
+
+def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
+    profile, topology = model(table("t", rows=10, width=1)), machines(4, latency=1.0)
+    verdicts = explain(profile, topology, constraints={"t": "owned_dense"})
+    (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
+    assert chosen.forecast == dense_forecast(40, Choice("owned_dense"), Case(profile, topology))

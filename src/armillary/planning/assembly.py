@@ -94,8 +94,8 @@ def _numbered(ordered: Sequence[Group]) -> list[Group]:
 
 def _with_idle_round(ordered: list[Group], question: Question) -> tuple[Group, ...]:
     """The round that ends a step's look-ups is charged to the first row-sharded table."""
-    for place, group in enumerate(ordered):
-        if group.placement == "row_sharded":
-            ordered[place] = replace(group, forecast=group.forecast + idle_round(question.case.topology))
-            break
+    places = [place for place, group in enumerate(ordered) if group.placement == "row_sharded"]
+    for place in places[:1]:
+        round_ = idle_round(question.case.topology, len(places))
+        ordered[place] = replace(ordered[place], forecast=ordered[place].forecast + round_)
     return tuple(ordered)

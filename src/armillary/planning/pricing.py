@@ -7,10 +7,11 @@ workers, by the exchange's own formula; memory is what the fullest worker holds.
 Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: index work is priced.
 """
 
+import math
 from dataclasses import dataclass
 
 from armillary.exchanges.exchange import Place, build_dense, build_row
-from armillary.exchanges.look_up import round_leg
+from armillary.exchanges.look_up import FLAGS, round_leg
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Update
 from armillary.facts.profile import Profile
@@ -113,7 +114,7 @@ def _memory_seconds(touched_bytes: float, case: Case) -> float:
     return touched_bytes / case.assumptions.memory_bytes_per_second
 
 
-def idle_round(topology: Topology) -> Forecast:
-    """The round that ends a step's look-ups: once a step, if any table is row-sharded."""
-    header = round_leg(1, topology)
+def idle_round(topology: Topology, tables: int = 1) -> Forecast:
+    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
+    header = round_leg(math.ceil(tables / FLAGS), topology)
     return Forecast(header.link_bytes, 0.0, leg_seconds([header], topology))
