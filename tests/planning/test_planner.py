@@ -10,7 +10,7 @@ from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 from armillary.facts.plan import Choice, Plan, model_fingerprint
 from armillary.planning.choosing import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
-from armillary.planning.pricing import ADAGRAD, ADAM, SGD
+from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
 
 ALPHAS = st.floats(1e-4, 1.0)
 MACHINES = st.builds(
@@ -140,10 +140,10 @@ def test_groups_stand_in_the_order_in_which_gradients_arrive():
     ]  # fmt: skip
 
 
-def test_the_size_of_buckets_can_be_said():
-    profile = model(*[dense(f"p{i}", 100, i) for i in range(6)])
-    assert [len(group.parameters) for group in plan(profile, machines(4), bucket_bytes=800).groups] == [2, 2, 2]
-    assert len(plan(profile, machines(4)).groups) == 1
+def test_buckets_are_as_large_as_the_backend_wants_them():
+    profile = model(*[dense(f"p{i}", 1 << 18, i) for i in range(6)])
+    assert [len(group.parameters) for group in plan(profile, machines(4)).groups] == [2, 2, 2]
+    assert [len(group.parameters) for group in plan(profile, machines(4, backend="nccl")).groups] == [1, 5]
 
 
 def test_frozen_parameters_are_in_no_group():
@@ -202,3 +202,10 @@ def test_a_planned_plan_survives_json(alpha, topology, lazy):
     profile = model(table("t", alpha=alpha), dense("d", arrival=1))
     made = plan(profile, topology, lazy=["t"] if lazy else [], mean="weights")
     assert Plan.from_json(made.to_json()) == made
+
+
+def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
+    profile, topology = model(table("t", rows=10, width=1)), machines(4, latency=1.0)
+    verdicts = explain(profile, topology, constraints={"t": "owned_dense"})
+    (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
+    assert chosen.forecast == dense_forecast(40, Choice("owned_dense"), Case(profile, topology))

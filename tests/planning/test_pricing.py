@@ -9,7 +9,7 @@ from armillary.exchanges.look_up import Table, Wish, look_up
 from armillary.facts.plan import Choice
 from armillary.facts.topology import Link
 from armillary.planning.planner import plan
-from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, owners_of, row_forecast
+from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, row_forecast
 from armillary.reference import lockstep
 from armillary.runtime.watch.row_counts import Lookups
 from armillary.runtime.watch.row_counts import row_facts as count_rows
@@ -175,9 +175,18 @@ def test_a_ring_of_n_pays_two_latencies_a_hop():
 
 
 def test_no_owners_named_means_all_workers():
-    assert (
-        owners_of(Choice("owned_rows"), machines(6)) == owners_of(Choice("owned_rows", {"owners": 0}), machines(6)) == 6
+    case = Case(model(workers=6), machines(6))
+    every, named = (
+        row_forecast(table(), Choice("owned_rows", options), "exact", case) for options in ({}, {"owners": 6})
     )
+    assert every == named == row_forecast(table(), Choice("owned_rows", {"owners": 0}), "exact", case)
+
+
+def test_a_node_of_one_pays_nothing_for_merging_inside_it():
+    topology = machines(4, latency=1.0)
+    choice = Choice("owned_dense", {"local_aggregation": True})
+    seconds = dense_forecast(1000, choice, Case(model(), topology, LINKS_ONLY)).seconds
+    assert seconds == pytest.approx(topology.between.seconds(2 * 3 * 1000, 2))
 
 
 def test_assumptions_refuse_nonsense():

@@ -97,3 +97,29 @@ def test_sparse_and_strided_gradients_are_taken(layout):
     fill(bucket, [given], 2.0)
     bucket.withdraw(bucket.seal(2.0, 1.0))
     assert torch.equal(bucket.parameters[0].grad, 2 * gradient)
+
+
+def test_a_gradient_lies_in_memory_as_its_parameter_does():
+    """Fused optimizers walk over both in the order of memory."""
+    transposed = nn.Parameter(torch.ones(2, 3).t())
+    image = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    spread = nn.Parameter(torch.ones(4, 2)[:, :1])  # leaves gaps: then autograd gives a plain gradient
+    bucket = Bucket([transposed, image, spread])
+    gradients = [
+        torch.randn(2, 3).t(),
+        torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(4, 1),
+    ]
+    fill(bucket, gradients, 1.0)
+    bucket.withdraw(bucket.seal(1.0, 1.0))
+    assert transposed.grad.stride() == transposed.stride() and image.grad.stride() == image.stride()
+    assert spread.grad.is_contiguous()
+    assert all(torch.equal(p.grad, want) for p, want in zip(bucket.parameters, gradients, strict=True))
+
+
+def test_complex_parameters_know_who_used_them():
+    used, unused = (nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2))
+    bucket = Bucket([used, unused], is_weighted=True)
+    fill(bucket, [torch.full((2,), 2 + 4j), None], 1.0)
+    bucket.withdraw(bucket.seal(1.0, 2.0))
+    assert torch.equal(used.grad, torch.full((2,), 1 + 2j)) and unused.grad is None

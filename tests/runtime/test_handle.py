@@ -59,6 +59,12 @@ READS = {
     "index, negative int": lambda table, shift: table[-2],
     "index_select": lambda table, shift: table.index_select(0, IDS),
     "torch.index_select, dim -2": lambda table, shift: torch.index_select(table, -2, IDS),
+    "torch.index_select by name": lambda table, shift: torch.index_select(input=table, dim=0, index=IDS),
+    "numpy": lambda table, shift: table[IDS.numpy()],
+    "a numpy number": lambda table, shift: table[IDS.numpy()[1]],
+    "all columns": lambda table, shift: table[IDS, :] + table[IDS.view(-1, 1), ...][:, 0],
+    "one row, all columns": lambda table, shift: table[2, :],
+    "as it is": lambda table, shift: table.double().to("cpu").contiguous()[IDS],
     "twice": lambda table, shift: table[IDS] * table[IDS.flip(0)],
     "detached": lambda table, shift: table.detach()[IDS] + table[0],
 }  # fmt: skip
@@ -96,6 +102,9 @@ REFUSED = {
     "new axis": lambda table: table[None],
     "bool": lambda table: table[True],
     "columns": lambda table: table.index_select(1, torch.tensor([0])),
+    "some columns": lambda table: table[IDS, 1:],
+    "a view": lambda table: table.view(V, D),
+    "a hook": lambda table: table.register_hook(print),
     "pairs": lambda table: table[IDS, torch.zeros_like(IDS)],
     "linear with gradients": lambda table: functional.linear(torch.ones(2, D, dtype=torch.float64), table),
     "clone": lambda table: table.clone(),
@@ -328,3 +337,48 @@ def train_compiled(rank, workers, backend):
 
 def test_compiling_after_attach_trains_the_same(crew):
     assert crew(2).run(train_compiled, "aot_eager") == [{}, {}]
+
+
+def use_as_a_module(rank, workers):
+    """What changes nothing is allowed: state taken and put back, a move to where the model is."""
+    run, model, optimizer, reference, truth = pair(Table, workers, {"table": "owned_rows"})
+    model.load_state_dict(model.state_dict())
+    model.to("cpu").double().train()
+    model.load_state_dict(reference.state_dict())
+
+    def loss(model, shift):
+        return (model.table[(IDS + shift) % V].sum() + model.lin.weight.sum()).sin()
+
+    loss(model, rank).backward()
+    optimizer.step()
+    train_step(reference, truth, range(workers), loss)
+    return close(run, model, reference)
+
+
+def test_what_changes_nothing_may_be_done_to_an_attached_model(crew):
+    assert crew(2).run(use_as_a_module) == [{}, {}]
+
+
+def remedies(rank, workers):
+    run, model, _, _, _ = pair(Table, workers, {"table": "owned_rows"})
+    said = {}
+    for name, operation in {
+        "module cast": lambda: model.half(),
+        "initialise": lambda: nn.init.zeros_(model.table),
+        "assign": lambda: setattr(model.table, "data", torch.zeros(V, D)),
+        "hook": lambda: model.table.register_hook(print),
+        "mask": lambda: model.table[torch.ones(V, dtype=torch.bool)],
+    }.items():
+        with pytest.raises(NotImplementedError) as caught:
+            operation()
+        said[name] = str(caught.value)
+    run.finish()
+    return said
+
+
+def test_the_remedy_fits_what_was_tried(crew):
+    said = crew(2).run(remedies)[0]
+    assert "convert and move the model before attach" in said["module cast"]
+    assert all("before attach, or load_state_dict" in said[name] for name in ("initialise", "assign"))
+    assert "what the look-up returns" in said["hook"]
+    assert "indexing with a tensor of torch.bool" in said["mask"]

@@ -62,11 +62,11 @@ BY_ROW: dict[str, Use] = {
     "param[ids2d]": lambda m, ids: m.weight[ids.view(2, 2)],
     "index_select": lambda m, ids: m.weight.index_select(0, ids),
     "index_select from the end": lambda m, ids: m.weight.index_select(-2, ids),
-    "in a view of its shape": lambda m, ids: F.embedding(ids, m.weight.view(ROWS, 2, 2).flatten(1)),
+    "param[array]": lambda m, ids: m.weight[ids.numpy()],
+    "all columns": lambda m, ids: m.weight[ids, :],
     "in a detached alias": lambda m, ids: m.weight[ids] + m.weight.detach()[ids],
     "in .data": lambda m, ids: m.weight[ids] + F.embedding(ids, m.weight.data),
     "under autocast": lambda m, ids: autocast_rows(m, ids),
-    "checkpointed": lambda m, ids: checkpoint(lambda x: m.table(x).exp(), ids, use_reentrant=False),
 }
 
 WHOLE: dict[str, Use] = {
@@ -144,9 +144,26 @@ def test_sampled_softmax_reads_its_bias_table_by_row() -> None:
     assert bias.rows is not None and bias.rows.ids == 3 * ROWS and bias.rows.row_bytes == 4
 
 
-def test_a_table_read_through_another_shape_is_read_by_row_and_refused_with_a_reason() -> None:
-    fact = read(lambda m, ids: F.embedding(ids, m.bias[:, None])).parameter("bias")
-    assert fact.reads == "rows" and "view of another shape" in fact.refusals[0]
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("bias", lambda m, ids: F.embedding(ids, m.bias[:, None])),
+        ("table.weight", lambda m, ids: F.embedding(ids, m.weight.view(ROWS, 2, 2).flatten(1))),
+        ("table.weight", lambda m, ids: m.weight.view(ROWS, WIDTH)[ids]),
+        ("table.weight", lambda m, ids: m.weight[:][ids]),
+        ("table.weight", lambda m, ids: m.weight.view(ROWS, WIDTH).detach()[ids] + m.weight[ids]),
+    ],
+)
+def test_a_table_read_through_a_view_is_read_by_row_and_refused_with_a_reason(name: str, use: Use) -> None:
+    fact = read(use).parameter(name)
+    assert fact.reads == "rows" and "through a view" in fact.refusals[0]
+
+
+def test_a_table_read_in_a_checkpointed_part_is_refused_with_a_reason() -> None:
+    """Backward would read it once more, when the other ranks have no look-up to answer."""
+    fact = table(lambda m, ids: checkpoint(lambda x: m.table(x).exp(), ids, use_reentrant=False))
+    assert fact.reads == "rows" and "activation checkpointing" in fact.refusals[0]
+    assert fact.rows is not None and (fact.rows.lookups, fact.rows.ids) == (1, len(IDS)), "it counts once"
 
 
 @pytest.mark.parametrize("make", [lambda w: w.new_zeros(4, WIDTH), lambda w: torch.zeros_like(w)[:4]])
@@ -160,11 +177,6 @@ def test_a_shape_or_dtype_taken_from_a_table_is_no_read_and_refused_with_a_reaso
 def test_one_table_for_two_features_counts_two_lookups() -> None:
     rows = table(lambda m, ids: m.table(ids) * m.table(ids.flip(0) + 1)).rows
     assert rows is not None and (rows.lookups, rows.ids) == (2, 2 * len(IDS))
-
-
-def test_a_checkpointed_lookup_counts_once() -> None:
-    rows = table(BY_ROW["checkpointed"]).rows
-    assert rows is not None and rows.lookups == 1
 
 
 class Tied(nn.Module):

@@ -43,7 +43,9 @@ def test_ranks_with_different_plans_are_refused_on_every_rank(crew):
 
 def test_ranks_with_different_models_are_refused_naming_rank_and_tensor(crew):
     for message in crew(2).run(attach_unlike, "model"):
-        assert "rank 1 holds 'seen' as (3,), rank 0 as (2,); build the same model on every rank" in message
+        assert (
+            "rank 1 holds 'seen' as (3,) float32, rank 0 as (2,) float32; build the same model on every rank" in message
+        )
 
 
 def test_what_a_table_pulls_and_pushes_is_counted_to_its_group_whatever_its_name():

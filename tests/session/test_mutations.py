@@ -179,8 +179,8 @@ def formula_without_ids(patch):
     def shortened(name, **options):
         made = build(name, **options)
         return made._replace(
-            sent_bytes=lambda traffic, topology: made.sent_bytes(
-                traffic._replace(row_bytes=traffic.row_bytes - 2), topology
+            legs=lambda traffic, skew, topology: made.legs(
+                traffic._replace(row_bytes=traffic.row_bytes - 2), skew, topology
             )
         )
 

@@ -6,25 +6,28 @@ answer), by `reference/lockstep` (N ranks in one process) and, through its byte 
 
 There are two kinds. A `DenseExchange` moves one flat tensor per worker and answers with the same flat tensor on every
 worker. A `RowExchange` moves rows of a table: `pull` brings the rows a look-up reads, `push` takes the gradients of
-those rows to whoever updates them. One more exchange is one more file that registers a factory here.
+those rows to whoever updates them. One more exchange is one more file that registers a factory here, with all that
+planning must know of it: when it is worth pricing (`offers`) and what it asks of the links (`legs`).
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import Program
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "Counts", "DenseExchange", "Entry", "Place", "Pulled", "RowExchange", "RowTraffic", "build_dense", "build_row",
-    "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
+    "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic", "build_dense",
+    "build_row", "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
 ]  # fmt: skip
 
 
@@ -86,12 +89,14 @@ class DenseExchange(NamedTuple):
     push(flat, place): flat (numel,) -> program that returns the sum over workers, shape (numel,).
     requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
     sent_bytes(nbytes, topology): payload bytes per rank, one number per rank.
+    legs(nbytes, topology): the same for the busiest link, with the messages it waits for.
     oracle: the meaning seen from above: all workers' tensors -> what each of them ends up with.
     """
 
     push: Callable[[Tensor, Place], Program[Tensor]]
     requests: int
     sent_bytes: Callable[[int, Topology], list[float]]
+    legs: Callable[[int, Topology], list[Leg]]
     oracle: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -104,7 +109,8 @@ class RowExchange(NamedTuple):
     push(gradients, tickets, ownership, place): gradients of the rows of each ticket, in order -> program that
         returns (local rows sorted, sum of gradients over workers) for the rows this rank updates.
     push_requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
-    sent_bytes(traffic, topology): payload bytes per rank and step, pull and push together, mean over ranks.
+    legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups; skew: load of the
+        busiest owner over the mean owner's.
     """
 
     placement: str
@@ -112,14 +118,35 @@ class RowExchange(NamedTuple):
     pull: Callable[[Tensor, Counts, Counts, Tensor, Ownership, Place], Program[Pulled]]
     push: Callable[[Sequence[Tensor], Sequence[Any], Ownership, Place], Program[tuple[Tensor, Tensor]]]
     push_requests: int
-    sent_bytes: Callable[[RowTraffic, Topology], float]
+    legs: Callable[[RowTraffic, float, Topology], Legs]
+
+    def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
+        """Payload bytes per rank and step, pull and push together, mean over ranks."""
+        legs = self.legs(traffic, 1.0, topology)
+        return sum(leg.link_bytes for leg in (*legs.pull, *legs.push))
+
+
+Options = Mapping[str, Any]
+Offers = Callable[[ParameterFact, Topology], Sequence[Options]]
+
+
+def _plain(fact: ParameterFact, topology: Topology) -> Sequence[Options]:
+    return [{}]
 
 
 class Entry(NamedTuple):
-    """A registered factory, and the sets of options its contract tests use."""
+    """A registered factory.
+
+    examples: sets of options that contract tests use. offers(fact, topology): those worth pricing for a parameter;
+        none of a baseline, which is taken only where it is demanded.
+    owner_option: the option that names its owner (a rank, of a dense exchange, whose parameters then go one by one) or
+        the number of its owners (of a row exchange); empty where there is none to choose.
+    """
 
     make: Callable[..., Any]
-    examples: tuple[Mapping[str, Any], ...]
+    examples: tuple[Options, ...]
+    offers: Offers = _plain
+    owner_option: str = ""
 
 
 _DENSE: dict[str, Entry] = {}
@@ -127,21 +154,22 @@ _ROW: dict[str, Entry] = {}
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
-def dense_exchange(*examples: Mapping[str, Any]) -> Callable[[Factory], Factory]:
-    """Registers a factory of dense exchanges under its own name."""
-    return partial(_register, _DENSE, examples or ({},))
+def dense_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:
+    """Registers a factory of dense exchanges under its own name; arguments as in `Entry`."""
+    return partial(_register, _DENSE, (examples or ({},), offers, owner_option))
 
 
-def row_exchange(*examples: Mapping[str, Any]) -> Callable[[Factory], Factory]:
-    """Registers a factory of row exchanges under its own name."""
-    return partial(_register, _ROW, examples or ({},))
+def row_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:
+    """Registers a factory of row exchanges under its own name; arguments as in `Entry`."""
+    return partial(_register, _ROW, (examples or ({},), offers, owner_option))
 
 
-def _register(entries: dict[str, Entry], examples: tuple[Mapping[str, Any], ...], make: Factory) -> Factory:
-    entries[make.__name__] = Entry(make, examples)
+def _register(entries: dict[str, Entry], fields: tuple[tuple[Options, ...], Offers, str], make: Factory) -> Factory:
+    entries[make.__name__] = Entry(make, *fields)
     return make
 
 
+@cache
 def _all_files() -> None:
     package = importlib.import_module("armillary.exchanges")
     for module in pkgutil.iter_modules(package.__path__, "armillary.exchanges."):
@@ -149,15 +177,15 @@ def _all_files() -> None:
 
 
 def dense_exchanges() -> Mapping[str, Entry]:
-    """Every dense exchange there is, by name."""
+    """Every dense exchange there is, by name, in the order of names."""
     _all_files()
-    return _DENSE
+    return dict(sorted(_DENSE.items()))
 
 
 def row_exchanges() -> Mapping[str, Entry]:
-    """Every row exchange there is, by name."""
+    """Every row exchange there is, by name, in the order of names."""
     _all_files()
-    return _ROW
+    return dict(sorted(_ROW.items()))
 
 
 def build_dense(name: str, **options: Any) -> DenseExchange:
@@ -178,7 +206,7 @@ def build_row(name: str, **options: Any) -> RowExchange:
     return made
 
 
-def _build(kind: str, entries: Mapping[str, Entry], name: str, options: Mapping[str, Any]) -> Any:
+def _build(kind: str, entries: Mapping[str, Entry], name: str, options: Options) -> Any:
     if name not in entries:
         raise ValueError(f"exchange: no {kind} exchange {name!r}; there are {', '.join(sorted(entries))}")
     return entries[name].make(**options)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.owned_rows import ID_BYTES, merge_rows
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllGather, AllToAll, Program
@@ -56,8 +57,9 @@ def gather_rows() -> RowExchange:
         gathered = yield AllToAll(sums.repeat(place.workers, *[1] * (sums.dim() - 1)), send, counts)
         return merge_rows(everyones, gathered)
 
-    def sent_bytes(traffic: RowTraffic, topology: Topology) -> float:
+    def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
         others = topology.workers - 1
-        return others * (traffic.distinct_rows * (traffic.row_bytes + ID_BYTES) + COUNT_BYTES)
+        sent_bytes = others * (traffic.distinct_rows * (traffic.row_bytes + ID_BYTES) + COUNT_BYTES)
+        return Legs((), (Leg("everyone", sent_bytes, others + 2),))  # counts go round by N - 1 hops
 
-    return RowExchange("replicated", ownership, pull, push, 3, sent_bytes)
+    return RowExchange("replicated", ownership, pull, push, 3, legs)

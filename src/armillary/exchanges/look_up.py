@@ -5,22 +5,29 @@ and a rank that has none to make (it reached its backward, or has finished) take
 idle. So a rank that never reads a table never blocks the rest, and evaluation on one rank is served by the others.
 
 The header every rank sends to every other carries the wish, how many rows it wants of the receiver, whether their
-gradients will come back, the sender's step and the weight of its batch.
+gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
+their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
+tables nobody learns from, and leave them alone as one process does.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place, Pulled, RowExchange
+from armillary.exchanges.leg import Leg
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllToAll, Program
+from armillary.facts.topology import Topology
 
-__all__ = ["HEADER_BYTES", "Round", "Table", "Wish", "look_up"]
+__all__ = ["FLAGS", "HEADER_BYTES", "Round", "Table", "Wish", "look_up", "round_leg"]
 
 HEADER_BYTES = 5 * 8  # five float64: exact for every integer below 2**53
+FLAGS = 52  # tables that an idle rank can speak of in one round
 _IDLE, _FINISHED = 0, -1
 
 
@@ -38,6 +45,7 @@ class Wish(NamedTuple):
 
     table: index of a table; or "idle" (this rank is in its backward), or "finished" (it will train no more).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
+    flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     """
 
     table: int | Literal["idle", "finished"]
@@ -45,6 +53,7 @@ class Wish(NamedTuple):
     needs_gradient: bool
     step: int
     weight: float = 1.0
+    flags: int = 0
 
 
 class Round(NamedTuple):
@@ -52,7 +61,7 @@ class Round(NamedTuple):
 
     table: index of the table that was served, or None when no rank wished for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
-    weights: the weight each rank declared.
+    weights: the weight each rank declared. flags: those of all ranks together, when no rank wished for a table.
     """
 
     table: int | None
@@ -60,6 +69,12 @@ class Round(NamedTuple):
     mine: bool
     needs_gradient: bool
     weights: tuple[float, ...]
+    flags: int = 0
+
+
+def round_leg(rounds: int, topology: Topology) -> Leg:
+    """The headers of so many rounds."""
+    return Leg("everyone", rounds * HEADER_BYTES * (topology.workers - 1), rounds)
 
 
 def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]:
@@ -69,7 +84,7 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
         RuntimeError: ranks are at different steps, or some have finished while others still train.
     """
     code = {"idle": _IDLE, "finished": _FINISHED}.get(wish.table) if isinstance(wish.table, str) else wish.table + 1
-    asked = (0,) * place.workers
+    asked = (wish.flags,) * place.workers
     if isinstance(wish.table, int):
         asked = tuple(tables[wish.table].ownership.counts(wish.keys))
     mine = torch.tensor(
@@ -81,7 +96,8 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     weights = tuple(header[4] for header in headers)
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
-        return Round(None, None, False, False, weights)
+        flags = reduce(or_, (int(header[2]) for header in headers))
+        return Round(None, None, False, False, weights, flags)
     # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])

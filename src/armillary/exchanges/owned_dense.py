@@ -10,18 +10,25 @@ on every worker, so clipping works.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import DenseExchange, Place, dense_exchange
+from armillary.exchanges.leg import Leg
 from armillary.facts.collectives import AllToAll, Program, Scope
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
 __all__ = ["owned_dense"]
 
 
-@dense_exchange({}, {"owner": 1}, {"owner": 0, "local_aggregation": True})
+def _on_demand(fact: ParameterFact, topology: Topology) -> list[dict[str, Any]]:
+    return []
+
+
+@dense_exchange({}, {"owner": 1}, {"owner": 0, "local_aggregation": True}, offers=_on_demand, owner_option="owner")
 def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchange:
     """
     Args:
@@ -63,10 +70,17 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
             sent.append(float((peers + across) * nbytes))
         return sent
 
+    def legs(nbytes: int, topology: Topology) -> list[Leg]:
+        # An owner's link is busy twice: it receives everyone's tensor, then it sends the answers.
+        if not local_aggregation:
+            return [Leg("slowest", 2 * (topology.workers - 1) * nbytes, 2)]
+        here = Leg("node", 2 * (topology.workers_per_node - 1) * nbytes, 2)
+        return [here, Leg("rail", 2 * (topology.nodes - 1) * nbytes, 2)]
+
     def oracle(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(tensors)).sum(0)] * len(tensors)
 
-    return DenseExchange(push, 4 if local_aggregation else 2, sent_bytes, oracle)
+    return DenseExchange(push, 4 if local_aggregation else 2, sent_bytes, legs, oracle)
 
 
 def _sum_at(flat: Tensor, head: int, me: int, ranks: int, scope: Scope) -> Program[Tensor]:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
-from armillary.exchanges.ownership import Ownership, owners_among
+from armillary.exchanges.leg import Leg, Legs
+from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.facts.collectives import AllToAll, Program
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
 __all__ = ["by_rank", "merge_rows", "owned_rows"]
@@ -35,7 +37,14 @@ class Ticket(NamedTuple):
     served_rows: Tensor  # (sum(served),) local rows of this rank's shard, in rank order of the askers
 
 
-@row_exchange({}, {"order": "hashed"}, {"owners": 1}, {"owners": 2})
+def _offers(fact: ParameterFact, topology: Topology) -> list[dict[str, Any]]:
+    """All workers as owners, dealt out in either order; then fewer owners: 1, 2, 4, ... below their number."""
+    assert fact.rows is not None, fact
+    dealt = [{} if order == "modulo" else {"order": order} for order in orders(fact.rows)]
+    return dealt + [{"owners": 1 << power} for power in range((topology.workers - 1).bit_length())]
+
+
+@row_exchange({}, {"order": "hashed"}, {"owners": 1}, {"owners": 2}, offers=_offers, owner_option="owners")
 def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
     """
     Args:
@@ -65,10 +74,12 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         rows, _ = by_rank([ticket.served for ticket in tickets], [ticket.served_rows for ticket in tickets])
         return merge_rows(rows, arrived)
 
-    def sent_bytes(traffic: RowTraffic, topology: Topology) -> float:
-        return traffic.distinct_rows * traffic.away * (2 * traffic.row_bytes + ID_BYTES)
+    def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
+        rows = traffic.distinct_rows * traffic.away * skew
+        pull = Leg("everyone", rows * (traffic.row_bytes + ID_BYTES), 2 * traffic.lookups)
+        return Legs((pull,), (Leg("everyone", rows * traffic.row_bytes, 1),))
 
-    return RowExchange("row_sharded", ownership, pull, push, 1, sent_bytes)
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs)
 
 
 def merge_rows(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

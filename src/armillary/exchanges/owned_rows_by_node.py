@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.leg import Leg, Legs, Links
 from armillary.exchanges.owned_rows import ID_BYTES, by_rank, merge_rows
-from armillary.exchanges.ownership import Ownership
+from armillary.exchanges.ownership import Ownership, orders
 from armillary.facts.collectives import AllToAll, Program, Scope
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
 __all__ = ["owned_rows_by_node"]
@@ -38,7 +40,14 @@ class Ticket(NamedTuple):
     served_rows: Tensor  # (sum(far_served),) local rows of the shard
 
 
-@row_exchange({}, {"order": "hashed"})
+def _offers(fact: ParameterFact, topology: Topology) -> list[dict[str, Any]]:
+    """Where there are two hops to make."""
+    assert fact.rows is not None, fact
+    dealt = [{} if order == "modulo" else {"order": order} for order in orders(fact.rows)]
+    return dealt if topology.nodes > 1 and topology.workers_per_node > 1 else []
+
+
+@row_exchange({}, {"order": "hashed"}, offers=_offers)
 def owned_rows_by_node(order: str = "modulo") -> RowExchange:
     """Rows dealt to all workers; see `Ownership` for `order`."""
 
@@ -81,14 +90,22 @@ def owned_rows_by_node(order: str = "modulo") -> RowExchange:
         rows, _ = by_rank([ticket.far_served for ticket in tickets], [ticket.served_rows for ticket in tickets])
         return merge_rows(rows, arrived)
 
-    def sent_bytes(traffic: RowTraffic, topology: Topology) -> float:
+    def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
+        """Per look-up and hop: counts, ids, rows."""
         here, nodes = topology.workers_per_node, topology.nodes
-        near = traffic.distinct_rows * (here - 1) / here
-        far = traffic.node_rows / here * (nodes - 1) / nodes
-        counts = traffic.lookups * COUNT_BYTES * (here - 1 + nodes - 1)
-        return (near + far) * (2 * traffic.row_bytes + ID_BYTES) + counts
+        hops: list[tuple[Links, int, float]] = [
+            ("node", here, traffic.distinct_rows * (here - 1) / here),
+            ("rail", nodes, traffic.node_rows / here * (nodes - 1) / nodes),
+        ]
+        pull, push = [], []
+        for links, ranks, rows in hops:
+            counts = traffic.lookups * COUNT_BYTES * (ranks - 1)
+            asked = rows * (traffic.row_bytes + ID_BYTES) + counts
+            pull.append(Leg(links, skew * asked, 3 * traffic.lookups))
+            push.append(Leg(links, skew * rows * traffic.row_bytes, 1))
+        return Legs(tuple(pull), tuple(push))
 
-    return RowExchange("row_sharded", ownership, pull, push, 2, sent_bytes)
+    return RowExchange("row_sharded", ownership, pull, push, 2, legs)
 
 
 def _counts(asked: Counts, scope: Scope) -> Program[Counts]:

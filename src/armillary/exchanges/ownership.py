@@ -14,9 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Ownership", "owners_among"]
+from armillary.facts.parameter import RowFacts
+
+__all__ = ["Order", "Ownership", "orders", "owners_among"]
 
 _GOLDEN = (5**0.5 - 1) / 2
+Order = Literal["modulo", "hashed"]
+
+
+def orders(rows: RowFacts) -> list[Order]:
+    """Those worth pricing for a table: modulo, and hashed where it would spread the load better."""
+    return ["modulo", "hashed"] if rows.imbalance_hashed < rows.imbalance_modulo else ["modulo"]
 
 
 def owners_among(owners: int, workers: int, workers_per_node: int) -> tuple[int, ...]:
@@ -38,7 +46,7 @@ class Ownership:
     rows: int
     owners: tuple[int, ...]
     workers: int
-    order: Literal["modulo", "hashed"] = "modulo"
+    order: Order = "modulo"
 
     def __post_init__(self) -> None:
         if self.rows < 1 or not self.owners or len(set(self.owners)) != len(self.owners):

@@ -26,7 +26,7 @@ class Link:
                 f"and {self.bytes_per_second}"
             )
 
-    def seconds(self, sent_bytes: float, messages: int = 1) -> float:
+    def seconds(self, sent_bytes: float, messages: float = 1) -> float:
         """Time of `messages` dependent messages that carry `sent_bytes` in all."""
         return messages * self.latency_seconds + sent_bytes / self.bytes_per_second
 

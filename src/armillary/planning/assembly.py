@@ -1,14 +1,14 @@
 """From a choice per parameter to the groups of a plan, in the order in which gradients arrive.
 
 A table that is exchanged by row is a group of its own. Dense parameters share buckets with those of the same exchange;
-under `owned_dense` without a named owner each parameter goes whole to the owner that has fewest bytes so far, which is
-how a naive parameter server places variables.
+where an exchange has an owner and none is named, each parameter goes whole to the one that has fewest bytes so far,
+which is how a naive parameter server places variables.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from armillary.exchanges.exchange import row_exchanges
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Group, Mean
 from armillary.planning.buckets import arrival_of, buckets
@@ -43,20 +43,22 @@ def groups(
 
 
 def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Choice, list[ParameterFact]]]:
-    """Dense parameters by exchange and options; those of `owned_dense` get their owners here."""
+    """Dense parameters by exchange and options; those that have an owner go one by one, and get it here."""
     alike: list[tuple[Choice, list[ParameterFact]]] = []
     load = [0] * question.case.topology.workers
     for fact in question.trained:
         choice = chosen[fact.name].choice
         if choice.name in row_exchanges():
             continue
-        if choice.name == "owned_dense" and "owner" not in choice.options:
-            owner = min(range(len(load)), key=load.__getitem__)
-            load[owner] += fact.bytes
-            alike.append((Choice("owned_dense", {**choice.options, "owner": owner}), [fact]))
+        if option := dense_exchanges()[choice.name].owner_option:
+            if option not in choice.options:
+                owner = min(range(len(load)), key=load.__getitem__)
+                load[owner] += fact.bytes
+                choice = Choice(choice.name, {**choice.options, option: owner})
+            alike.append((choice, [fact]))
             continue
         for other, facts in alike:
-            if other == choice and "owner" not in choice.options:
+            if other == choice:
                 facts.append(fact)
                 break
         else:
@@ -92,8 +94,8 @@ def _numbered(ordered: Sequence[Group]) -> list[Group]:
 
 def _with_idle_round(ordered: list[Group], question: Question) -> tuple[Group, ...]:
     """The round that ends a step's look-ups is charged to the first row-sharded table."""
-    for place, group in enumerate(ordered):
-        if group.placement == "row_sharded":
-            ordered[place] = replace(group, forecast=group.forecast + idle_round(question.case.topology))
-            break
+    places = [place for place, group in enumerate(ordered) if group.placement == "row_sharded"]
+    for place in places[:1]:
+        round_ = idle_round(question.case.topology, len(places))
+        ordered[place] = replace(ordered[place], forecast=ordered[place].forecast + round_)
     return tuple(ordered)

@@ -17,8 +17,8 @@ __all__ = ["cheapest", "total_seconds"]
 def total_seconds(chosen: Iterable[Candidate], topology: Topology) -> float:
     """What all exchanges of a step cost together."""
     chosen = list(chosen)
-    rounds = idle_round(topology).seconds if any(one.is_row_sharded for one in chosen) else 0.0
-    return sum(one.forecast.seconds for one in chosen) + rounds
+    rounds = idle_round(topology, sum(one.is_row_sharded for one in chosen))
+    return sum(one.forecast.seconds for one in chosen) + rounds.seconds
 
 
 def cheapest(options: Menu, topology: Topology) -> dict[str, Candidate]:

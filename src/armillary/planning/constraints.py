@@ -13,6 +13,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Placement
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.parallax import PLAIN
 
 __all__ = ["Constraint", "allows", "names_of", "placement_of", "resolve", "why_not_by_row"]
 
@@ -99,7 +100,7 @@ def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) ->
         build(name, **constraint.options)
     except TypeError as error:
         raise ValueError(f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}") from error
-    owners = constraint.options.get("owners", 0)
+    owners = constraint.options.get(exchanges[name].owner_option, 0) if name in row_exchanges() else 0
     if not 0 <= owners <= topology.workers:
         raise ValueError(
             f"plan: {pattern!r} is to have {owners} owners among {topology.workers} workers; want 1 to "
@@ -115,7 +116,8 @@ def _needs_rows(constraint: Constraint) -> bool:
 def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
     if _needs_rows(constraint) and not fact.shardable:
         raise ValueError(
-            f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' (all_reduce)"
+            f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' "
+            f"({PLAIN['replicated']})"
         )
 
 

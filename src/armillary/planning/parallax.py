@@ -8,12 +8,25 @@ type of its gradient (a tied table, read by row and whole, is dense); servers ar
 said of nearly dense tables, whose threshold the paper leaves open and the price finds.
 """
 
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice
+from collections.abc import Mapping
+from types import MappingProxyType
 
-__all__ = ["parallax"]
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Placement
+
+__all__ = ["PLAIN", "parallax", "plain"]
+
+# The exchange that a placement means where nobody says more.
+PLAIN: Mapping[Placement, Choice] = MappingProxyType(
+    {"replicated": Choice("all_reduce"), "row_sharded": Choice("owned_rows")}
+)
 
 
 def parallax(fact: ParameterFact) -> Choice:
     """`owned_rows` for a table that is only ever read by row and may live with owners; `all_reduce` for the rest."""
-    return Choice("owned_rows") if fact.shardable else Choice("all_reduce")
+    return PLAIN["row_sharded" if fact.shardable else "replicated"]
+
+
+def plain(name: str) -> Choice:
+    """What a placement or an exchange means where it is only named."""
+    return next((choice for placement, choice in PLAIN.items() if placement == name), Choice(name))

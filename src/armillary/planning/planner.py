@@ -9,19 +9,20 @@ planner. Departure from the latter: alpha is measured on real batches instead of
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.assembly import groups
-from armillary.planning.buckets import BucketLimits, default_limits
+from armillary.planning.buckets import default_limits
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
 from armillary.planning.cyclic_plan import plan_cyclic
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
-from armillary.planning.parallax import parallax
+from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
 
 __all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "explain", "plan", "plan_by_rule"]
@@ -37,7 +38,6 @@ def plan(
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Iterable[str] = (),
     mean: Mean = "workers",
-    bucket_bytes: int = 0,
     assumptions: Assumptions = ADAM,
     schedule: Choice = SIMULTANEOUS,
 ) -> Plan:
@@ -46,18 +46,18 @@ def plan(
     Args:
         constraints: name, alias or glob pattern -> placement, exchange name, or a `Choice` with options.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
-        bucket_bytes: of dense gradients; 0 means the default of the topology's backend.
         assumptions: what the optimizer keeps and how fast a rank's processor is.
         schedule: "simultaneous", or "cyclic" with its options (NOT exact); then nothing is exchanged by row, and
-            constraints, lazy, mean and bucket_bytes must be left alone.
+            constraints, lazy and mean must be left alone.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
+    case = Case(profile, topology, assumptions)
     if schedule != SIMULTANEOUS:
-        _refuse_with_schedule(schedule, constraints, lazy, mean, bucket_bytes)
-        return plan_cyclic(Case(profile, topology, assumptions), schedule)
-    question = _question(profile, topology, constraints, lazy, bucket_bytes, assumptions)
+        _refuse_with_schedule(schedule, {"constraints": constraints, "lazy": list(lazy), "mean": mean != "workers"})
+        return plan_cyclic(case, schedule)
+    question = _question(case, constraints, lazy)
     options = menu(question)
     free = cheapest(options, topology)
     chosen = fit(free, options, question)
@@ -78,13 +78,13 @@ def plan_by_rule(
     Raises:
         ValueError: as `plan`.
     """
-    question = _question(profile, topology, constraints, (), 0, assumptions)
+    question = _question(Case(profile, topology, assumptions), constraints)
     chosen, reasons = {}, {}
     for fact in question.trained:
         demanded, rule = question.wanted.get(fact.name), parallax(fact)
         if allows(demanded, rule):
             chosen[fact.name] = candidate(fact, rule, question)
-            reasons[fact.name] = "read whole" if rule.name == "all_reduce" else "Parallax's rule: read by row only"
+            reasons[fact.name] = "Parallax's rule: read by row only" if fact.shardable else "read whole"
         else:
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
@@ -98,40 +98,28 @@ def explain(
     *,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Iterable[str] = (),
-    bucket_bytes: int = 0,
     assumptions: Assumptions = ADAM,
 ) -> tuple[Verdict, ...]:
     """Every candidate of every parameter that is read by row, priced, with why it lost; arguments as `plan`'s."""
-    question = _question(profile, topology, constraints, lazy, bucket_bytes, assumptions)
+    question = _question(Case(profile, topology, assumptions), constraints, lazy)
     options = menu(question)
     free = cheapest(options, topology)
     return verdicts(free, fit(free, options, question), question)
 
 
-def _refuse_with_schedule(
-    schedule: Choice, constraints: Mapping[str, Constraint], lazy: Iterable[str], mean: Mean, bucket_bytes: int
-) -> None:
+def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
+    """wishes: name -> what was asked, empty where nothing was."""
     if schedule.name != "cyclic":
         raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, cyclic")
-    asked = {"constraints": dict(constraints), "lazy": list(lazy), "bucket_bytes": bucket_bytes}
-    found = [name for name, value in asked.items() if value] + ["mean"] * (mean != "workers")
-    if found:
+    if found := [name for name, asked in wishes.items() if asked]:
         raise ValueError(
             f"plan: under schedule {schedule} parameters go by stage; {', '.join(found)} have no effect: drop them"
         )
 
 
-def _question(
-    profile: Profile,
-    topology: Topology,
-    constraints: Mapping[str, Constraint],
-    lazy: Iterable[str],
-    bucket_bytes: int,
-    assumptions: Assumptions,
-) -> Question:
-    limits = BucketLimits(bucket_bytes, bucket_bytes) if bucket_bytes else default_limits(topology.backend)
-    wanted, quiet = resolve(constraints, profile, topology), names_of(lazy, profile)
-    return Question(Case(profile, topology, assumptions), wanted, quiet, limits)
+def _question(case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str] = ()) -> Question:
+    wanted, quiet = resolve(constraints, case.profile, case.topology), names_of(lazy, case.profile)
+    return Question(case, wanted, quiet, default_limits(case.topology.backend))
 
 
 def _demanded_choice(constraint: Constraint | None) -> Choice:
@@ -139,7 +127,7 @@ def _demanded_choice(constraint: Constraint | None) -> Choice:
     if isinstance(constraint, Choice):
         return constraint
     assert constraint is not None
-    return Choice({"replicated": "all_reduce", "row_sharded": "owned_rows"}.get(constraint, constraint))
+    return plain(constraint)
 
 
 def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:

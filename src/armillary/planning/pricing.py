@@ -1,25 +1,25 @@
 """Seconds, bytes and memory of one group under one choice, over the links of a topology.
 
-Seconds are latency + bytes / bandwidth at the rank whose link is busiest, plus the work on its own processor and
-memory: everything the group adds to a step when nothing is hidden behind compute (hiding is the simulator's business).
-Bytes are the mean over workers, by the exchange's own formula; memory is what the fullest worker holds.
+Seconds are those of the links, as the exchange itself says what passes them, plus the work of the busiest rank's
+processor and memory: everything the group adds to a step when nothing is hidden behind compute. Bytes are the mean over
+workers, by the exchange's own formula; memory is what the fullest worker holds.
 
-Source: Thakur, Rabenseifner and Gropp (2005) for the ring; parallax.md's table of transfers is Parallax's (Kim et al.,
-EuroSys 2019). Departures: index work is priced; an all-to-all posts all its pieces at once, so it waits for one
-latency, not for N - 1.
+Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: index work is priced.
 """
 
+import math
 from dataclasses import dataclass
 
-from armillary.exchanges.exchange import RowTraffic, build_dense, build_row
-from armillary.exchanges.look_up import HEADER_BYTES
+from armillary.exchanges.exchange import Place, build_dense, build_row
+from armillary.exchanges.look_up import FLAGS, round_leg
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Update
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.leg_seconds import leg_seconds
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
 
-__all__ = ["ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "dense_forecast", "idle_round", "owners_of", "row_forecast"]
+__all__ = ["ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "dense_forecast", "idle_round", "row_forecast"]
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,12 @@ class Case:
 
 def dense_forecast(nbytes: int, choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
     """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1."""
-    topology, slots = case.topology, case.assumptions.optimizer_slots
-    sent = build_dense(choice.name, **choice.options).sent_bytes(nbytes, topology)
+    slots, exchange = case.assumptions.optimizer_slots, build_dense(choice.name, **choice.options)
+    sent = exchange.sent_bytes(nbytes, case.topology)
     # Into the bucket (read, write); the update reads gradient, reads and writes weight and state.
     touched_bytes = (2 + 3 + 2 * slots) * nbytes
-    return Forecast(
-        sum(sent) / len(sent),
-        (2 + slots) * nbytes,
-        _dense_link_seconds(nbytes, max(sent), choice, topology, buckets) + _memory_seconds(touched_bytes, case),
-    )
-
-
-def _dense_link_seconds(nbytes: int, hottest: float, choice: Choice, topology: Topology, buckets: float) -> float:
-    if topology.workers == 1:
-        return 0.0
-    if choice.name == "all_reduce":
-        latency = buckets * 2 * (topology.workers - 1) * topology.link.latency_seconds
-        return latency + hottest / topology.link.bytes_per_second
-    if choice.options.get("local_aggregation"):
-        inside = topology.inside.seconds((topology.workers_per_node - 1) * nbytes)
-        return 2 * (inside + topology.between.seconds((topology.nodes - 1) * nbytes))
-    # An owner's link is busy twice: it receives everyone's tensor, then it sends the answers.
-    return topology.link.seconds(2 * hottest, 2)
+    links = leg_seconds(exchange.legs(nbytes, case.topology), case.topology, buckets)
+    return Forecast(sum(sent) / len(sent), (2 + slots) * nbytes, links + _memory_seconds(touched_bytes, case))
 
 
 def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> Forecast:
@@ -93,30 +77,26 @@ def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case
     assert fact.rows is not None, fact
     rows, topology = fact.rows, case.topology
     exchange = build_row(choice.name, **choice.options)
-    is_pulled = exchange.placement == "row_sharded"
-    moved = (traffic if is_pulled else traffic_merged)(rows, case.profile, topology)
-    owners = owners_of(choice, topology) if is_pulled else 1
-    union = merged_rows(rows, case.profile, topology.workers)
-    copy_bytes = -(-rows.rows // owners) * rows.row_bytes
-    has_window = update == "lazy" or not case.assumptions.moves_quiet_rows
-    headers = moved.lookups * HEADER_BYTES * (topology.workers - 1) if is_pulled else 0
-    if is_pulled:
-        share = busiest_share(rows, owners, choice.options.get("order", "modulo"))
-        links = _pulled_link_seconds(choice, moved, share, topology)
-        handled = moved.distinct_rows + moved.distinct_rows * topology.workers * share
+    owned = exchange.ownership(rows.rows, Place(0, topology.workers, topology.workers_per_node))
+    owners = len(owned.owners)
+    if exchange.placement == "row_sharded":
+        moved = traffic(rows, case.profile, topology)
+        skew = busiest_share(rows, owners, owned.order) * topology.workers
+        headers = [round_leg(moved.lookups, topology)]
+        handled = moved.distinct_rows * (1 + skew)  # asked for and served
     else:
-        links = _gathered_link_seconds(exchange.sent_bytes(moved, topology), topology)
+        moved, skew, headers = traffic_merged(rows, case.profile, topology), 1.0, []
         handled = moved.distinct_rows * topology.workers
+    legs = exchange.legs(moved, skew, topology)
+    links = leg_seconds([*headers, *legs.pull, *legs.push], topology)
+    copy_bytes = owned.capacity * rows.row_bytes
+    touched_bytes = merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes
+    has_window = update == "lazy" or not case.assumptions.moves_quiet_rows
     return Forecast(
-        exchange.sent_bytes(moved, topology) + headers,
-        _row_memory(copy_bytes, union / owners * rows.row_bytes, has_window, case),
+        exchange.sent_bytes(moved, topology) + sum(leg.link_bytes for leg in headers),
+        _row_memory(copy_bytes, touched_bytes, has_window, case),
         links + handled * case.assumptions.row_seconds + _row_update_seconds(copy_bytes, has_window, case),
     )
-
-
-def owners_of(choice: Choice, topology: Topology) -> int:
-    """Over how many workers a row-sharded choice splits a table."""
-    return int(choice.options.get("owners", 0)) or topology.workers
 
 
 def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case: Case) -> float:
@@ -134,45 +114,7 @@ def _memory_seconds(touched_bytes: float, case: Case) -> float:
     return touched_bytes / case.assumptions.memory_bytes_per_second
 
 
-def _pulled_link_seconds(choice: Choice, moved: RowTraffic, share: float, topology: Topology) -> float:
-    """Header, ids, rows per look-up, and one push. The busiest owner's link carries what the others ask of it."""
-    if topology.workers == 1:
-        return 0.0
-    header = moved.lookups * HEADER_BYTES * (topology.workers - 1)
-    if choice.name != "owned_rows_by_node":
-        mean_bytes = build_row(choice.name, **choice.options).sent_bytes(moved, topology)
-        return _all_to_all(header + mean_bytes * share * topology.workers, 3 * moved.lookups + 1, topology)
-    # Two hops, each with counts, ids and rows per look-up and one push; either is the exchange of a smaller house.
-    exchange = build_row(choice.name, **choice.options)
-    nodes, here = topology.nodes, topology.workers_per_node
-    near = Topology(1, here, topology.inside, topology.inside, topology.memory_bytes)
-    far = Topology(nodes, 1, topology.between, topology.between, topology.memory_bytes)
-    rail = moved._replace(distinct_rows=0.0, node_rows=moved.node_rows / here)
-    messages, skew = 3 * moved.lookups + 1, share * topology.workers
-    inside = _all_to_all(skew * exchange.sent_bytes(moved, near), messages, near)
-    between = _all_to_all(skew * exchange.sent_bytes(rail, far), messages, far)
-    return _all_to_all(header, moved.lookups, topology) + inside + between
-
-
-def _gathered_link_seconds(sent_bytes: float, topology: Topology) -> float:
-    """Counts go round by all-gather (N - 1 hops), then ids and rows at once."""
-    return _all_to_all(sent_bytes, topology.workers - 1 + 2, topology) if topology.workers > 1 else 0.0
-
-
-def _all_to_all(hottest_bytes: float, messages: int, topology: Topology) -> float:
-    """Even pieces to all others; those inside the node and those between nodes leave by different links, at once."""
-    if topology.workers == 1:
-        return 0.0
-    inside_share = (topology.workers_per_node - 1) / (topology.workers - 1)
-    seconds = []
-    if topology.workers_per_node > 1:
-        seconds.append(topology.inside.seconds(hottest_bytes * inside_share, messages))
-    if topology.nodes > 1:
-        seconds.append(topology.between.seconds(hottest_bytes * (1 - inside_share), messages))
-    return max(seconds)
-
-
-def idle_round(topology: Topology) -> Forecast:
-    """The round that ends a step's look-ups: once a step, if any table is row-sharded."""
-    sent_bytes = float(HEADER_BYTES * (topology.workers - 1))
-    return Forecast(sent_bytes, 0.0, _all_to_all(sent_bytes, 1, topology))
+def idle_round(topology: Topology, tables: int = 1) -> Forecast:
+    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
+    header = round_leg(math.ceil(tables / FLAGS), topology)
+    return Forecast(header.link_bytes, 0.0, leg_seconds([header], topology))

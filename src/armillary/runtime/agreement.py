@@ -27,24 +27,30 @@ def checksum(tensor: Tensor) -> int:
     return int(total)
 
 
+def _form(tensor: Tensor) -> str:
+    """Shape and dtype; strides too where they are not the usual ones, as gradients travel in the order of memory."""
+    strides = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{strides}"
+
+
 def begin_alike(tensors: Mapping[str, Tensor], transport: Transport) -> list[str]:
     """Copies rank 0's values to the other ranks where they differ; returns the names that did.
 
     Raises:
-        ValueError: ranks hold differently named or shaped tensors; names the first rank and tensor that differ.
+        ValueError: ranks hold tensors of other names, shapes, dtypes or strides; names the first that differ.
     """
     if transport.place.workers == 1:
         return []
-    mine = {name: (tuple(tensor.shape), str(tensor.dtype), checksum(tensor)) for name, tensor in tensors.items()}
+    mine = {name: (_form(tensor), checksum(tensor)) for name, tensor in tensors.items()}
     everyones = transport.share(mine)
     for rank, theirs in enumerate(everyones):
         for name in sorted({*theirs, *everyones[0]}):
-            if name not in theirs or name not in everyones[0] or theirs[name][:2] != everyones[0][name][:2]:
+            if name not in theirs or name not in everyones[0] or theirs[name][0] != everyones[0][name][0]:
                 raise ValueError(
                     f"attach: rank {rank} holds {name!r} as {theirs.get(name, ['nothing'])[0]}, rank 0 as "
                     f"{everyones[0].get(name, ['nothing'])[0]}; build the same model on every rank"
                 )
-    differing = [name for name in tensors if len({theirs[name][2] for theirs in everyones}) > 1]
+    differing = [name for name in tensors if len({theirs[name][1] for theirs in everyones}) > 1]
     for name in differing:
         transport.spread(tensors[name])
     return differing

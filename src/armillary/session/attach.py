@@ -4,7 +4,6 @@
 that hold different plans or models, an optimizer that mixes rows on a row-sharded table.
 """
 
-import hashlib
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from armillary.runtime.hybrid.row_update import Held, leaves_untouched_rows, rep
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 from armillary.session.materialise import begin_optimizer_state, materialise
-from armillary.session.misfit import misfit, options_of
+from armillary.session.misfit import misfit, options_of, refuse_on_every_rank
 from armillary.session.run import Run
 
 __all__ = ["attach"]
@@ -44,7 +43,8 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
     transport = Transport(plan.workers_per_node, check_order)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
-    _refuse_misfit(plan, misfit(plan, trainable, optimizer, transport.place.workers), transport)
+    complaint = misfit(plan, trainable, optimizer, transport.place.workers)
+    refuse_on_every_rank("attach", plan, complaint, transport)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
@@ -62,19 +62,6 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
             units.append(DenseUnit(group.name, bucket, exchange))
     executor = Executor(units, transport, plan.mean)
     return Run(plan, model, optimizer, executor, held, scaler)
-
-
-def _refuse_misfit(plan: Plan, complaint: str, transport: Transport) -> None:
-    """On every rank alike, whichever rank it is that does not fit: else the others would wait for it."""
-    everyones = transport.share((complaint, hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]))
-    for rank, (theirs, _) in enumerate(everyones):
-        if theirs:
-            raise ValueError(f"attach: rank {rank}: {theirs}")
-    if len({digest for _, digest in everyones}) > 1:
-        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest) in enumerate(everyones))
-        raise ValueError(
-            f"attach: ranks hold different plans ({listing}); plan on one rank and give all of them the file"
-        )
 
 
 def _table(

@@ -11,6 +11,7 @@ from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchang
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Group, Placement, Plan, model_fingerprint
 from armillary.facts.profile import Profile
+from armillary.planning.parallax import PLAIN
 
 __all__ = ["fingerprint_of", "forced"]
 
@@ -27,7 +28,7 @@ def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Pla
         raise ValueError(f"plan: no exchange {exchange.name!r}; there are {', '.join(sorted(known))}")
     by_row = [fact for fact in trained if fact.shardable] if exchange.name in row_exchanges() else []
     rest = [fact for fact in trained if fact not in by_row]
-    dense = exchange if exchange.name in dense_exchanges() else Choice("all_reduce")
+    dense = exchange if exchange.name in dense_exchanges() else PLAIN["replicated"]
     groups = [_table(fact, exchange) for fact in by_row]
     for dtype, members in _by_dtype(rest).items():
         names = tuple(fact.name for fact in members)

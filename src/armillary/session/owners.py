@@ -8,7 +8,7 @@ its log.
 import math
 from dataclasses import replace
 
-from armillary.exchanges.exchange import build_row
+from armillary.exchanges.exchange import build_row, row_exchanges
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.partitions import Search, search
@@ -19,7 +19,7 @@ __all__ = ["choose_owners"]
 
 
 def choose_owners(plan: Plan, profile: Profile, transport: Transport, memory_bytes: int) -> Plan:
-    """The plan with the number of owners of every `owned_rows` table that does not name one.
+    """The plan with the number of owners of every table whose exchange has one to choose and does not name it.
 
     Every rank must call it; all of them get the same plan. A table is not split over fewer owners than can hold it
     twice (weight and gradient).
@@ -27,18 +27,19 @@ def choose_owners(plan: Plan, profile: Profile, transport: Transport, memory_byt
     notes: list[str] = []
     groups: list[Group] = []
     for group in plan.groups:
-        if group.exchange.name != "owned_rows" or "owners" in group.exchange.options or plan.workers == 1:
+        option = row_exchanges()[group.exchange.name].owner_option if group.exchange.name in row_exchanges() else ""
+        if not option or option in group.exchange.options or plan.workers == 1:
             groups.append(group)
             continue
-        found = _search(group, profile, transport, memory_bytes)
+        found = _search(group, option, profile, transport, memory_bytes)
         table = str(found).replace("\n", "\n    ")
         notes.append(f"{group.parameters[0]}: owners searched, {found.chosen} of {plan.workers} chosen\n    {table}")
-        options = {**group.exchange.options, "owners": found.chosen}
+        options = {**group.exchange.options, option: found.chosen}
         groups.append(replace(group, exchange=Choice(group.exchange.name, options)))
     return replace(plan, groups=tuple(groups), notes=(*plan.notes, *notes))
 
 
-def _search(group: Group, profile: Profile, transport: Transport, memory_bytes: int) -> Search:
+def _search(group: Group, option: str, profile: Profile, transport: Transport, memory_bytes: int) -> Search:
     fact = profile.parameter(group.parameters[0])
     assert fact.rows is not None, f"{fact.name} is exchanged by row but was never read by row"
     rows, row_numel = fact.shape[0], math.prod(fact.shape[1:])
@@ -46,7 +47,7 @@ def _search(group: Group, profile: Profile, transport: Transport, memory_bytes: 
     fewest = min(transport.place.workers, max(1, math.ceil(2 * fact.bytes / memory_bytes)))
 
     def seconds(owners: int) -> float:
-        exchange = build_row("owned_rows", **{**group.exchange.options, "owners": owners})
+        exchange = build_row(group.exchange.name, **{**group.exchange.options, option: owners})
         return row_seconds(transport, exchange, rows, row_numel, distinct)
 
     start = max(fewest, min(transport.place.nodes, transport.place.workers))

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile_table import aligned
 from armillary.reference.serial import train_step
@@ -26,11 +27,10 @@ from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["FORCED", "TOLERANCE", "Difference", "Verification", "verify"]
+__all__ = ["TOLERANCE", "Difference", "Verification", "verify"]
 
 TOLERANCE = 1e-10
 ROUNDING = 1e-12  # a gradient this small beside the largest one is zero but for rounding
-FORCED = ("all_reduce", "gather_rows", "owned_rows", "owned_dense")
 
 Verdict = Literal["equal", "differs", "no gradient"]
 
@@ -92,7 +92,7 @@ def verify(
     steps: int = 5,
     seed: int = 0,
     wishes: Wishes | None = None,
-    exchanges: Sequence[str] = FORCED,
+    exchanges: Sequence[str] | Literal["every"] = "every",
     global_batch: Workload | None = None,
 ) -> Verification:
     """Compares the plan and every forced exchange with one process; every rank must call it.
@@ -114,7 +114,8 @@ def verify(
     transport.close()
     per_node = decided.plan.workers_per_node
     plans = {"planned": decided.plan}
-    plans |= {name: forced(decided.profile, Choice(name), per_node) for name in exchanges}
+    names = (*dense_exchanges(), *row_exchanges()) if exchanges == "every" else exchanges
+    plans |= {name: forced(decided.profile, Choice(name), per_node) for name in names}
     differences: list[Difference] = []
     for name, plan in _distinct(plans).items():
         differences += _compare(double, name, plan, truth, (steps, seed))

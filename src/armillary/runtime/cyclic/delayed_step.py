@@ -8,6 +8,7 @@ The optimizer object stays the user's: it skips parameters without gradient, whi
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,12 +36,19 @@ def step_with(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor], op
     for group, then in zip(optimizer.param_groups, options, strict=True):
         group.update(then)
     for parameter, gradient in gradients.items():
-        parameter.grad = gradient
+        # Fused optimizers walk over weight and gradient in the order of memory.
+        parameter.grad = (
+            torch.empty_like(parameter).copy_(gradient) if _lies_otherwise(gradient, parameter) else gradient
+        )
     optimizer.step()
     for parameter in gradients:
         parameter.grad = None
     for group, now in zip(optimizer.param_groups, kept):
         group.update(now)
+
+
+def _lies_otherwise(gradient: Tensor, parameter: nn.Parameter) -> bool:
+    return gradient.stride() != parameter.stride()
 
 
 def refuse_gradients(optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ class Bucket:
         self.used = self.flat[numel : numel + len(self.parameters)]
         self.weight = self.flat[numel + len(self.parameters) :]  # (1,) or (0,)
         pieces = self.flat[:numel].split([parameter.numel() for parameter in self.parameters])
-        self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.views = [_laid_out_as(p, piece) for piece, p in zip(pieces, self.parameters, strict=True)]
         self.place = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.waiting = set(range(len(self.parameters)))
 
@@ -71,7 +71,14 @@ class Bucket:
         if total.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(total)
         if self.weight.numel():
-            weight = float(self.weight)
+            weight = float(self.weight.real)
             self.flat.div_(weight if weight > 0 else 1.0)
-        for parameter, view, used in zip(self.parameters, self.views, self.used.tolist(), strict=True):
+        for parameter, view, used in zip(self.parameters, self.views, self.used.real.tolist(), strict=True):
             parameter.grad = view if used > 0 else None
+
+
+def _laid_out_as(parameter: Tensor, piece: Tensor) -> Tensor:
+    """The flat piece in the parameter's shape, and in its strides where these leave no gap: fused optimizers walk over
+    weight and gradient in the order of memory."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return piece.as_strided(parameter.shape, strides)

@@ -204,6 +204,7 @@ class Executor:
             flat = unit.bucket.seal(self.scale, self.declared_weight, self.counts)
             return unit.exchange.push(flat, self.transport.place), unit.exchange.requests
         table = unit.table
+        self.look_ups.forget_unlearned(table)
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0

@@ -89,14 +89,11 @@ class TableHandle(Tensor):
         kwargs = kwargs or {}
         if func in _READS:
             return _READS[func](*args, **kwargs)
-        if func in METADATA:
+        if func in METADATA or func in _CONVERSIONS:  # those that change nothing give the handle back
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        raise _refusal(
-            _name_in((*args, *kwargs.values())),
-            getattr(func, "__name__", str(func)),
-            "constrain it: plan(..., {name: 'replicated'})",
-        )
+        name = getattr(func, "__name__", str(func))
+        raise _refusal(_name_in((*args, *kwargs.values())), name, _remedy(name))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -105,7 +102,17 @@ class TableHandle(Tensor):
         handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
         if func is torch.ops.aten.detach.default and handle is not None:
             return _detach(handle)
-        raise _refusal(_name_in(args), str(func), "constrain it: plan(..., {name: 'replicated'})")
+        raise _refusal(_name_in(args), str(func), _remedy(func.__name__))
+
+
+def _remedy(operation: str) -> str:
+    if operation.startswith("_to_copy"):
+        return "convert and move the model before attach"
+    if operation.startswith("register_"):
+        return "put the hook on what the look-up returns"
+    if operation in ("__set__", "__setitem__") or (operation.endswith("_") and not operation.endswith("__")):
+        return "write to it before attach, or load_state_dict(...) after"
+    return "constrain it: plan(..., {name: 'replicated'})"
 
 
 def _refusal(name: str, operation: str, remedy: str) -> NotImplementedError:
@@ -163,10 +170,8 @@ def _detach(table: TableHandle) -> TableHandle:
 
 def _refuse_options(weight: TableHandle, max_norm: float | None, scale_grad_by_freq: bool) -> None:
     if max_norm is not None or scale_grad_by_freq:
-        option = (
-            "max_norm rewrites rows in forward" if max_norm is not None else "scale_grad_by_freq needs global counts"
-        )
-        raise _refusal(weight.reader.name, option, "constrain it: plan(..., {name: 'replicated'})")
+        option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
+        raise _refusal(weight.reader.name, option, _remedy(option))
 
 
 def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: TableHandle) -> int | None:
@@ -178,21 +183,22 @@ def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: Ta
 
 
 def _getitem(table: TableHandle, index: Any) -> Tensor:
-    if isinstance(index, list):
-        index = torch.tensor(index)
-    if isinstance(index, int) and not isinstance(index, bool):
-        return _getitem(table, torch.tensor([index]))[0]
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
-        raise _refusal(table.reader.name, f"indexing with {type(index).__name__}", "index with a tensor of row numbers")
-    ids = torch.where(index < 0, index + table.shape[0], index)
-    rows, inverse = _read(table, ids)
+    """table[ids] and table[ids, :], ids as in torch: a tensor, list or numpy array of row numbers, or one of them."""
+    ids, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    if (isinstance(ids, list | int) and not isinstance(ids, bool)) or type(ids).__module__ == "numpy":
+        ids = torch.as_tensor(ids)
+    is_whole = all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in rest)
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not is_whole:
+        kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) and is_whole else type(index).__name__
+        raise _refusal(table.reader.name, f"indexing with {kind}", "index with a tensor of row numbers")
+    rows, inverse = _read(table, torch.where(ids < 0, ids + table.shape[0], ids))
     return rows[inverse]
 
 
-def _index_select(table: TableHandle, dim: int, index: Tensor) -> Tensor:
-    if dim % table.dim() != 0:
-        raise _refusal(table.reader.name, f"index_select over dim {dim}", "select rows: dim 0")
-    rows, inverse = _read(table, index)
+def _index_select(input: TableHandle, dim: int, index: Tensor) -> Tensor:
+    if dim % input.dim() != 0:
+        raise _refusal(input.reader.name, f"index_select over dim {dim}", "select rows: dim 0")
+    rows, inverse = _read(input, index)
     return rows.index_select(0, inverse)
 
 
@@ -216,12 +222,24 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
 
 def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> TableHandle:
     """Loads a whole table: each worker keeps the rows it owns. `load_state_dict` ends here."""
+    if isinstance(source, TableHandle) and source.reader is table.reader:
+        return table
     if tuple(source.shape) != tuple(table.shape):
         raise ValueError(f"{table.reader.name}: shape {tuple(source.shape)} does not fit {tuple(table.shape)}")
     table.reader.load(source)
     return table
 
 
+def _set_data(table: TableHandle, value: Tensor) -> None:
+    """`Module.to` assigns what it converted, even where nothing was to convert."""
+    if not (isinstance(value, TableHandle) and value.reader is table.reader):
+        raise _refusal(table.reader.name, ".data = ", _remedy("__set__"))
+
+
+_CONVERSIONS = {
+    Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.contiguous,
+    torch._has_compatible_shallow_copy_type,  # asked by Module.to
+}  # fmt: skip
 _READS: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.embedding_bag: _embedding_bag,
@@ -231,5 +249,6 @@ _READS: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     Tensor.copy_: _copy_,
     Tensor.detach: _detach,
-    **{getattr(Tensor, name).__get__: _detach for name in ("data",)},
+    Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import Round, Wish, look_up
+from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
 
@@ -29,6 +29,7 @@ class LookUps:
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
+        self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
         self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,6 +77,14 @@ class LookUps:
         program = table.exchange.pull(keys, none, none, table.shard, table.ownership, table.place)
         pulled: Pulled = self.transport.complete(program, table.name)
         return pulled
+
+    def forget_unlearned(self, table: RowTable) -> None:
+        """What did not reach the loss on any rank leaves no gradient, not even zero: the optimizer would move rows by
+        momentum or decay that in one process stay put."""
+        if table.is_pulled:  # both sides remember a look-up, so all of a table's are pushed or none
+            table.forget([] if table in self.learned else table.pending)
+        else:
+            table.forget([look_up for look_up in table.pending if not look_up.has_gradient])
 
     def join_unread(self, table: RowTable) -> None:
         """This rank did not read the table: it joins the push with no rows, for those that did."""
@@ -125,14 +134,22 @@ class LookUps:
         waiting.rows.register_post_accumulate_grad_hook(arrived)
 
     def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
-        """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"."""
-        if not self.pulled:
-            return
-        nothing = torch.empty(0, dtype=torch.int64, device=self.pulled[0].shard.device)
-        wish = Wish(state, nothing, False, self.transport.step, weight)
+        """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"; learns what they
+        declare."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.learned = []
+        for first in range(0, len(self.pulled), FLAGS):
+            spoken_of = self.pulled[first : first + FLAGS]
+            mine = sum(table.is_learned << place for place, table in enumerate(spoken_of))
+            outcome = self._serve(
+                Wish(state, nothing.to(spoken_of[0].shard.device), False, self.transport.step, weight, mine)
+            )
+            self.weights = outcome.weights
+            self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
+
+    def _serve(self, wish: Wish) -> Round:
+        """Rounds until no rank wishes for a table."""
         with torch.no_grad():
-            while True:
-                outcome = self._round(wish)
-                if outcome.table is None:
-                    self.weights = outcome.weights
-                    return
+            while (outcome := self._round(wish)).table is not None:
+                pass
+        return outcome

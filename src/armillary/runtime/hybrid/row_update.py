@@ -122,7 +122,13 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradient
     seen = [_seen(twin, parameter)]
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        twin.step()
+        try:
+            twin.step()
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step a matrix with a plain dense gradient, which is what it gets "
+                f"here ({error}); take one that can, such as Adagrad or Adam"
+            ) from error
         seen.append(_seen(twin, parameter))
     return seen
 

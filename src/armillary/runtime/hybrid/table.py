@@ -7,12 +7,13 @@ the rows that got a gradient, and nothing outside a step; exact when the optimiz
 lazy otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from armillary.exchanges.exchange import Place, RowExchange
 from armillary.exchanges.look_up import Table
@@ -30,6 +31,14 @@ class LookUp:
     ticket: Any
     has_gradient: bool = False
     is_pushed: bool = False  # its gradients have left; more of them could not follow
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward under way will bring its gradient; it need not reach what did not reach the loss."""
+        if self.rows is None or self.has_gradient or torch._C._current_graph_task_id() == -1:
+            return False
+        will_run: bool = torch._C._will_engine_execute_node(get_gradient_edge(self.rows).node)
+        return will_run
 
 
 @dataclass(eq=False)
@@ -110,8 +119,20 @@ class RowTable:
     # What the executor does.
     @property
     def is_ready(self) -> bool:
-        """Every look-up of this rank has its gradient."""
-        return all(look_up.rows is None or look_up.has_gradient for look_up in self.pending)
+        """Every look-up of this rank has its gradient, or gets none in this backward."""
+        return not any(look_up.is_awaited for look_up in self.pending)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether this rank has, or will have in this backward, a gradient of rows it read."""
+        return any(look_up.has_gradient or look_up.is_awaited for look_up in self.pending)
+
+    def forget(self, look_ups: Iterable[LookUp]) -> None:
+        """Nothing will be pushed of these look-ups."""
+        for look_up in look_ups:
+            look_up.is_pushed = True
+            look_up.rows = None  # its hook refers to the look-up: a circle through C++ that no collector sees
+        self.pending = [look_up for look_up in self.pending if not look_up.is_pushed]
 
     def take_gradients(self, scale: float) -> tuple[list[Tensor], list[Any]]:
         """Gradients and tickets of the waiting look-ups, in the order every rank made them; forgets them."""
@@ -124,9 +145,7 @@ class RowTable:
                 gradient = torch.zeros_like(look_up.rows) if grad is None else grad.mul_(scale) if scale != 1 else grad
             gradients.append(gradient)
             tickets.append(look_up.ticket)
-            look_up.is_pushed = True
-            look_up.rows = None  # its hook refers to the look-up: a circle through C++ that no collector sees
-        self.pending = []
+        self.forget(self.pending)
         return gradients, tickets
 
     def deposit(self, rows: Tensor, sums: Tensor) -> None:

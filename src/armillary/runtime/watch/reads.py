@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, merged
 
@@ -49,7 +50,8 @@ UNREAD = {
 
 MAX_NORM = "max_norm rewrites rows during the look-up, on whichever worker reads them"
 SCALED = "scale_grad_by_freq divides by how often an id occurs in the whole batch, which no owner sees"
-VIEWED = "its rows are read through a view of another shape, which an owned table does not offer"
+VIEWED = "its rows are read through a view, which an owned table does not offer; index the table itself"
+RECOMPUTED = "its rows are read again inside backward (activation checkpointing); keep the look-up outside"
 MADE_FROM = "{} takes shape and dtype from it, which an owned table does not offer; take them from another tensor"
 SHARED = "its memory is shared with {}"
 
@@ -94,6 +96,7 @@ class WatchReads(TorchDispatchMode):
         self.readings = {name: Reading(parameter) for name, parameter in parameters.items()}
         self.before_write = before_write
         self.counts_lookups = True
+        self.views = WeakTensorKeyDictionary()  # of parameters, but for plain aliases
         self.spans: dict[int, list[Span]] = {}
         for name, parameter in parameters.items():
             self.spans.setdefault(_storage(parameter), []).append(Span(name, *_extent(parameter)))
@@ -118,9 +121,14 @@ class WatchReads(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(self._touched(leaf) for leaf in tree_leaves((args, kwargs))):
-            self._note(func, _bound(func, args, kwargs))
-        return func(*args, **kwargs)
+        if not any(self._touched(leaf) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        self._note(func, _bound(func, args, kwargs))
+        result = func(*args, **kwargs)
+        is_alias = func is aten.detach.default and args[0] not in self.views
+        if func.is_view and isinstance(result, Tensor) and not is_alias:
+            self.views[result] = True
+        return result
 
     def _note(self, func: OpOverload, bound: Mapping[str, Any]) -> None:
         for argument in func._schema.arguments:
@@ -152,8 +160,10 @@ class WatchReads(TorchDispatchMode):
         if ids is None:
             return False
         reading.gathers.add(_short(func))
-        if table.shape != reading.parameter.shape:
+        if table.shape != reading.parameter.shape or table in self.views:
             reading.refusals.add(VIEWED)
+        if not self.counts_lookups:
+            reading.refusals.add(RECOMPUTED)
         if bound.get("scale_grad_by_freq"):
             reading.refusals.add(SCALED)
         if self.counts_lookups:

@@ -1,0 +1,31 @@
+"""One stretch of an exchange as the links see it: what pricing needs to know, said by the exchange itself.
+
+A leg tells what passes the busiest rank's link and how many messages wait for one another there. It has no seconds:
+those are made of it and a topology (`planning/leg_seconds.py`), so an exchange is priced without being known by name.
+"""
+
+from typing import Literal, NamedTuple
+
+__all__ = ["Leg", "Legs", "Links"]
+
+Links = Literal["slowest", "everyone", "node", "rail"]
+
+
+class Leg(NamedTuple):
+    """
+    links: "slowest": every byte passes the slowest link there is; "everyone": even pieces to all other ranks, of which
+        those inside the node and those beyond it leave by different links at once; "node", "rail": to the other ranks
+        of the node, or to the ranks of the same place in the other nodes.
+    link_bytes: through the busiest link in one direction. messages: that wait for one another, each for one latency.
+    """
+
+    links: Links
+    link_bytes: float
+    messages: int
+
+
+class Legs(NamedTuple):
+    """Of a row exchange: `pull` delays forward, `push` follows in backward and may hide behind what is left of it."""
+
+    pull: tuple[Leg, ...]
+    push: tuple[Leg, ...]

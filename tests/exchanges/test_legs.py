@@ -1,0 +1,134 @@
+"""What an exchange says of the links is what its programs do: bytes at the busiest rank, messages that wait."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from armillary.exchanges.exchange import Place, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
+from armillary.facts.topology import Link, Topology
+from armillary.reference import lockstep
+
+SHAPES = [(1, 2), (2, 2), (3, 2), (4, 1)]  # nodes, workers per node
+DENSE = [(name, options) for name, entry in dense_exchanges().items() for options in entry.examples]
+ROWS = [(name, options) for name, entry in row_exchanges().items() for options in entry.examples]
+TABLE, WIDTH, LOOKUPS = 24, 3, 2
+LINK = Link(1e-4, 1e8)
+
+
+def watched(program, kept):
+    answer = None
+    while True:
+        try:
+            request = program.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        kept.append(request)
+        answer = yield request
+
+
+def ranks_of(scope, topology):
+    return len(members(scope, topology.workers, topology.workers_per_node)[0])
+
+
+def messages(requests, topology):
+    """Latencies that wait for one another, by scope; a scope of one rank has none."""
+    found = Counter()
+    for request in requests:
+        others = ranks_of(request.scope, topology) - 1
+        hops = {AllReduce: 2 * others, AllGather: others, AllToAll: 1}[type(request)]
+        found[request.scope] += hops if others else 0
+    return +found
+
+
+def busiest_bytes(everyones, topology):
+    """By scope: of each request the most that any rank sends or receives, added up."""
+    found = Counter()
+    for requests in zip(*everyones, strict=True):
+        scope, loads = requests[0].scope, []
+        for rank, request in enumerate(requests):
+            n, item = ranks_of(scope, topology), request.tensor.element_size()
+            if not isinstance(request, AllToAll):
+                times = 2 * (n - 1) / n if isinstance(request, AllReduce) else n - 1
+                loads.append(times * request.tensor.numel() * item)
+                continue
+            item *= request.tensor.shape[1:].numel()
+            group = next(
+                ranks for ranks in members(scope, topology.workers, topology.workers_per_node) if rank in ranks
+            )
+            me = group.index(rank)
+            loads.append(max(sum(sizes) - sizes[me] for sizes in (request.send, request.receive)) * item)
+        found[scope] += max(loads)
+    return +found
+
+
+def by_scope(legs, topology, measure):
+    """What legs say, scopes of one rank left out."""
+    found = Counter()
+    for leg in legs:
+        scope = leg.links if leg.links in ("node", "rail") else "world"
+        if ranks_of(scope, topology) > 1:
+            found[scope] += measure(leg)
+    return +found
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
+@pytest.mark.parametrize(("name", "options"), DENSE)
+def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, nodes, per_node):
+    exchange, topology = build_dense(name, **options), Topology(nodes, per_node, LINK, LINK, 1)
+    kept = [[] for _ in range(topology.workers)]
+    programs = [
+        watched(exchange.push(torch.ones(60), Place(rank, topology.workers, per_node)), kept[rank])
+        for rank in range(topology.workers)
+    ]
+    lockstep.run(programs, per_node)
+    legs = exchange.legs(240, topology)
+    assert by_scope(legs, topology, lambda leg: leg.messages) == messages(kept[0], topology)
+    assert by_scope(legs, topology, lambda leg: leg.link_bytes) == pytest.approx(busiest_bytes(kept, topology))
+
+
+def there_and_back(exchange, place, reads, kept):
+    """Pulls and pushes of one rank; every rank knows what all of them read, so no header is needed."""
+    owned = exchange.ownership(TABLE, place)
+    keys = [[torch.unique(owned.keys(ids)) for ids in looks] for looks in reads]
+    is_pulled = exchange.placement == "row_sharded"
+    shard = torch.ones(owned.shard_rows(place.rank) if is_pulled else TABLE, WIDTH)
+    tickets, none = [], (0,) * place.workers
+    for look in range(LOOKUPS):
+        asked = [tuple(owned.counts(looks[look])) for looks in keys]
+        counts = asked[place.rank], tuple(theirs[place.rank] for theirs in asked)
+        pull = exchange.pull(keys[place.rank][look], *(counts if is_pulled else (none, none)), shard, owned, place)
+        tickets.append((yield from watched(pull, kept["pull"])).ticket)
+    gradients = [torch.ones(len(one), WIDTH) for one in keys[place.rank]]
+    yield from watched(exchange.push(gradients, tickets, owned, place), kept["push"])
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
+@pytest.mark.parametrize(("name", "options"), ROWS)
+def test_the_legs_of_a_row_exchange_are_what_its_programs_do(name, options, nodes, per_node):
+    """Everybody reads every row, twice: then every share is even, and nothing is left to chance."""
+    exchange, topology = build_row(name, **options), Topology(nodes, per_node, LINK, LINK, 1)
+    workers, everything = topology.workers, torch.arange(TABLE)
+    reads = [[everything] * LOOKUPS] * workers
+    kept = [{"pull": [], "push": []} for _ in range(workers)]
+    programs = [there_and_back(exchange, Place(rank, workers, per_node), reads, kept[rank]) for rank in range(workers)]
+    lockstep.run(programs, per_node)
+    is_merged, item = exchange.placement == "replicated", 4
+    looks = 1 if is_merged else LOOKUPS
+    traffic = RowTraffic(TABLE * looks, TABLE * looks, WIDTH * item, looks, (workers - 1) / workers)
+    owners = workers if is_merged else len(exchange.ownership(TABLE, Place(0, workers, per_node)).owners)
+    legs = exchange.legs(traffic, workers / owners, topology)
+    for phase, said in (("pull", legs.pull), ("push", legs.push)):
+        done = [requests[phase] for requests in kept]
+        assert by_scope(said, topology, lambda leg: leg.messages) == messages(done[0], topology), phase
+        counted = busiest_bytes(done, topology)
+        assert by_scope(said, topology, lambda leg: leg.link_bytes) == pytest.approx(counted, rel=1e-12), phase
+
+
+@pytest.mark.parametrize(("name", "options"), ROWS)
+def test_what_is_sent_is_what_the_legs_carry_when_owners_are_even(name, options):
+    exchange, topology = build_row(name, **options), Topology(2, 2, LINK, LINK, 1)
+    traffic = RowTraffic(10.0, 15.0, 12, 2, 0.75)
+    legs = exchange.legs(traffic, 1.0, topology)
+    assert exchange.sent_bytes(traffic, topology) == sum(leg.link_bytes for leg in (*legs.pull, *legs.push)) > 0
