@@ -19,7 +19,7 @@ from armillary.planning.schedule_notes import notes_on
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
 from armillary.schedules.cyclic_modes import CyclicOptions, read_options
-from armillary.schedules.messages import ring_messages
+from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["plan_cyclic"]
@@ -141,12 +141,18 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
 
 def _messages(j: int, subject: _Subject) -> list[int]:
     """Bytes of every message of stage j in a step: in a pipeline those it sends."""
-    if subject.options.mode == "ring":  # behind gradients a count per parameter travels
-        load, found = subject.stages[j], ring_messages(subject.schedule)
-        counts = [0 if message.content == "weights" else load.count_bytes for message in found if message.stage == j]
-        return [load.weight_bytes + count for count in counts]
-    if subject.options.mode == "pipeline":
-        up = [subject.stages[j].output_bytes] if j + 1 < len(subject.stages) else []
-        down = [subject.stages[j - 1].output_bytes] if j else []
-        return (up + down) * subject.options.micro_batches
-    return []
+    mode, clip, load = subject.options.mode, subject.options.clip, subject.stages[j]
+    below = subject.stages[j - 1].output_bytes if j else 0
+    # behind gradients that are summed a count per parameter travels
+    bytes_of: dict[str, int] = {
+        "weights": load.weight_bytes,
+        "partial gradient": load.weight_bytes + load.count_bytes,
+        "gradient": load.weight_bytes + load.count_bytes,
+        "activation": load.output_bytes,
+        "activation gradient": below,
+        "norm": NORM_BYTES,
+    }
+    if mode == "one_device":
+        return []
+    found = ring_messages(subject.schedule, clip) if mode == "ring" else pipeline_messages(subject.schedule, clip)
+    return [bytes_of[message.content] for message in found if message.stage == j]

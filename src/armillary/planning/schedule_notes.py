@@ -13,7 +13,7 @@ from armillary.facts.profile_table import bytes_text
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic_modes import CyclicOptions
-from armillary.schedules.messages import ring_messages
+from armillary.schedules.messages import NORM_BYTES, ring_messages
 from armillary.schedules.schedule import Place, Schedule
 from armillary.schedules.simultaneous import simultaneous
 
@@ -25,7 +25,7 @@ DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than
 def notes_on(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> tuple[str, ...]:
     """One sentence each, for the reader of the plan."""
     mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring}[options.mode]
-    notes = [_age(schedule), *mode(options, schedule, stages)]
+    notes = [_age(schedule), *_clip(options), *mode(options, schedule, stages)]
     if schedule.workers > 1 and options.mode != "one_device":
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
@@ -67,6 +67,23 @@ def _age(schedule: Schedule) -> str:
     )
 
 
+def _clip(options: CyclicOptions) -> list[str]:
+    if options.clip is None:
+        return []
+    said, at_most = "gradients are clipped", f"at most {options.clip.max_norm:g}"
+    if options.clip.by == "global":
+        return [
+            f"{said} to a norm of {at_most} over all stages, as clip_grad_norm_ does: a "
+            f"stage's finished gradient waits for that norm, beside the sum of the next step's"
+        ]
+    if options.clip.by == "stage":
+        return [f"NOT exact: {said} stage by stage, each to a norm of its own of {at_most}"]
+    return [
+        f"NOT exact: {said} by the norm over all stages of the step before, as if that were theirs, to {at_most}; the "
+        f"first step, and the first after a drain (a checkpoint), stage by stage, each by its own norm"
+    ]
+
+
 def _one_device(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
     count, cut = options.micro_batches, options.stages
     cyclic = peak_on_one_device(schedule, stages)
@@ -90,8 +107,8 @@ def _ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad
     if workers == 1:
         return []
     sent = [0] * workers
-    for message in ring_messages(schedule):
-        sent[message.sender] += stages[message.stage].weight_bytes
+    for message in ring_messages(schedule, options.clip):
+        sent[message.sender] += stages[message.stage].weight_bytes if message.content != "norm" else NORM_BYTES
     reduced = 2 * weights * (workers - 1) / workers
     mean = sum(sent) / workers
     figures = (

@@ -8,7 +8,8 @@
 A stage's weights arrive when the forward enters its first module; its gradients leave when the last of them is there.
 `optimizer.step()` closes the worker's step and notes its learning rate; the optimizer moves home stages only, later.
 Gradients in `.grad` are this worker's own: the sum does not exist yet when `backward` returns. Changing them (clipping)
-is refused, not ignored. Forwards in eval mode or without gradients are left alone and read what the worker has.
+is refused, not ignored; the ring clips itself (`Course.clip`). Forwards in eval mode or without gradients are left alone
+and read what the worker has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,7 @@ class RingLoop:
             for flat, new in zip(self.ring.flat.values(), weights, strict=True):
                 for parameter, weight in zip(flat.parameters, new):
                     parameter.copy_(weight)
+        torch.clear_autocast_cache()
 
     def _refuse_inside(self, what: str) -> None:
         if self._next_back >= 0 or self._sent:
@@ -186,7 +188,8 @@ class RingLoop:
         if changed:
             raise RuntimeError(
                 f"ring: {len(changed)} gradients (shapes {changed[:3]}) were changed after backward (by clipping?); "
-                f"they had left. A ring cannot clip by a norm that no worker knows yet"
+                f"they had left, and no worker knows the norm of their sum yet. Drop clip_grad_norm_ and clip by the "
+                f"schedule's options clip_norm and clip_by (--clip NORM --clip-by global|stage|previous)"
             )
         for parameter, _, _ in self._sent:
             parameter.grad = None
