@@ -1,5 +1,7 @@
 """One device, many staggered micro-batches: equal to the reference bit for bit, within the schedule's memory."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -7,18 +9,34 @@ from torch import nn
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.registry import build
-from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
+from staged_models import (
+    EVERY_CLIP,
+    LOOSE,
+    OPTIMIZERS,
+    TIGHT,
+    as_stages,
+    data,
+    drop,
+    rings,
+    same,
+    squared_error,
+    stages_of,
+    weights,
+)
 
 STEPS, DROP = 5, 2
 
 
 def run_reference(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+    clip = options.pop("clip", None)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    reference, scheduler = Reference(stages, made, schedule, squared_error), drop(made, DROP)
+    reference, scheduler = Reference(stages, made, schedule, squared_error, clip=clip), drop(made, DROP)
     losses = []
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
         if step in drains:
@@ -30,12 +48,13 @@ def run_reference(schedule, optimizer="momentum", dtype=torch.float64, drains=()
 
 def run_one_device(schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     observe, recompute = options.pop("observe", lambda *_: None), options.pop("recompute", ())
+    clip = options.pop("clip", None)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
     run = OneDevice(
         as_stages(stages),
         made,
-        Course(schedule, squared_error, recompute=frozenset(recompute), observe=observe),
+        Course(schedule, squared_error, recompute=frozenset(recompute), clip=clip, observe=observe),
     )
     scheduler = drop(made, DROP)
     finished = []
@@ -158,6 +177,34 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
         for batches in data(4, 3):
             run.step(batches)
         assert [max(counts) for counts in kept] == most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by", NORMS)
+def test_clipping_is_the_references_bit_for_bit(by, dtype):
+    for made in [*rings(1), *rings(3), cyclic(4, slack=2), cyclic_pipeline(3, 2, 2), cyclic_pipeline(3, 4, 3)]:
+        for clip in (Clip(TIGHT, by), Clip(LOOSE, by)):
+            if by != "global" or has_time(made):
+                assert equal(made, clip=clip, dtype=dtype), (made, clip)
+    assert equal(cyclic(3, slack=3), clip=Clip(TIGHT, by), drains=(2, 4), settles=(1, 3), optimizer="adagrad")
+    assert equal(build("gpipe", stages=3, micro_batches=2), clip=Clip(TIGHT, by))
+
+
+def has_time(schedule):
+    try:
+        refuse_on_one_device(schedule, Clip(1.0))
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_norms_differ_and_a_norm_known_too_late_is_refused():
+    finals = [weights(run_one_device(cyclic(3, slack=1), clip=clip)[0]) for clip in (None, *EVERY_CLIP)]
+    assert not any(same(one, other) for one, other in combinations(finals, 2))
+    stages = stages_of(3)
+    optimizer = OPTIMIZERS["sgd"](stages.parameters())
+    with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):
+        OneDevice(as_stages(stages), optimizer, Course(cyclic(3), squared_error, clip=Clip(1.0)))
 
 
 def test_tuples_and_dicts_and_skip_connections_cross_stages():

@@ -37,7 +37,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batches=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=30), min_size=4, max_size=9),
     shape=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)]),

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -13,23 +14,38 @@ from armillary.reference.cyclic import Reference
 from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home, ring_messages
+from armillary.schedules.norm_in_time import refuse_in_ring
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
-from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
+from staged_models import (
+    EVERY_CLIP,
+    LOOSE,
+    OPTIMIZERS,
+    TIGHT,
+    as_stages,
+    data,
+    drop,
+    rings,
+    same,
+    squared_error,
+    stages_of,
+    weights,
+)
 
 STEPS, DROP = 5, 2
 COLLECTIVES = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce", "all_to_all_single", "reduce_scatter")
 
 
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, **options):
     """Weights at the end, and the losses [step][worker] and buffers per worker of one process."""
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    reference = Reference(stages, made, schedule, squared_error, copies=range(schedule.workers))
+    reference = Reference(stages, made, schedule, squared_error, copies=range(schedule.workers), clip=clip)
     scheduler, losses = drop(made, DROP), []
     for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
         if step in drains:
@@ -41,9 +57,10 @@ def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **opti
 
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """The user's plain loop on worker `rank`; returns weights, losses, buffers, versions read, and optimizer states."""
+    course = Course(schedule, squared_error, clip=options.pop("clip", None))
     model = nn.Sequential(*stages_of(schedule.stages, dtype, **options))
     made = OPTIMIZERS[optimizer](model.parameters())
-    run = RingLoop(model, as_stages(model), made, Course(schedule, squared_error), channel, rank)
+    run = RingLoop(model, as_stages(model), made, course, channel, rank)
     scheduler, losses, seen, step = drop(made, DROP), [], {}, 0
     for j, stage in enumerate(model):
         look = lambda *_, j=j: seen.setdefault((step, rank, j), []).append(run.ring.reading[j])  # noqa: E731
@@ -129,19 +146,44 @@ def test_drains_settling_and_buffers_per_worker_are_the_references(crew):
     compare(crew, cases)
 
 
+@pytest.mark.parametrize("by", NORMS)
+def test_clipping_is_the_references_bit_for_bit(crew, by):
+    schedules = [cyclic(1), *rings(2), *rings(3)[1::2], *rings(4)[2:], simultaneous(3, 2), delayed_all_reduce(3, 2)]
+    dtypes = cycle((torch.float32, torch.float64))
+    allowed = [schedule for schedule in schedules if by != "global" or has_time(schedule)]
+    cases = [(schedule, {"clip": Clip(TIGHT, by), "dtype": next(dtypes)}) for schedule in allowed]
+    assert len(cases) > 12
+    cases += [(cyclic(4, slack=2), {"clip": Clip(LOOSE, by)}), (cyclic(3, 6, 3), {"clip": Clip(LOOSE, by)})]
+    compare(crew, cases)
+
+
+def has_time(schedule):
+    try:
+        refuse_in_ring(schedule, Clip(1.0))
+    except ValueError:
+        return False
+    return True
+
+
+def test_clipping_keeps_to_the_step_through_drains_and_looks(crew):
+    options = [{"drains": (2, 4)}, {"settles": (1, 3)}, {"optimizer": "adamw", "drains": (3,), "settles": (4,)}]
+    schedules = cyclic(3, slack=1), cyclic(4, 5, slack=4)
+    compare(crew, [(s, {**option, "clip": clip}) for s in schedules for option in options for clip in EVERY_CLIP])
+
+
 def test_only_the_schedules_messages_are_sent(crew):
-    for schedule in (cyclic(4), cyclic(3, slack=1), cyclic(2, slack=2)):
-        replies = crew(4).run(count_messages, schedule)
+    for schedule, clip in product((cyclic(4, slack=2), cyclic(3, slack=1), cyclic(2, slack=2)), (None, *EVERY_CLIP)):
+        replies = crew(4).run(count_messages, schedule, clip)
         for worker in range(schedule.workers):
-            want = Counter(m.receiver for m in ring_messages(schedule) if m.sender == worker)
+            want = Counter(m.receiver for m in ring_messages(schedule, clip) if m.sender == worker)
             assert Counter(replies[worker]) == Counter({peer: STEPS * count for peer, count in want.items()})
 
 
-def count_messages(rank, world, schedule):
+def count_messages(rank, world, schedule, clip):
     if rank >= schedule.workers:
         return None
     channel = GlooChannel()
-    one_worker(rank, channel, schedule)
+    one_worker(rank, channel, schedule, clip=clip)
     return [peer for peer, _ in channel.sent]
 
 
@@ -161,6 +203,16 @@ class Late:
 
     def receive(self, into, peer, tag):
         return self.channel.receive(into, peer, tag)
+
+
+@pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)
+@pytest.mark.parametrize("schedule", [cyclic(5, slack=2), cyclic(4, 7, 4), cyclic(3, 2, 1)], ids=short)
+def test_norms_do_not_depend_on_who_is_late_and_nobody_waits_for_ever(schedule, clip):
+    options = {"dropout": 0.0, "clip": clip}
+    answers = in_threads(
+        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options)
+    )
+    holds(schedule, options, answers)
 
 
 @pytest.mark.parametrize("schedule", [*rings(3), cyclic(5), cyclic(5, 3, 5), cyclic(4, 7, 1)], ids=short)
@@ -318,7 +370,9 @@ def test_what_would_go_wrong_silently_is_refused():
 
     squared_error(model(inputs), target).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"were changed after backward \(by clipping"):
+    with pytest.raises(
+        RuntimeError, match=r"were changed after backward \(by clipping.* options clip_norm and clip_by"
+    ):
         optimizer.step()
 
     model, optimizer, run = alone_in_a_ring()
@@ -350,6 +404,7 @@ def test_what_is_no_ring_is_refused():
     for course, complaint in (
         (Course(cyclic(3), squared_error), "3 stages and 3 workers; got 2 stages, worker 0"),
         (Course(cyclic_pipeline(2, 2), squared_error), "makes no ring"),
+        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 3, and the norm .* known from tick 2"),
         (Course(cyclic(2), squared_error), r"steps 1 parameters of no stage, shapes \[\(3,\)\]"),
     ):
         with pytest.raises(ValueError, match=complaint):

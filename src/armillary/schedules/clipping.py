@@ -3,7 +3,7 @@
 Reference and runtimes must agree to the last bit, so what is summed in which order is said here and nowhere else. The
 gradient is the mean over micro-batches. The square of a stage is the sum over its parameters, in the stage's order, of
 the sum of squares of each, in float64; the square of a step is the sum over its stages, the last stage first, which is
-the order in which backward finishes them. Gradients are multiplied by max_norm / (norm + 1e-6), or by 1 if that is less.
+the order in which backward finishes them. Gradients are multiplied by max_norm / (norm + 1e-6), at most by 1.
 
 Source: torch.nn.utils.clip_grad_norm_. Departures: float64 instead of the gradient's dtype; the norms `stage` and
 `previous`, for schedules that update a stage before the norm over all stages can be known.

@@ -62,12 +62,12 @@ class Ring:
                 f"ring: the schedule has {schedule.stages} stages and {schedule.workers} workers; "
                 f"got {len(stages)} stages, worker {worker}"
             )
+        refuse_in_ring(schedule, course.clip)
         self.schedule, self.worker, self.drains, self.steps = schedule, worker, list[int](), 0
         self.flat = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
         owned = frozenset(j for j in self.flat if home(schedule, j) == worker)
         self.home = Home(optimizer, self.flat, owned)
         self._actions = schedule.ticks[worker]
-        refuse_in_ring(schedule, course.clip)
         self._closings = {j: self._actions.index(closing(schedule, j, course.clip)) for j in owned}
         messages = ring_messages(schedule, course.clip)
         self._norms = Norms(course.clip, len(stages), self.drains, self._receive_norm)

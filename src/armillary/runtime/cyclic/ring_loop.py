@@ -8,8 +8,8 @@
 A stage's weights arrive when the forward enters its first module; its gradients leave when the last of them is there.
 `optimizer.step()` closes the worker's step and notes its learning rate; the optimizer moves home stages only, later.
 Gradients in `.grad` are this worker's own: the sum does not exist yet when `backward` returns. Changing them (clipping)
-is refused, not ignored; the ring clips itself (`Course.clip`). Forwards in eval mode or without gradients are left alone
-and read what the worker has.
+is refused, not ignored; the ring clips itself (`Course.clip`). Forwards in eval mode or without gradients are left
+alone and read what the worker has.
 """
 
 from collections.abc import Iterator, Sequence
