@@ -253,20 +253,27 @@ def test_tuples_and_dicts_and_skip_connections_cross_stages():
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_autocast_around_the_step_reaches_every_stage():
-    results = []
-    for make in (Reference, lambda s, optimizer, *course: OneDevice(as_stages(s), optimizer, Course(*course))):
-        stages = stages_of(3, torch.float32)
-        optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = make(stages, optimizer, cyclic(3), lambda output, target: squared_error(output.float(), target))
-        with torch.autocast("cpu", torch.bfloat16):
-            for batches in data(4, 3, torch.float32):
+def under_autocast(make, around):
+    """Weights after training with autocast around every step, or around everything, the last settling included."""
+    stages = stages_of(3, torch.float32)
+    run = make(stages, OPTIMIZERS["momentum"](stages.parameters()))
+    with torch.autocast("cpu", torch.bfloat16, enabled=around == "everything"):
+        for batches in data(4, 3, torch.float32):
+            with torch.autocast("cpu", torch.bfloat16):
                 run.step(batches)
-            if isinstance(run, OneDevice):
-                run.settle()
-        results.append(weights(stages))
-    assert same(*results)
-    assert not same(results[0], weights(run_reference(cyclic(3), dtype=torch.float32)[0]))
+        if isinstance(run, OneDevice):
+            run.settle()
+    return weights(stages)
+
+
+@pytest.mark.parametrize("around", ["step", "everything"])
+@pytest.mark.parametrize("recompute", [(), (0, 1, 2)])
+def test_a_forward_runs_under_the_autocast_of_its_own_step_however_late_it_is(recompute, around):
+    truth = under_autocast(lambda stages, made: Reference(stages, made, cyclic(3, slack=1), squared_error), around)
+    course = Course(cyclic(3, slack=1), squared_error, recompute=frozenset(recompute))
+    got = under_autocast(lambda stages, made: OneDevice(as_stages(stages), made, course), around)
+    assert same(got, truth)
+    assert not same(truth, weights(run_reference(cyclic(3, slack=1), dtype=torch.float32)[0]))
 
 
 def test_gradients_from_elsewhere_are_refused():

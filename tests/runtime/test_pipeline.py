@@ -39,25 +39,25 @@ from staged_models import (
 STEPS, DROP = 5, 2
 
 
-def loop(run, scheduler, schedule, dtype=torch.float64, drains=(), settles=()):
-    """The user's loop, with drains or settling before some steps."""
+def loop(run, scheduler, schedule, dtype=torch.float64, drains=(), settles=(), autocast=False):
+    """The user's loop, with drains or settling before some steps; autocast is around steps only."""
     finished = []
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
         if step in drains:
             finished += run.drain() or []
         if step in settles:
             finished += run.settle()
-        finished += run.step(batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            finished += run.step(batches)
         scheduler.step()
     return finished
 
 
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, **options):
+def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, autocast=False, **options):
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    losses = loop(
-        Reference(stages, made, schedule, squared_error, clip=clip), drop(made, DROP), schedule, dtype, drains
-    )
+    reference = Reference(stages, made, schedule, squared_error, clip=clip)
+    losses = loop(reference, drop(made, DROP), schedule, dtype, drains, autocast=autocast)
     kept = [[*weights(stage), *stage.buffers()] for stage in stages]
     return kept, losses
 
@@ -65,6 +65,7 @@ def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=N
 def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """Trains stage `rank`; returns its weights and buffers, the losses of each step, and what it was seen to do."""
     recompute, clip = options.pop("recompute", frozenset()), options.pop("clip", None)
+    autocast = options.pop("autocast", False)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages[rank].parameters())
     seen, most_held = {}, 0
@@ -76,7 +77,7 @@ def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64
 
     course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
     run = Pipeline(as_stages(stages)[rank], made, course, channel)
-    finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles)
+    finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     losses = [loss for one in finished for loss in one.losses]
     return [*weights(stages[rank]), *stages[rank].buffers()], losses, seen, most_held
@@ -168,6 +169,28 @@ def test_only_the_schedules_messages_are_sent(crew):
     for stage in range(3):
         steady = [m.receiver for m in pipeline_messages(schedule) if m.sender == stage]
         assert sorted(replies[stage]) == sorted(steady * STEPS)
+
+
+def test_under_autocast_activations_cross_in_bfloat16_and_the_weights_are_the_references(crew):
+    half = {"autocast": True, "dtype": torch.float32}
+    options = [
+        half,
+        {**half, "norm": None},
+        {**half, "recompute": frozenset({0, 1}), "drains": (2,), "settles": (3,)},
+        {**half, "clip": Clip(TIGHT, "previous"), "norm": nn.BatchNorm1d},
+    ]
+    compare(crew, [(schedule, option) for schedule in (cyclic_pipeline(3, 2), gpipe(2, 3)) for option in options])
+    wide, narrow = (crew(4).run(count_item_bytes, autocast) for autocast in (False, True))
+    assert wide[1] == [3 * 5 * 4] * (STEPS * 3) and narrow[1] == [3 * 5 * 2] * (STEPS * 3)
+
+
+def count_item_bytes(rank, world, autocast):
+    """Bytes of the activations that a stage sends up, without their form at the start."""
+    if rank > 2:
+        return None
+    channel, schedule = GlooChannel(), cyclic_pipeline(3, 3)
+    one_stage(rank, channel, schedule, dtype=torch.float32, norm=None, autocast=autocast)
+    return [sent_bytes for peer, sent_bytes in channel.sent if peer == rank + 1 and sent_bytes in (30, 60)]
 
 
 def test_one_number_goes_down_and_up_a_clipped_pipeline_in_every_step(crew):

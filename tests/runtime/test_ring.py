@@ -41,7 +41,7 @@ STEPS, DROP = 5, 2
 COLLECTIVES = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce", "all_to_all_single", "reduce_scatter")
 
 
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, **options):
+def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, autocast=None, **options):
     """Weights at the end, and the losses [step][worker] and buffers per worker of one process."""
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
@@ -50,14 +50,20 @@ def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=N
     for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
         if step in drains:
             reference.drain()
-        losses.append(reference.step(batches))
+        with bfloat16(autocast is not None):
+            losses.append(reference.step(batches))
         scheduler.step()
     return weights(stages), losses, reference.buffers
+
+
+def bfloat16(enabled):
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """The user's plain loop on worker `rank`; returns weights, losses, buffers, versions read, and optimizer states."""
     course = Course(schedule, squared_error, clip=options.pop("clip", None))
+    autocast = options.pop("autocast", None)
     model = nn.Sequential(*stages_of(schedule.stages, dtype, **options))
     made = OPTIMIZERS[optimizer](model.parameters())
     run = RingLoop(model, as_stages(model), made, course, channel, rank)
@@ -66,18 +72,20 @@ def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float6
         look = lambda *_, j=j: seen.setdefault((step, rank, j), []).append(run.ring.reading[j])  # noqa: E731
         stage.register_forward_pre_hook(look)
         stage[0].weight.register_post_accumulate_grad_hook(look)
-    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-        if step in drains:
-            run.drain()
-        if step in settles:
-            run.settle()
-        made.zero_grad()
-        inputs, target = batches[rank]
-        loss = squared_error(model(inputs), target)
-        loss.backward()
-        made.step()
-        scheduler.step()
-        losses.append(loss.detach())
+    with bfloat16(autocast == "everything"):
+        for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
+            if step in drains:
+                run.drain()
+            if step in settles:
+                run.settle()
+            made.zero_grad()
+            inputs, target = batches[rank]
+            with bfloat16(autocast is not None):
+                loss = squared_error(model(inputs), target)
+            loss.backward()
+            made.step()
+            scheduler.step()
+            losses.append(loss.detach())
     run.drain()
     return weights(model), losses, list(model.buffers()), seen, len(made.state)
 
@@ -95,7 +103,7 @@ def holds(schedule, options, answers):
         assert len(seen) == STEPS * schedule.stages
         mine = [j for j in range(schedule.stages) if home(schedule, j) == worker]
         if options.get("optimizer", "momentum") != "sgd":
-            stages = stages_of(schedule.stages)
+            stages = stages_of(schedule.stages, norm=options.get("norm", nn.LayerNorm))
             assert states == sum(len(list(stages[j].parameters())) for j in mine)
 
 
@@ -144,6 +152,14 @@ def test_drains_settling_and_buffers_per_worker_are_the_references(crew):
         (cyclic(3, 5, slack=1), {"settles": (2, 3), "norm": nn.BatchNorm1d}),
     ]
     compare(crew, cases)
+
+
+@pytest.mark.parametrize("around", ["forward and loss", "everything"])
+def test_under_autocast_the_weights_are_the_references(crew, around):
+    """Around everything, torch would go on using its casts of the weights of the first step."""
+    half = {"autocast": around, "dtype": torch.float32}
+    options = [half, {**half, "norm": None, "drains": (2,)}, {**half, "clip": Clip(TIGHT, "previous"), "settles": (3,)}]
+    compare(crew, [(schedule, option) for schedule in (cyclic(3), cyclic(2, 4, 1)) for option in options])
 
 
 @pytest.mark.parametrize("by", NORMS)
@@ -404,7 +420,7 @@ def test_what_is_no_ring_is_refused():
     for course, complaint in (
         (Course(cyclic(3), squared_error), "3 stages and 3 workers; got 2 stages, worker 0"),
         (Course(cyclic_pipeline(2, 2), squared_error), "makes no ring"),
-        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 3, and the norm .* known from tick 2"),
+        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 1, and the norm .* known from tick 2"),
         (Course(cyclic(2), squared_error), r"steps 1 parameters of no stage, shapes \[\(3,\)\]"),
     ):
         with pytest.raises(ValueError, match=complaint):
