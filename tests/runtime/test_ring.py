@@ -404,6 +404,21 @@ def test_what_would_go_wrong_silently_is_refused():
         model(inputs)
 
 
+def test_a_grad_scaler_is_refused_by_name_unless_it_is_switched_off():
+    inputs, target = data(1, 1)[0][0]
+    for enabled, unscales in ((True, False), (True, True), (False, False)):
+        model, optimizer, _ = alone_in_a_ring()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(squared_error(model(inputs), target)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        if not enabled:
+            scaler.step(optimizer)
+            continue
+        with pytest.raises(RuntimeError, match=r"ring: the loss was scaled by a GradScaler.*Use bfloat16"):
+            scaler.step(optimizer)
+
+
 def test_random_numbers_outside_the_model_go_on_as_if_it_had_drawn_none():
     model, _, _ = alone_in_a_ring()
     inputs, _ = data(1, 1)[0][0]

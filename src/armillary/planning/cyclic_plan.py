@@ -6,7 +6,7 @@ bytes are those of the schedule's messages, a pipeline's those that the stages r
 Source: Fournier & Oyallon, 2024.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -67,7 +67,7 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         workers_per_node=topology.workers_per_node,
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
-        notes=notes_on(subject.options, subject.schedule, subject.stages),
+        notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
         picture=str(subject.schedule),
     )
 
@@ -95,9 +95,31 @@ def _subject(profile: Profile, options: CyclicOptions) -> _Subject:
     parameters: list[list[ParameterFact]] = [[] for _ in parts]
     for fact in profile.parameters:
         if fact.requires_grad:
+            _refuse_tie(fact, owner)
             parameters[owner[_stage_of(fact, profile)]].append(fact)
     loads = tuple(_load(part, facts) for part, facts in zip(parts, parameters, strict=True))
     return _Subject(options, options.schedule(), loads, tuple(map(tuple, parameters)))
+
+
+def _refuse_tie(fact: ParameterFact, owner: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ValueError: the names of one parameter lie in several stages, which would read it at different ages.
+    """
+    places = [(name, stage) for name in (fact.name, *fact.aliases) for stage in _held_in(name, owner)]
+    for name, stage in places[1:]:
+        if stage != places[0][1]:
+            raise ValueError(
+                f"schedule: {places[0][0]} of stage {places[0][1]} and {name} of stage {stage} are one parameter; its "
+                f"two uses would see weights of different age. Cut so that both are in one stage (points=[...]), or "
+                f"untie them"
+            )
+
+
+def _held_in(name: str, owner: Mapping[str, int]) -> list[int]:
+    """The stage of the innermost module of the profile that holds a parameter of this name, if one does."""
+    holders = [unit for unit in owner if name.startswith(f"{unit}.")]
+    return [owner[max(holders, key=len)]] if holders else []
 
 
 def _stage_of(fact: ParameterFact, profile: Profile) -> str:

@@ -19,17 +19,26 @@ from armillary.schedules.simultaneous import simultaneous
 
 __all__ = ["notes_on", "peak_on_one_device", "peak_over_workers"]
 
+SHOWN = 3  # names of modules
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
-def notes_on(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> tuple[str, ...]:
-    """One sentence each, for the reader of the plan."""
+def notes_on(
+    options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad], running: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """One sentence each, for the reader of the plan.
+
+    Args:
+        running: paths of modules that keep running statistics.
+    """
     mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring}[options.mode]
     notes = [_age(schedule), *_clip(options), *mode(options, schedule, stages)]
     if schedule.workers > 1 and options.mode != "one_device":
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
         )
+    if running:
+        notes.append(_running(options, running))
     if options.recompute:
         notes.append("activations are those without recomputation; recomputed stages keep only their input")
     return tuple(notes)
@@ -82,6 +91,19 @@ def _clip(options: CyclicOptions) -> list[str]:
         f"NOT exact: {said} by the norm over all stages of the step before, as if that were theirs, to {at_most}; the "
         f"first step, and the first after a drain (a checkpoint), stage by stage, each by its own norm"
     ]
+
+
+def _running(options: CyclicOptions, running: Sequence[str]) -> str:
+    names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
+    if options.mode == "ring":
+        return (
+            f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
+            f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"
+        )
+    return (
+        f"batch statistics ({names}) are those of each micro-batch on its own; running ones are kept once, in "
+        f"micro-batch order"
+    )
 
 
 def _one_device(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:

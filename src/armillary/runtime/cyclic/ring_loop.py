@@ -58,6 +58,8 @@ class RingLoop:
         self._sent: list[tuple[nn.Parameter, Tensor, int]] = []  # with the gradient's version counter at the sending
         self._in_backward = False
         self._random: list[Any] = []
+        # torch then leaves scaled gradients to the optimizer's step, where they are refused by name
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(lambda module, given: self._begin()),
             *self._watch_stages(stages),
@@ -178,6 +180,12 @@ class RingLoop:
     def _step_ends(self) -> None:
         if self.ring.home.stepping:
             return
+        if hasattr(self._optimizer, "grad_scale"):
+            raise RuntimeError(
+                "ring: the loss was scaled by a GradScaler; homes step their stages at different times, before anybody "
+                "knows whether all gradients of the step are finite. Use bfloat16, which needs no scaling, or "
+                "GradScaler(enabled=False)"
+            )
         if self._next_back >= 0 or not self._sent:
             raise RuntimeError(
                 "ring: optimizer.step() without a forward in training mode and a whole backward since the last one; "
