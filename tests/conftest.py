@@ -1,14 +1,18 @@
-"""What every test may use: crews of rank processes, and one torch thread."""
+"""What every test may use: crews of rank processes, one torch thread, and property tests without a deadline."""
 
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from crew import Crew
 
 torch.set_num_threads(1)
+# Property tests state laws, not speeds: a busy machine must not fail them.
+settings.register_profile("laws", deadline=None)
+settings.load_profile("laws")
 # A suite started in the background inherits "ignore SIGINT", and would pass that on to the programs it interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn, optim
 
 from armillary.runtime.cut.stages import Stage
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
 
 WIDTH = 5
+TIGHT, LOOSE = 0.4, 1.3  # norms that nearly every gradient here exceeds, and that some do
+EVERY_CLIP = tuple(Clip(TIGHT, by) for by in NORMS)
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

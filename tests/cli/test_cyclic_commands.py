@@ -58,6 +58,16 @@ def test_verify_compares_every_tensor_with_the_reference_of_the_same_schedule(ar
     assert "cyclic, slack 0, 3 micro-batches, 3 stages" in rows[0]
 
 
+def test_clipping_is_printed_and_verified(armillary):
+    clip = ("--slack", "1", "--clip", "0.1")
+    code, out, _ = armillary("plan", *VISION, *CYCLIC, *clip)
+    assert code == 0 and "gradients are clipped to a norm of at most 0.1 over all stages" in out
+    code, out, _ = armillary("verify", "vision", *VISION[2:], *CYCLIC, *clip, "--steps", "3")
+    assert code == 0 and "clipped at 0.1 by global" in out
+    code, out, _ = armillary("plan", *VISION, *CYCLIC, "--clip", "0.1", "--clip-by", "previous")
+    assert code == 0 and "NOT exact: gradients are clipped by the norm over all stages of the step before" in out
+
+
 def test_train_carries_the_schedule_out_and_resumes_with_another_number_of_micro_batches(armillary, tmp_path):
     code, out, err = armillary("train", *VISION, *CYCLIC, "--steps", "6", "--name", "mine")
     assert (code, err) == (0, "")
@@ -73,6 +83,11 @@ def test_train_carries_the_schedule_out_and_resumes_with_another_number_of_micro
     ("options", "message"),
     [
         (("--slack", "1"), "--schedule simultaneous has no slack; add --schedule cyclic"),
+        (("--clip", "1"), "--schedule simultaneous has no clip_norm; add --schedule cyclic"),
+        ((*CYCLIC[:4], "--micro-batches", "2", "--clip", "1"), "(slack=1 is enough)"),
+        ((*CYCLIC[:4], "--clip", "0"), "clip wants a positive norm"),
+        ((*CYCLIC[:4], "--clip", "1", "--clip-by", "all"), "one of global, stage, previous"),
+        ((*CYCLIC[:4], "--clip-by", "stage"), "clip_by=stage wants a clip_norm"),
         (("--schedule", "spiral"), "there are simultaneous, cyclic"),
         ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring"),
         ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
@@ -91,6 +106,6 @@ def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, option
 def test_help_names_every_option_of_a_schedule_with_its_default(armillary, command):
     _, out, _ = armillary(command, "--help")
     said = " ".join(out.replace("│", " ").split())
-    for option in ("--schedule", "--mode", "--slack", "--stages", "--micro-batches", "--cut"):
+    for option in ("--schedule", "--mode", "--slack", "--stages", "--micro-batches", "--cut", "--clip", "--clip-by"):
         assert option in said
     assert "(default: ring)" in said and "NOT exact" in said

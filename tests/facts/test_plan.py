@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.facts.plan import UPDATES, Choice, Forecast, Group, Plan, model_fingerprint
@@ -91,13 +91,11 @@ def plans(draw):
     )
 
 
-@settings(deadline=None)
 @given(plans())
 def test_any_plan_survives_json(plan):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@settings(deadline=None)
 @given(plans())
 def test_any_plan_prints(plan):
     assert all(group.name in str(plan) for group in plan.groups)

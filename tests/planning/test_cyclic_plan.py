@@ -1,6 +1,7 @@
 """Laws of a plan with a cyclic schedule: what is written can be carried out, and what speaks against it is said."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from planning_cases import LINKS_ONLY, machines
@@ -132,6 +133,39 @@ def test_a_pipelines_utilisation_is_that_of_its_cut_beside_a_flush_pipelines():
     assert "utilisation of 2 devices: 100% with this cut" in notes("pipeline", 2)
     assert "(1F1B) of 2 micro-batches, exact, would reach 67%" in notes("pipeline", 2)
     assert "utilisation of 2 devices: 67% with this cut" in notes("pipeline", 2, points=["d"])
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        ("global", "gradients are clipped to a norm of at most 0.5 over all stages, as clip_grad_norm_ does"),
+        ("stage", "NOT exact: gradients are clipped stage by stage, each to a norm of its own of at most 0.5"),
+        ("previous", "NOT exact: gradients are clipped by the norm over all stages of the step before"),
+    ],
+)
+def test_how_gradients_are_clipped_is_printed(by, said):
+    for mode, processes in (("one_device", 1), ("pipeline", 2), ("ring", 2)):
+        made = planned(mode, processes, slack=2, stages=2, clip_norm=0.5, clip_by=by)
+        assert said in str(made) and f"clip_norm=0.5, clip_by={by}" in str(made)
+        assert Plan.from_json(made.to_json()) == made
+        assert "clip" not in str(planned(mode, processes))
+
+
+def test_what_batch_norm_means_is_printed_where_there_is_one():
+    facts = chain_of((100, 100))
+    for mode, processes, said in (
+        ("one_device", 1, "those of each micro-batch on its own; running ones are kept once, in micro-batch order"),
+        ("pipeline", 2, "those of each micro-batch on its own; running ones are kept once, in micro-batch order"),
+        ("ring", 2, "each worker keeps running ones of its own: held-out data are judged with each worker's"),
+    ):
+        for running in ((), ("a.norm",), ("a.norm", "b.0", "b.1", "b.2", "b.3")):
+            choice = Choice("cyclic", {"mode": mode, "stages": 2})
+            with_norms = replace(facts, running=running)
+            text = str(plan(with_norms, machines(processes), assumptions=LINKS_ONLY, schedule=choice))
+            assert (said in text) == bool(running)
+            assert ("batch statistics (a.norm)" in text) == (len(running) == 1)
+            assert ("(a.norm, b.0, b.1 and 2 more)" in text) == (len(running) == 5)
+            assert Profile.from_json(with_norms.to_json()) == with_norms
 
 
 def test_activations_held_are_those_of_the_schedule_of_equal_stages():

@@ -1,14 +1,17 @@
 """The truth of schedules with versions, held against formulas and loops that share nothing with it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.registry import build
 from armillary.schedules.simultaneous import simultaneous
-from staged_models import OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights
+from staged_models import LOOSE, OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights
 
 STEPS = 6
 
@@ -40,6 +43,78 @@ def test_without_staleness_it_is_the_plain_loop_with_accumulated_gradients(name)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+    assert same(weights(stages), weights(plain))
+
+
+@pytest.mark.parametrize("by", NORMS)
+def test_without_staleness_clipping_is_torchs(by):
+    """Of the whole gradient, stage by stage, or by a norm that was noted a step before."""
+    stages = stages_of(2, dropout=0)
+    optimizer = OPTIMIZERS["momentum"](stages.parameters())
+    reference = train(simultaneous(3, 2), stages, optimizer, drains=(4,), clip=Clip(LOOSE, by))
+    assert reference.drains == [4]
+
+    plain = stages_of(2, dropout=0)
+    optimizer = OPTIMIZERS["momentum"](plain.parameters())
+    scheduler, norms = drop(optimizer, 3), []
+    for step, batches in enumerate(data(STEPS, 3)):
+        for inputs, target in batches:
+            (squared_error(plain[1](plain[0](inputs)), target) / 3).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+        if by == "global":
+            nn.utils.clip_grad_norm_(plain.parameters(), LOOSE)
+        elif by == "stage" or step in (0, 4):
+            for stage in plain:
+                nn.utils.clip_grad_norm_(stage.parameters(), LOOSE)
+        else:
+            nn.utils.clip_grads_with_norm_(plain.parameters(), LOOSE, norms[step - 1])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert min(norms) < LOOSE < max(norms)
+    for got, want in zip(weights(stages), weights(plain)):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-14)
+
+
+class Twice(nn.Module):
+    """Reads its weight twice; torch keeps one cast of it for both, and adds the two gradients before it casts back."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value):
+        return self.inner(torch.tanh(self.inner(value)))
+
+
+@pytest.mark.parametrize("around", ["step", "everything"])
+def test_autocast_is_that_of_the_plain_loop_which_has_it_around_forward_and_loss_only(around):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(Twice(), nn.LayerNorm(WIDTH), Twice())
+
+    def on(wanted):
+        return torch.autocast("cpu", torch.bfloat16, enabled=around == wanted)
+
+    stages = model()
+    optimizer = OPTIMIZERS["momentum"](stages.parameters())
+    reference = Reference(list(stages), optimizer, simultaneous(3, 3), squared_error)
+    with on("everything"):
+        for batches in data(STEPS, 3, torch.float32):
+            with on("step") if around == "step" else nullcontext():
+                reference.step(batches)
+
+    plain = model()
+    optimizer = OPTIMIZERS["momentum"](plain.parameters())
+    for batches in data(STEPS, 3, torch.float32):
+        for inputs, target in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = squared_error(plain(inputs), target)
+            loss.backward()
+        for parameter in plain.parameters():
+            parameter.grad /= 3
+        optimizer.step()
+        optimizer.zero_grad()
     assert same(weights(stages), weights(plain))
 
 

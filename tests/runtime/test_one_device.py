@@ -1,5 +1,7 @@
 """One device, many staggered micro-batches: equal to the reference bit for bit, within the schedule's memory."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -7,18 +9,34 @@ from torch import nn
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.registry import build
-from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
+from staged_models import (
+    EVERY_CLIP,
+    LOOSE,
+    OPTIMIZERS,
+    TIGHT,
+    as_stages,
+    data,
+    drop,
+    rings,
+    same,
+    squared_error,
+    stages_of,
+    weights,
+)
 
 STEPS, DROP = 5, 2
 
 
 def run_reference(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+    clip = options.pop("clip", None)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    reference, scheduler = Reference(stages, made, schedule, squared_error), drop(made, DROP)
+    reference, scheduler = Reference(stages, made, schedule, squared_error, clip=clip), drop(made, DROP)
     losses = []
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
         if step in drains:
@@ -30,12 +48,13 @@ def run_reference(schedule, optimizer="momentum", dtype=torch.float64, drains=()
 
 def run_one_device(schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     observe, recompute = options.pop("observe", lambda *_: None), options.pop("recompute", ())
+    clip = options.pop("clip", None)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
     run = OneDevice(
         as_stages(stages),
         made,
-        Course(schedule, squared_error, recompute=frozenset(recompute), observe=observe),
+        Course(schedule, squared_error, recompute=frozenset(recompute), clip=clip, observe=observe),
     )
     scheduler = drop(made, DROP)
     finished = []
@@ -160,6 +179,34 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
         assert [max(counts) for counts in kept] == most
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by", NORMS)
+def test_clipping_is_the_references_bit_for_bit(by, dtype):
+    for made in [*rings(1), *rings(3), cyclic(4, slack=2), cyclic_pipeline(3, 2, 2), cyclic_pipeline(3, 4, 3)]:
+        for clip in (Clip(TIGHT, by), Clip(LOOSE, by)):
+            if by != "global" or has_time(made):
+                assert equal(made, clip=clip, dtype=dtype), (made, clip)
+    assert equal(cyclic(3, slack=3), clip=Clip(TIGHT, by), drains=(2, 4), settles=(1, 3), optimizer="adagrad")
+    assert equal(build("gpipe", stages=3, micro_batches=2), clip=Clip(TIGHT, by))
+
+
+def has_time(schedule):
+    try:
+        refuse_on_one_device(schedule, Clip(1.0))
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_norms_differ_and_a_norm_known_too_late_is_refused():
+    finals = [weights(run_one_device(cyclic(3, slack=1), clip=clip)[0]) for clip in (None, *EVERY_CLIP)]
+    assert not any(same(one, other) for one, other in combinations(finals, 2))
+    stages = stages_of(3)
+    optimizer = OPTIMIZERS["sgd"](stages.parameters())
+    with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):
+        OneDevice(as_stages(stages), optimizer, Course(cyclic(3), squared_error, clip=Clip(1.0)))
+
+
 def test_tuples_and_dicts_and_skip_connections_cross_stages():
     class Fork(nn.Module):
         def __init__(self):
@@ -206,20 +253,27 @@ def test_tuples_and_dicts_and_skip_connections_cross_stages():
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_autocast_around_the_step_reaches_every_stage():
-    results = []
-    for make in (Reference, lambda s, optimizer, *course: OneDevice(as_stages(s), optimizer, Course(*course))):
-        stages = stages_of(3, torch.float32)
-        optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = make(stages, optimizer, cyclic(3), lambda output, target: squared_error(output.float(), target))
-        with torch.autocast("cpu", torch.bfloat16):
-            for batches in data(4, 3, torch.float32):
+def under_autocast(make, around):
+    """Weights after training with autocast around every step, or around everything, the last settling included."""
+    stages = stages_of(3, torch.float32)
+    run = make(stages, OPTIMIZERS["momentum"](stages.parameters()))
+    with torch.autocast("cpu", torch.bfloat16, enabled=around == "everything"):
+        for batches in data(4, 3, torch.float32):
+            with torch.autocast("cpu", torch.bfloat16):
                 run.step(batches)
-            if isinstance(run, OneDevice):
-                run.settle()
-        results.append(weights(stages))
-    assert same(*results)
-    assert not same(results[0], weights(run_reference(cyclic(3), dtype=torch.float32)[0]))
+        if isinstance(run, OneDevice):
+            run.settle()
+    return weights(stages)
+
+
+@pytest.mark.parametrize("around", ["step", "everything"])
+@pytest.mark.parametrize("recompute", [(), (0, 1, 2)])
+def test_a_forward_runs_under_the_autocast_of_its_own_step_however_late_it_is(recompute, around):
+    truth = under_autocast(lambda stages, made: Reference(stages, made, cyclic(3, slack=1), squared_error), around)
+    course = Course(cyclic(3, slack=1), squared_error, recompute=frozenset(recompute))
+    got = under_autocast(lambda stages, made: OneDevice(as_stages(stages), made, course), around)
+    assert same(got, truth)
+    assert not same(truth, weights(run_reference(cyclic(3, slack=1), dtype=torch.float32)[0]))
 
 
 def test_gradients_from_elsewhere_are_refused():

@@ -2,6 +2,8 @@
 
 import random
 import time
+from collections import Counter
+from itertools import cycle
 
 import pytest
 import torch
@@ -13,41 +15,57 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.edge import Outgoing
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.messages import pipeline_messages
+from armillary.schedules.messages import NORM_BYTES, pipeline_messages
 from armillary.schedules.one_f_one_b import one_f_one_b
 from channels import Board, GlooChannel, ThreadChannel, in_threads
-from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
+from staged_models import (
+    EVERY_CLIP,
+    LOOSE,
+    OPTIMIZERS,
+    TIGHT,
+    as_stages,
+    data,
+    drop,
+    same,
+    squared_error,
+    stages_of,
+    weights,
+)
 
 STEPS, DROP = 5, 2
 
 
-def loop(run, scheduler, schedule, dtype=torch.float64, drains=(), settles=()):
-    """The user's loop, with drains or settling before some steps."""
+def loop(run, scheduler, schedule, dtype=torch.float64, drains=(), settles=(), autocast=False):
+    """The user's loop, with drains or settling before some steps; autocast is around steps only."""
     finished = []
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
         if step in drains:
             finished += run.drain() or []
         if step in settles:
             finished += run.settle()
-        finished += run.step(batches)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            finished += run.step(batches)
         scheduler.step()
     return finished
 
 
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, autocast=False, **options):
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    losses = loop(Reference(stages, made, schedule, squared_error), drop(made, DROP), schedule, dtype, drains)
+    reference = Reference(stages, made, schedule, squared_error, clip=clip)
+    losses = loop(reference, drop(made, DROP), schedule, dtype, drains, autocast=autocast)
     kept = [[*weights(stage), *stage.buffers()] for stage in stages]
     return kept, losses
 
 
 def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """Trains stage `rank`; returns its weights and buffers, the losses of each step, and what it was seen to do."""
-    recompute = options.pop("recompute", frozenset())
+    recompute, clip = options.pop("recompute", frozenset()), options.pop("clip", None)
+    autocast = options.pop("autocast", False)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages[rank].parameters())
     seen, most_held = {}, 0
@@ -57,9 +75,9 @@ def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64
         seen.setdefault(due.place, []).append(version)
         most_held = max(most_held, len(held))
 
-    course = Course(schedule, squared_error, recompute=recompute, observe=observe)
+    course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
     run = Pipeline(as_stages(stages)[rank], made, course, channel)
-    finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles)
+    finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     losses = [loss for one in finished for loss in one.losses]
     return [*weights(stages[rank]), *stages[rank].buffers()], losses, seen, most_held
@@ -127,12 +145,74 @@ def test_drains_settling_recomputation_and_batch_norm_are_the_references(crew):
     compare(crew, [(schedule, option) for option in options])
 
 
+def test_clipping_is_the_references_bit_for_bit(crew):
+    dtypes = cycle((torch.float32, torch.float64))
+    cases = [
+        (cyclic_pipeline(k, m, slack), {"clip": clip, "dtype": next(dtypes)})
+        for k, m, slack in ((1, 2, 0), (2, 1, 1), (2, 4, 1), (3, 2, 2), (4, 4, 3), (4, 3, 3))
+        for clip in (Clip(LOOSE, "global"), *EVERY_CLIP)
+    ]
+    cases += [(cyclic_pipeline(k, m), {"clip": Clip(TIGHT, "previous")}) for k, m in ((2, 1), (4, 3), (3, 6))]
+    cases += [(gpipe(3, 2), {"clip": clip}) for clip in EVERY_CLIP]
+    compare(crew, cases)
+
+
+def test_clipping_keeps_to_the_step_through_drains_and_looks(crew):
+    options = [{"drains": (2, 4)}, {"settles": (1, 3)}, {"optimizer": "adamw", "drains": (3,), "settles": (4,)}]
+    schedule = cyclic_pipeline(3, 3, 2)
+    compare(crew, [(schedule, {**option, "clip": clip}) for option in options for clip in EVERY_CLIP])
+
+
 def test_only_the_schedules_messages_are_sent(crew):
     schedule = cyclic_pipeline(3, 3)
     replies = crew(4).run(count_messages, schedule)
     for stage in range(3):
         steady = [m.receiver for m in pipeline_messages(schedule) if m.sender == stage]
         assert sorted(replies[stage]) == sorted(steady * STEPS)
+
+
+def test_under_autocast_activations_cross_in_bfloat16_and_the_weights_are_the_references(crew):
+    half = {"autocast": True, "dtype": torch.float32}
+    options = [
+        half,
+        {**half, "norm": None},
+        {**half, "recompute": frozenset({0, 1}), "drains": (2,), "settles": (3,)},
+        {**half, "clip": Clip(TIGHT, "previous"), "norm": nn.BatchNorm1d},
+    ]
+    compare(crew, [(schedule, option) for schedule in (cyclic_pipeline(3, 2), gpipe(2, 3)) for option in options])
+    wide, narrow = (crew(4).run(count_item_bytes, autocast) for autocast in (False, True))
+    assert wide[1] == [3 * 5 * 4] * (STEPS * 3) and narrow[1] == [3 * 5 * 2] * (STEPS * 3)
+
+
+def count_item_bytes(rank, world, autocast):
+    """Bytes of the activations that a stage sends up, without their form at the start."""
+    if rank > 2:
+        return None
+    channel, schedule = GlooChannel(), cyclic_pipeline(3, 3)
+    one_stage(rank, channel, schedule, dtype=torch.float32, norm=None, autocast=autocast)
+    return [sent_bytes for peer, sent_bytes in channel.sent if peer == rank + 1 and sent_bytes in (30, 60)]
+
+
+def test_one_number_goes_down_and_up_a_clipped_pipeline_in_every_step(crew):
+    schedule = cyclic_pipeline(3, 3, 3)
+    replies = crew(4).run(count_norms, schedule)
+    for stage in range(3):
+        norms = [
+            m.receiver for m in pipeline_messages(schedule, Clip(1.0)) if m.sender == stage and m.content == "norm"
+        ]
+        assert sorted(replies[stage]) == sorted(norms * STEPS)
+
+
+def count_norms(rank, world, schedule):
+    """The receivers of this stage's messages of one number in float64, beyond the lengths of forms at the start."""
+    if rank >= schedule.stages:
+        return None
+    sent = []
+    for clip in (Clip(1.0), None):
+        channel = GlooChannel()
+        one_stage(rank, channel, schedule, clip=clip)
+        sent.append(Counter(peer for peer, sent_bytes in channel.sent if sent_bytes == NORM_BYTES))
+    return list((sent[0] - sent[1]).elements())
 
 
 def count_messages(rank, world, schedule):
@@ -166,6 +246,13 @@ def test_nothing_depends_on_who_is_late(schedule):
     holds(schedule, options, answers)
 
 
+@pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)
+def test_norms_do_not_depend_on_who_is_late(clip):
+    schedule, options = cyclic_pipeline(3, 3, 3), {"dropout": 0.0, "clip": clip}
+    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options))
+    holds(schedule, options, answers)
+
+
 def test_micro_batches_that_change_their_shape_are_refused_before_they_are_sent():
     channel = ThreadChannel(Board(), rank=0)
     edge = Outgoing(channel, peer=1)
@@ -176,7 +263,9 @@ def test_micro_batches_that_change_their_shape_are_refused_before_they_are_sent(
         {"body": torch.zeros(3, 5), "factor": 3},
         torch.zeros(3, 5),
     ):
-        with pytest.raises(RuntimeError, match=r"goes to stage 1 changed from .* want micro-batches of one shape"):
+        with pytest.raises(
+            RuntimeError, match=r"goes to stage 1 changed from .* want micro-batches of one shape and dtype"
+        ):
             edge.send(*tree_flatten(other))
     assert len(channel.sent) == before
 
@@ -247,3 +336,6 @@ def test_what_is_no_pipeline_is_refused():
         Pipeline(as_stages(stages)[0], optimizer, Course(cyclic(3), squared_error), GlooChannel())
     with pytest.raises(ValueError, match="stage 2 is none of the schedule's 2"):
         Pipeline(as_stages(stages)[2], optimizer, Course(cyclic_pipeline(2, 2), squared_error), GlooChannel())
+    course = Course(cyclic_pipeline(3, 3), squared_error, clip=Clip(1.0))
+    with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):
+        Pipeline(as_stages(stages)[0], optimizer, course, GlooChannel())

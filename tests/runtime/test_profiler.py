@@ -37,7 +37,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batches=st.lists(st.lists(st.integers(0, ROWS - 1), max_size=30), min_size=4, max_size=9),
     shape=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)]),
@@ -191,3 +191,11 @@ def test_fewer_batches_than_workers_are_refused(batches: list[Tensor]) -> None:
 def test_workers_that_do_not_fill_their_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
         profile(nn.Linear(3, 3), [torch.ones(2, 3)] * 3, summed, workers=3, workers_per_node=2)
+
+
+def test_modules_that_keep_running_statistics_are_named() -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3, track_running_stats=False)
+    )
+    batches = [torch.randn(4, 3)]
+    assert profile(model, batches, lambda model, batch: model(batch).sum()).running == ("1.0",)

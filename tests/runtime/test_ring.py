@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -13,54 +14,78 @@ from armillary.reference.cyclic import Reference
 from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home, ring_messages
+from armillary.schedules.norm_in_time import refuse_in_ring
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
-from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
+from staged_models import (
+    EVERY_CLIP,
+    LOOSE,
+    OPTIMIZERS,
+    TIGHT,
+    as_stages,
+    data,
+    drop,
+    rings,
+    same,
+    squared_error,
+    stages_of,
+    weights,
+)
 
 STEPS, DROP = 5, 2
 COLLECTIVES = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce", "all_to_all_single", "reduce_scatter")
 
 
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), **options):
+def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, autocast=None, **options):
     """Weights at the end, and the losses [step][worker] and buffers per worker of one process."""
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    reference = Reference(stages, made, schedule, squared_error, copies=range(schedule.workers))
+    reference = Reference(stages, made, schedule, squared_error, copies=range(schedule.workers), clip=clip)
     scheduler, losses = drop(made, DROP), []
     for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
         if step in drains:
             reference.drain()
-        losses.append(reference.step(batches))
+        with bfloat16(autocast is not None):
+            losses.append(reference.step(batches))
         scheduler.step()
     return weights(stages), losses, reference.buffers
 
 
+def bfloat16(enabled):
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """The user's plain loop on worker `rank`; returns weights, losses, buffers, versions read, and optimizer states."""
+    course = Course(schedule, squared_error, clip=options.pop("clip", None))
+    autocast = options.pop("autocast", None)
     model = nn.Sequential(*stages_of(schedule.stages, dtype, **options))
     made = OPTIMIZERS[optimizer](model.parameters())
-    run = RingLoop(model, as_stages(model), made, Course(schedule, squared_error), channel, rank)
+    run = RingLoop(model, as_stages(model), made, course, channel, rank)
     scheduler, losses, seen, step = drop(made, DROP), [], {}, 0
     for j, stage in enumerate(model):
         look = lambda *_, j=j: seen.setdefault((step, rank, j), []).append(run.ring.reading[j])  # noqa: E731
         stage.register_forward_pre_hook(look)
         stage[0].weight.register_post_accumulate_grad_hook(look)
-    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-        if step in drains:
-            run.drain()
-        if step in settles:
-            run.settle()
-        made.zero_grad()
-        inputs, target = batches[rank]
-        loss = squared_error(model(inputs), target)
-        loss.backward()
-        made.step()
-        scheduler.step()
-        losses.append(loss.detach())
+    with bfloat16(autocast == "everything"):
+        for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
+            if step in drains:
+                run.drain()
+            if step in settles:
+                run.settle()
+            made.zero_grad()
+            inputs, target = batches[rank]
+            with bfloat16(autocast is not None):
+                loss = squared_error(model(inputs), target)
+            loss.backward()
+            made.step()
+            scheduler.step()
+            losses.append(loss.detach())
     run.drain()
     return weights(model), losses, list(model.buffers()), seen, len(made.state)
 
@@ -78,7 +103,7 @@ def holds(schedule, options, answers):
         assert len(seen) == STEPS * schedule.stages
         mine = [j for j in range(schedule.stages) if home(schedule, j) == worker]
         if options.get("optimizer", "momentum") != "sgd":
-            stages = stages_of(schedule.stages)
+            stages = stages_of(schedule.stages, norm=options.get("norm", nn.LayerNorm))
             assert states == sum(len(list(stages[j].parameters())) for j in mine)
 
 
@@ -129,19 +154,52 @@ def test_drains_settling_and_buffers_per_worker_are_the_references(crew):
     compare(crew, cases)
 
 
+@pytest.mark.parametrize("around", ["forward and loss", "everything"])
+def test_under_autocast_the_weights_are_the_references(crew, around):
+    """Around everything, torch would go on using its casts of the weights of the first step."""
+    half = {"autocast": around, "dtype": torch.float32}
+    options = [half, {**half, "norm": None, "drains": (2,)}, {**half, "clip": Clip(TIGHT, "previous"), "settles": (3,)}]
+    compare(crew, [(schedule, option) for schedule in (cyclic(3), cyclic(2, 4, 1)) for option in options])
+
+
+@pytest.mark.parametrize("by", NORMS)
+def test_clipping_is_the_references_bit_for_bit(crew, by):
+    schedules = [cyclic(1), *rings(2), *rings(3)[1::2], *rings(4)[2:], simultaneous(3, 2), delayed_all_reduce(3, 2)]
+    dtypes = cycle((torch.float32, torch.float64))
+    allowed = [schedule for schedule in schedules if by != "global" or has_time(schedule)]
+    cases = [(schedule, {"clip": Clip(TIGHT, by), "dtype": next(dtypes)}) for schedule in allowed]
+    assert len(cases) > 12
+    cases += [(cyclic(4, slack=2), {"clip": Clip(LOOSE, by)}), (cyclic(3, 6, 3), {"clip": Clip(LOOSE, by)})]
+    compare(crew, cases)
+
+
+def has_time(schedule):
+    try:
+        refuse_in_ring(schedule, Clip(1.0))
+    except ValueError:
+        return False
+    return True
+
+
+def test_clipping_keeps_to_the_step_through_drains_and_looks(crew):
+    options = [{"drains": (2, 4)}, {"settles": (1, 3)}, {"optimizer": "adamw", "drains": (3,), "settles": (4,)}]
+    schedules = cyclic(3, slack=1), cyclic(4, 5, slack=4)
+    compare(crew, [(s, {**option, "clip": clip}) for s in schedules for option in options for clip in EVERY_CLIP])
+
+
 def test_only_the_schedules_messages_are_sent(crew):
-    for schedule in (cyclic(4), cyclic(3, slack=1), cyclic(2, slack=2)):
-        replies = crew(4).run(count_messages, schedule)
+    for schedule, clip in product((cyclic(4, slack=2), cyclic(3, slack=1), cyclic(2, slack=2)), (None, *EVERY_CLIP)):
+        replies = crew(4).run(count_messages, schedule, clip)
         for worker in range(schedule.workers):
-            want = Counter(m.receiver for m in ring_messages(schedule) if m.sender == worker)
+            want = Counter(m.receiver for m in ring_messages(schedule, clip) if m.sender == worker)
             assert Counter(replies[worker]) == Counter({peer: STEPS * count for peer, count in want.items()})
 
 
-def count_messages(rank, world, schedule):
+def count_messages(rank, world, schedule, clip):
     if rank >= schedule.workers:
         return None
     channel = GlooChannel()
-    one_worker(rank, channel, schedule)
+    one_worker(rank, channel, schedule, clip=clip)
     return [peer for peer, _ in channel.sent]
 
 
@@ -161,6 +219,16 @@ class Late:
 
     def receive(self, into, peer, tag):
         return self.channel.receive(into, peer, tag)
+
+
+@pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)
+@pytest.mark.parametrize("schedule", [cyclic(5, slack=2), cyclic(4, 7, 4), cyclic(3, 2, 1)], ids=short)
+def test_norms_do_not_depend_on_who_is_late_and_nobody_waits_for_ever(schedule, clip):
+    options = {"dropout": 0.0, "clip": clip}
+    answers = in_threads(
+        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options)
+    )
+    holds(schedule, options, answers)
 
 
 @pytest.mark.parametrize("schedule", [*rings(3), cyclic(5), cyclic(5, 3, 5), cyclic(4, 7, 1)], ids=short)
@@ -318,7 +386,9 @@ def test_what_would_go_wrong_silently_is_refused():
 
     squared_error(model(inputs), target).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"were changed after backward \(by clipping"):
+    with pytest.raises(
+        RuntimeError, match=r"were changed after backward \(by clipping.* options clip_norm and clip_by"
+    ):
         optimizer.step()
 
     model, optimizer, run = alone_in_a_ring()
@@ -332,6 +402,21 @@ def test_what_would_go_wrong_silently_is_refused():
     model[0][0].weight.grad = torch.ones_like(model[0][0].weight)
     with pytest.raises(RuntimeError, match="1 parameters have gradients before the forward"):
         model(inputs)
+
+
+def test_a_grad_scaler_is_refused_by_name_unless_it_is_switched_off():
+    inputs, target = data(1, 1)[0][0]
+    for enabled, unscales in ((True, False), (True, True), (False, False)):
+        model, optimizer, _ = alone_in_a_ring()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        scaler.scale(squared_error(model(inputs), target)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        if not enabled:
+            scaler.step(optimizer)
+            continue
+        with pytest.raises(RuntimeError, match=r"ring: the loss was scaled by a GradScaler.*Use bfloat16"):
+            scaler.step(optimizer)
 
 
 def test_random_numbers_outside_the_model_go_on_as_if_it_had_drawn_none():
@@ -350,6 +435,7 @@ def test_what_is_no_ring_is_refused():
     for course, complaint in (
         (Course(cyclic(3), squared_error), "3 stages and 3 workers; got 2 stages, worker 0"),
         (Course(cyclic_pipeline(2, 2), squared_error), "makes no ring"),
+        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 1, and the norm .* known from tick 2"),
         (Course(cyclic(2), squared_error), r"steps 1 parameters of no stage, shapes \[\(3,\)\]"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from armillary.cli.find import find, small
-from armillary.facts.plan import Choice
+from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
@@ -122,6 +122,9 @@ BATCH_NORM = {"norm": "batch"}
         (1, [(VIT, {**ONE, "micro_batches": 3}), (BATCH_NORM, {**ONE, "slack": 1, "stages": 3}), (VIT, ROUND)]),
         (2, [(VIT, UP), (BATCH_NORM, {**UP, "slack": 3, "micro_batches": 3})]),
         (2, [(VIT, ROUND), (BATCH_NORM, {**ROUND, "slack": 2, "stages": 3})]),
+        (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
+        (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
+        (2, [(VIT, {**ROUND, "clip_norm": 0.1, "slack": 1}), (VIT, {**ROUND, "clip_norm": 0.1, "clip_by": "stage"})]),
     ],
 )
 def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look_and_a_drain(crew, processes, cases):
@@ -232,6 +235,15 @@ def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_i
     assert same(dict(plain.state_dict()), dict(truth(ONE, 1, 3)[0]))
 
 
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_a_resumed_run_clips_as_the_run_that_was_saved(crew, tmp_path, processes, options):
+    """No norm is saved: a checkpoint is a drain, and after a drain nobody asks for the norm of the step before."""
+    made = plan_of({**options, "clip_norm": 0.1, "clip_by": "previous"}, processes)
+    path, uninterrupted = crew(processes).run(save_on_the_way, made, str(tmp_path))[0]
+    assert same(crew(processes).run(resume, made, path)[0], uninterrupted)
+    assert not same(uninterrupted["model"], dict(truth(ONE, 1, 5, drains=(3,))[0]))
+
+
 def test_a_resumed_run_draws_the_numbers_of_the_steps_it_has_come_to():
     for step in (0, 1, 1000):
         assert place_seed(seed_from_step(7, 12), (step, 1, 2)) == place_seed(7, (step + 12, 1, 2))
@@ -251,6 +263,46 @@ def test_a_process_of_a_pipeline_holds_the_weights_of_its_stage_only(crew):
     assert crew(2).run(held_weights, plan_of(UP, 2)) == [(whole // 2, whole)] * 2
 
 
+def halved(rank, world, made):
+    """The weights of steps under autocast, looked at from outside of it."""
+    torch.manual_seed(3)
+    model = float_model_of()
+    run = drive(made, model, optimizer_of(model), loss, float_batch_of(0, 0), seed=5)
+    for step in range(4):
+        batches = [float_batch_of(step, micro_batch) for micro_batch in run.micro_batches]
+        with torch.autocast("cpu", torch.bfloat16):
+            run.step(batches)
+        if step == 2:
+            with run.newest():
+                pass
+    run.drain()
+    with run.newest():
+        return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def float_model_of():
+    return model_of().float()
+
+
+def float_batch_of(step, micro_batch):
+    return tuple(tensor.float() for tensor in batch_of(step, micro_batch))
+
+
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_steps_under_autocast_are_the_references_under_autocast_in_every_mode(crew, processes, options):
+    model = float_model_of()
+    optimizer, found = optimizer_of(model), read_options(options, processes)
+    reference = Reference([model[:2], model[2:]], optimizer, found.schedule(), functional.mse_loss, seed=5)
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            reference.step([float_batch_of(step, m) for m in range(2)])
+    link = Link(1e-4, 1e8)
+    facts = profile(float_model_of(), [float_batch_of(0, 0)] * processes, loss, workers=processes)
+    made = plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=Choice("cyclic", options))
+    for got in crew(processes).run(halved, made):
+        assert same(got, dict(model.state_dict()))
+
+
 # What is forecast
 
 
@@ -264,7 +316,21 @@ def count_bytes(rank, world, made):
     return counts, sum(group.forecast.sent_bytes for group in run.plan.groups)
 
 
-@pytest.mark.parametrize("options", [UP, ROUND, {**UP, "micro_batches": 4}, {**ROUND, "stages": 4, "slack": 1}])
+CLIPPED = {"slack": 2, "clip_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        UP,
+        ROUND,
+        {**UP, "micro_batches": 4},
+        {**ROUND, "stages": 4, "slack": 1},
+        {**UP, **CLIPPED},
+        {**ROUND, **CLIPPED, "stages": 4},
+        {**ROUND, **CLIPPED, "clip_by": "stage"},
+    ],
+)
 def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
     answers = crew(2).run(count_bytes, plan_of(options, 2))
     sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
@@ -286,6 +352,81 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused_before_the_first_step():
     refused(lambda model, batch: model.append(nn.Identity())(batch[0]).sum(), "uses the model's 'append'")
     refused(lambda model, batch: torch.ones(()), "never calls the model")
     refused(lambda model, batch: model(input=batch[0]).sum(), "by name")
+
+
+def test_a_scaled_loss_is_refused_unless_the_scaler_is_switched_off():
+    scale = torch.amp.GradScaler.scale
+    refused(
+        lambda model, batch: torch.amp.GradScaler("cpu").scale(loss(model, batch)), "scaled by a GradScaler.*bfloat16"
+    )
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    SplitLoss(lambda model, batch: off.scale(loss(model, batch)), model_of(), batch_of(0, 0))
+    assert torch.amp.GradScaler.scale is scale
+
+
+class Tied(nn.Module):
+    """One parameter under two names, or read again by the forward."""
+
+    def __init__(self, is_named):
+        super().__init__()
+        self.embed, self.body, self.head = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.is_named = is_named
+        if is_named:
+            self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, value):
+        value = torch.tanh(self.body(self.embed(value)))
+        return self.head(value) if self.is_named else self.head(functional.linear(value, self.embed.weight))
+
+
+def tied_models():
+    """(model, where its two uses are)."""
+    chain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))).double()
+    chain[2].weight = chain[0].weight
+    return [
+        (chain, "0.weight of stage 0 and 2.weight of stage 1 are one parameter"),
+        (Tied(True), "embed.weight of stage 0 and head.weight of stage 1 are one parameter"),
+        (Tied(False), "embed.weight of stage 0 and embed.weight of stage 1 are one parameter"),
+    ]
+
+
+def drive_tied(rank, world, mode):
+    """What is said when a plan that knows nothing of the tie is carried out."""
+    said = []
+    for model, _ in tied_models():
+        names = [name for name, _ in model.named_parameters()]
+        point = names[1].removesuffix(".weight")
+        groups = tuple(
+            Group(f"stage {j}", tuple(part), "stage_sharded", Choice(mode["mode"]), "stale")
+            for j, part in enumerate((names[:1], names[1:]))
+        )
+        shapes = [(name, tuple(p.shape), "float64") for name, p in model.named_parameters()]
+        choice = Choice("cyclic", {**mode, "stages": 2, "points": [point]})
+        made = Plan(world, groups, model_fingerprint(shapes), schedule=choice)
+        with pytest.raises(ValueError, match="its two uses would see weights of different age") as caught:
+            drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, mode):
+    for said in crew(processes).run(drive_tied, mode):
+        for sentence, (_, places) in zip(said, tied_models(), strict=True):
+            assert places in sentence
+
+
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND)])
+def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, mode):
+    link = Link(1e-4, 1e8)
+    topology = Topology(1, processes, link, link, 1 << 33)
+    for model, places in tied_models()[:2]:
+        batches = [batch_of(0, 0)] * processes
+        facts = profile(model, batches, loss, workers=processes)
+        point = [stage.name for stage in facts.stages][1]
+        with pytest.raises(ValueError, match=places):
+            plan(facts, topology, schedule=Choice("cyclic", {**mode, "stages": 2, "points": [point]}))
 
 
 def workload_refusal(rank, world, name):

@@ -20,7 +20,7 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
 from armillary.session.decide import decide, subject_of
@@ -44,6 +44,8 @@ def plan_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    clip: Clip = None,
+    clip_by: ClipBy = "",
     topology_file: TopologyFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
@@ -54,7 +56,7 @@ def plan_command(
 
     With --topology nothing is measured and no worker is started: the file says what is planned for.
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)

@@ -9,7 +9,7 @@ from armillary.cli.workers import DEFAULT_WORKERS
 from armillary.facts.plan import Choice
 from armillary.session.decide import Wishes
 
-__all__ = ["Cut", "MicroBatches", "Mode", "Schedule", "Scheduled", "Slack", "Stages"]
+__all__ = ["Clip", "ClipBy", "Cut", "MicroBatches", "Mode", "Schedule", "Scheduled", "Slack", "Stages"]
 
 DEFAULT_MODE = "ring"
 Schedule = Annotated[
@@ -46,6 +46,18 @@ Cut = Annotated[
     list[str],
     typer.Option(metavar="PATH", help="Of cyclic: module that begins the next stage. (default: by cost) Repeatable."),
 ]
+Clip = Annotated[
+    float | None,
+    typer.Option(metavar="NORM", help="Of cyclic: clip gradients to this. (default: not clipped)", show_default=False),
+]
+ClipBy = Annotated[
+    str,
+    typer.Option(
+        metavar="WHICH",
+        help="Of --clip. global: the norm over all stages, exact; needs slack. stage: each stage by its own. previous: "
+        "the norm of the step before. stage and previous are NOT exact. (default: global)",
+    ),
+]
 
 
 class Scheduled(NamedTuple):
@@ -57,6 +69,8 @@ class Scheduled(NamedTuple):
     stages: int | None
     micro_batches: int | None
     cut: list[str]
+    clip: float | None = None
+    clip_by: str = ""
 
     def processes(self, workers: int | None) -> int | None:
         """How many processes to start where the user asked for `workers`."""
@@ -71,9 +85,11 @@ class Scheduled(NamedTuple):
             raise ValueError(f"--schedule: no schedule {self.name!r}; there are simultaneous, cyclic")
         options = {
             "mode": self.mode, "slack": self.slack, "stages": self.stages, "micro_batches": self.micro_batches,
-            "points": self.cut,
+            "points": self.cut, "clip_by": self.clip_by,
         }  # fmt: skip
         given = {key: value for key, value in options.items() if value}
+        if self.clip is not None:  # a norm of 0 is refused, not taken for none
+            given["clip_norm"] = self.clip
         if self.name == "simultaneous":
             if given:
                 raise ValueError(f"--schedule simultaneous has no {', '.join(given)}; add --schedule cyclic")

@@ -22,7 +22,7 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -52,6 +52,8 @@ def train_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    clip: Clip = None,
+    clip_by: ClipBy = "",
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
@@ -67,14 +69,12 @@ def train_command(
     Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
     """
     stem = Path(workload).stem
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
         granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
-        transport = Transport()
-        folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
-        transport.close()
+        folder = folder_of_all(runs, stem, name, resume)
         count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
         events = train_cyclic(task, settings) if granted.is_cyclic else train(task, settings)
@@ -95,6 +95,14 @@ def train_command(
 
     processes = asked.processes(workers)
     run_in_workers(processes, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
+
+
+def folder_of_all(runs: Path, stem: str, name: str, resume: bool) -> Path:
+    """The run's folder as rank 0 finds it, on every rank."""
+    transport = Transport()
+    folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
+    transport.close()
+    return folder
 
 
 def how_to_go_on(workload: str, folder: Path) -> str:

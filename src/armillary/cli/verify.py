@@ -19,7 +19,7 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -49,6 +49,8 @@ def verify_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    clip: Clip = None,
+    clip_by: ClipBy = "",
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     json: AsJson = False,
@@ -58,7 +60,7 @@ def verify_command(
     Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
     With --schedule cyclic both follow that schedule, and every bit must be equal.
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, not full)

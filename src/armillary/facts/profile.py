@@ -30,6 +30,7 @@ class Profile:
     Args of note:
         parameters: in the model's own order, each once. batches: how many were read; the row facts are means
             over the `steps` complete steps among them.
+        running: paths of modules that keep running statistics of the batches they see (BatchNorm).
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -37,6 +38,7 @@ class Profile:
     batches: int
     workers: int = 1
     workers_per_node: int = 1
+    running: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.workers_per_node < 1 or self.workers % self.workers_per_node:
@@ -125,7 +127,7 @@ class Profile:
         wanted = fields.pop("fingerprint")
         parameters = tuple(_parameter(fact) for fact in fields.pop("parameters"))
         stages = tuple(StageFact(**stage) for stage in fields.pop("stages"))
-        profile = cls(parameters, stages, **fields)
+        profile = cls(parameters, stages, **{**fields, "running": tuple(fields.get("running", ()))})
         if profile.fingerprint != wanted:
             raise ValueError(
                 f"profile: the file says fingerprint {wanted} but holds {profile.fingerprint}; profile again"

@@ -6,7 +6,7 @@ bytes are those of the schedule's messages, a pipeline's those that the stages r
 Source: Fournier & Oyallon, 2024.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from armillary.planning.schedule_notes import notes_on
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
 from armillary.schedules.cyclic_modes import CyclicOptions, read_options
-from armillary.schedules.messages import ring_messages
+from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["plan_cyclic"]
@@ -67,7 +67,7 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         workers_per_node=topology.workers_per_node,
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
-        notes=notes_on(subject.options, subject.schedule, subject.stages),
+        notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
         picture=str(subject.schedule),
     )
 
@@ -95,9 +95,31 @@ def _subject(profile: Profile, options: CyclicOptions) -> _Subject:
     parameters: list[list[ParameterFact]] = [[] for _ in parts]
     for fact in profile.parameters:
         if fact.requires_grad:
+            _refuse_tie(fact, owner)
             parameters[owner[_stage_of(fact, profile)]].append(fact)
     loads = tuple(_load(part, facts) for part, facts in zip(parts, parameters, strict=True))
     return _Subject(options, options.schedule(), loads, tuple(map(tuple, parameters)))
+
+
+def _refuse_tie(fact: ParameterFact, owner: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ValueError: the names of one parameter lie in several stages, which would read it at different ages.
+    """
+    places = [(name, stage) for name in (fact.name, *fact.aliases) for stage in _held_in(name, owner)]
+    for name, stage in places[1:]:
+        if stage != places[0][1]:
+            raise ValueError(
+                f"schedule: {places[0][0]} of stage {places[0][1]} and {name} of stage {stage} are one parameter; its "
+                f"two uses would see weights of different age. Cut so that both are in one stage (points=[...]), or "
+                f"untie them"
+            )
+
+
+def _held_in(name: str, owner: Mapping[str, int]) -> list[int]:
+    """The stage of the innermost module of the profile that holds a parameter of this name, if one does."""
+    holders = [unit for unit in owner if name.startswith(f"{unit}.")]
+    return [owner[max(holders, key=len)]] if holders else []
 
 
 def _stage_of(fact: ParameterFact, profile: Profile) -> str:
@@ -141,12 +163,18 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
 
 def _messages(j: int, subject: _Subject) -> list[int]:
     """Bytes of every message of stage j in a step: in a pipeline those it sends."""
-    if subject.options.mode == "ring":  # behind gradients a count per parameter travels
-        load, found = subject.stages[j], ring_messages(subject.schedule)
-        counts = [0 if message.content == "weights" else load.count_bytes for message in found if message.stage == j]
-        return [load.weight_bytes + count for count in counts]
-    if subject.options.mode == "pipeline":
-        up = [subject.stages[j].output_bytes] if j + 1 < len(subject.stages) else []
-        down = [subject.stages[j - 1].output_bytes] if j else []
-        return (up + down) * subject.options.micro_batches
-    return []
+    mode, clip, load = subject.options.mode, subject.options.clip, subject.stages[j]
+    below = subject.stages[j - 1].output_bytes if j else 0
+    # behind gradients that are summed a count per parameter travels
+    bytes_of: dict[str, int] = {
+        "weights": load.weight_bytes,
+        "partial gradient": load.weight_bytes + load.count_bytes,
+        "gradient": load.weight_bytes + load.count_bytes,
+        "activation": load.output_bytes,
+        "activation gradient": below,
+        "norm": NORM_BYTES,
+    }
+    if mode == "one_device":
+        return []
+    found = ring_messages(subject.schedule, clip) if mode == "ring" else pipeline_messages(subject.schedule, clip)
+    return [bytes_of[message.content] for message in found if message.stage == j]

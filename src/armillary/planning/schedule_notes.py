@@ -13,23 +13,32 @@ from armillary.facts.profile_table import bytes_text
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic_modes import CyclicOptions
-from armillary.schedules.messages import ring_messages
+from armillary.schedules.messages import NORM_BYTES, ring_messages
 from armillary.schedules.schedule import Place, Schedule
 from armillary.schedules.simultaneous import simultaneous
 
 __all__ = ["notes_on", "peak_on_one_device", "peak_over_workers"]
 
+SHOWN = 3  # names of modules
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
-def notes_on(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> tuple[str, ...]:
-    """One sentence each, for the reader of the plan."""
+def notes_on(
+    options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad], running: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """One sentence each, for the reader of the plan.
+
+    Args:
+        running: paths of modules that keep running statistics.
+    """
     mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring}[options.mode]
-    notes = [_age(schedule), *mode(options, schedule, stages)]
+    notes = [_age(schedule), *_clip(options), *mode(options, schedule, stages)]
     if schedule.workers > 1 and options.mode != "one_device":
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
         )
+    if running:
+        notes.append(_running(options, running))
     if options.recompute:
         notes.append("activations are those without recomputation; recomputed stages keep only their input")
     return tuple(notes)
@@ -67,6 +76,36 @@ def _age(schedule: Schedule) -> str:
     )
 
 
+def _clip(options: CyclicOptions) -> list[str]:
+    if options.clip is None:
+        return []
+    said, at_most = "gradients are clipped", f"at most {options.clip.max_norm:g}"
+    if options.clip.by == "global":
+        return [
+            f"{said} to a norm of {at_most} over all stages, as clip_grad_norm_ does: a "
+            f"stage's finished gradient waits for that norm, beside the sum of the next step's"
+        ]
+    if options.clip.by == "stage":
+        return [f"NOT exact: {said} stage by stage, each to a norm of its own of {at_most}"]
+    return [
+        f"NOT exact: {said} by the norm over all stages of the step before, as if that were theirs, to {at_most}; the "
+        f"first step, and the first after a drain (a checkpoint), stage by stage, each by its own norm"
+    ]
+
+
+def _running(options: CyclicOptions, running: Sequence[str]) -> str:
+    names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
+    if options.mode == "ring":
+        return (
+            f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
+            f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"
+        )
+    return (
+        f"batch statistics ({names}) are those of each micro-batch on its own; running ones are kept once, in "
+        f"micro-batch order"
+    )
+
+
 def _one_device(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
     count, cut = options.micro_batches, options.stages
     cyclic = peak_on_one_device(schedule, stages)
@@ -90,8 +129,8 @@ def _ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad
     if workers == 1:
         return []
     sent = [0] * workers
-    for message in ring_messages(schedule):
-        sent[message.sender] += stages[message.stage].weight_bytes
+    for message in ring_messages(schedule, options.clip):
+        sent[message.sender] += stages[message.stage].weight_bytes if message.content != "norm" else NORM_BYTES
     reduced = 2 * weights * (workers - 1) / workers
     mean = sum(sent) / workers
     figures = (

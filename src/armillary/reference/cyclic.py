@@ -4,6 +4,10 @@ The user's optimizer steps the whole model once per training step, so its rate, 
 step by construction. Only gradients are taken at older weights, where the schedule's staleness says so. Gradients are
 summed in micro-batch order and divided once, by M. Every runtime must equal this bit for bit on a CPU.
 
+Clipping is `schedules/clipping.py`'s: by the norm over all stages it is torch's clip_grad_norm_ on the mean gradient.
+
+Autocast is that of the caller for forward and loss; backward and the optimizer run without, as torch recommends.
+
 BatchNorm: statistics are those of each micro-batch, never of several. Running statistics never enter training; they
 are kept in micro-batch order in one copy (one device, pipeline), or in one per worker (`copies`), as a ring keeps them.
 
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
 
@@ -36,6 +41,7 @@ class Reference:
         optimizer: over the parameters of all stages.
         loss: loss(output, target) -> scalar mean over one micro-batch.
         copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own.
+        clip: of the mean gradient of every step.
 
     Raises:
         ValueError: the schedule has other stages, or a parameter is in two of them.
@@ -49,6 +55,7 @@ class Reference:
         loss: Callable[[Any, Any], Tensor],
         seed: int = 0,
         copies: Sequence[int] | None = None,
+        clip: Clip | None = None,
     ) -> None:
         if len(stages) != schedule.stages:
             raise ValueError(f"reference: the schedule has {schedule.stages} stages, the model {len(stages)}")
@@ -62,6 +69,8 @@ class Reference:
             for _ in range(max(copies, default=0) + 1)
         ] if copies is not None else []  # fmt: skip
         self._copies, self._step = copies, 0
+        self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
+        self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
 
     def drain(self) -> None:
@@ -84,10 +93,24 @@ class Reference:
                 totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
         for parameter, total in totals.items():
             parameter.grad = total / self.schedule.micro_batches
-        self.optimizer.step()
+        if self._clip is not None:
+            self._clip_gradients(self._clip)
+        with torch.autocast(self._device_type, enabled=False):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
         return losses
+
+    def _clip_gradients(self, clip: Clip) -> None:
+        trained = [[p for p in stage.parameters() if p.grad is not None] for stage in self.stages]
+        squares = {j: square_of_stage(p.grad for p in own if p.grad is not None) for j, own in enumerate(trained)}
+        self._squares[self._step] = square_of_step(squares)
+        of = clip.step_of_norm(self._step, self.drains)
+        for j, own in enumerate(trained):
+            factor = clip.factor(squares[j] if of is None else self._squares[of])
+            for parameter in own:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * factor
 
     def _gradients(self, micro_batch: int, batch: MicroBatch) -> tuple[Tensor, Iterable[tuple[nn.Parameter, Tensor]]]:
         """Loss of one micro-batch and its gradients, at the weights the schedule names; unused ones are left out."""
@@ -109,5 +132,6 @@ class Reference:
                 value = functional_call(stage, {**weights, **buffers}, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
-        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+        with torch.autocast(self._device_type, enabled=False):
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

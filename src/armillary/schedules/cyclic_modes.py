@@ -9,11 +9,13 @@ ring: N processes, one micro-batch each (M = N); K stages on every one of them.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["MODES", "CyclicOptions", "read_options"]
@@ -31,6 +33,8 @@ class CyclicOptions:
         points: paths of the modules that begin stage 1, 2 and so on; empty where nobody has said.
         costs: per stage (forward, backward) in any unit, for the clock of one_device and ring; equal if empty.
         recompute: stages that keep only their input and run again before their backward (not in a ring).
+        clip_norm: that a step's mean gradient keeps at most; None: it is not clipped.
+        clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
 
     Raises:
         ValueError: an option that its mode cannot honour; the message says what it wants.
@@ -43,6 +47,8 @@ class CyclicOptions:
     points: tuple[str, ...] = ()
     costs: tuple[tuple[float, float], ...] = ()
     recompute: tuple[int, ...] = ()
+    clip_norm: float | None = None
+    clip_by: Norm | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -60,6 +66,13 @@ class CyclicOptions:
             raise ValueError("schedule: costs set the clock of one_device and ring; a pipeline has none, drop them")
         if self.mode == "ring" and self.recompute:
             raise ValueError("schedule: a ring runs the user's own forward; checkpoint modules there, drop recompute")
+        if self.clip_by is not None and self.clip_norm is None:
+            raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
+        _refuse_late_norm(self)
+
+    @property
+    def clip(self) -> Clip | None:
+        return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_by or "global")
 
     def schedule(self) -> Schedule:
         """
@@ -72,7 +85,7 @@ class CyclicOptions:
 
     def as_options(self) -> dict[str, Any]:
         """What a plan writes down: everything but what is empty, with lists for tuples, as JSON has them."""
-        return {name: _thawed(value) for name, value in asdict(self).items() if value != ()}
+        return {name: _thawed(value) for name, value in asdict(self).items() if value not in ((), None)}
 
 
 def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
@@ -101,6 +114,8 @@ def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
     }.get(given["mode"], {})
     filled = {**defaults, **implied, **given}
     filled.setdefault("micro_batches", processes)
+    if filled.get("clip_norm") is not None:
+        filled.setdefault("clip_by", "global")
     filled.setdefault("stages", stages if stages > 1 else filled["micro_batches"])
     return CyclicOptions(**filled)
 
@@ -110,6 +125,23 @@ def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
     if given["mode"] == "one_device" and processes != 1:
         raise ValueError(f"schedule: mode one_device wants 1 process, got {processes}; its workers are micro_batches")
     return {"pipeline": {"stages": processes}, "ring": {"micro_batches": processes}}.get(given["mode"], {})
+
+
+def _refuse_late_norm(options: CyclicOptions) -> None:
+    """With the least slack that would do, if any does."""
+    refuse = {"one_device": refuse_on_one_device, "pipeline": refuse_in_pipeline, "ring": refuse_in_ring}[options.mode]
+    if options.clip is None or not options.clip.waits:
+        return
+    try:
+        refuse(options.schedule(), options.clip)
+    except ValueError as error:
+        for slack in range(options.slack + 1, options.micro_batches + 1):
+            try:
+                refuse(replace(options, clip_norm=None, clip_by=None, slack=slack).schedule(), options.clip)
+            except ValueError:
+                continue
+            raise ValueError(f"{error} (slack={slack} is enough)") from None
+        raise
 
 
 def _frozen(value: Any) -> Any:

@@ -10,24 +10,35 @@ slack 0 needs no hop before the first use. A home sends on weights when it makes
 uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, half
 of the slack after it could, and may send two.
 
+Note [Norms]. Where gradients are clipped by a norm over all stages, one number more travels. In a ring the last worker
+makes every sum (none is finished at a home then), so it knows the norm after its last backward and sends it to every
+other home. In a pipeline each stage adds its square on the way down, behind the last gradient of the step; the whole
+goes up again ahead of the first activation that leaves stage 0 after that.
+
 Source: Fournier & Oyallon, 2024 (point-to-point data parallelism). Departure: the authors leave states on
 every worker.
 """
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import count, pairwise
 from typing import Literal, NamedTuple
 
 from armillary.schedules.action import Action
+from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["Message", "closing", "home", "lead", "pipeline_messages", "ring_messages", "sum_path", "weight_path"]
+__all__ = [
+    "NORM_BYTES", "Message", "carrier", "closing", "home", "lead", "pipeline_messages", "ring_messages", "sum_path",
+    "weight_path",
+]  # fmt: skip
 
+NORM_BYTES = 8
 
-Content = Literal["partial gradient", "gradient", "weights", "activation", "activation gradient"]
+Content = Literal["partial gradient", "gradient", "weights", "norm", "activation", "activation gradient"]
 
 
 class Message(NamedTuple):
-    """One stage's tensors on their way.
+    """One stage's tensors on their way, or one number: a norm, squared.
 
     tick: at which the sender's action starts with which they are sent, counted in that step.
     lag: ticks from there until the receiver's action that needs them starts.
@@ -64,40 +75,54 @@ def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
     return start, *sorted(others, key=lambda worker: _use(schedule, worker, stage))
 
 
-def sum_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
+def sum_path(schedule: Schedule, stage: int, clip: Clip | None = None) -> tuple[int, ...]:
     """The workers that add their gradient of a stage to the sum and hand it on; the last of them holds it.
 
-    All of them in order, or all but the last where the home is the one before: that worker's gradient goes there alone.
+    All of them in order, or all but the last where the home is the one before: that worker's gradient goes there alone
+    (not where norms travel, see Note [Norms]).
     """
+    needs_norm = clip is not None and clip.needs_all_stages
     is_next_to_last = home(schedule, stage) == schedule.workers - 2
-    return tuple(range(schedule.workers - is_next_to_last))
+    return tuple(range(schedule.workers - (is_next_to_last and not needs_norm)))
 
 
-def closing(schedule: Schedule, stage: int) -> Action:
+def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
     """The home's action before which it steps the optimizer with the gradient of the step before.
 
     Its own forward of that stage if the weights are wanted at once; else half of the time until they are
     later, so that the gradient's hop to the home and the weights' hop from it have equal slack. Where the sum is made
-    at the home there is no such hop, and the weights have all of it.
+    at the home there is no such hop, and the weights have all of it. A `clip` that waits for the norm over all stages
+    moves it to where that is known.
+
+    Raises:
+        ValueError: the weights are wanted before the norm is known.
     """
     start, *others = weight_path(schedule, stage)
     could = schedule.action("F", start, stage).start
     wanted = min(_use(schedule, worker, stage) for worker in (start, *others))
+    if clip is not None and clip.waits:
+        could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
     latest = could + hops * max(0, wanted - could) // 2
-    return max(action for action in schedule.ticks[start] if action.start <= latest)
+    fitting = [action for action in schedule.ticks[start] if could <= action.start <= wanted]
+    if not fitting:
+        raise ValueError(
+            f"schedule: weights of stage {stage} are wanted at tick {wanted}, and the norm over all stages, by which "
+            f"their gradient is to be clipped, is known from tick {could} on"
+        )
+    return max((action for action in fitting if action.start <= latest), default=min(fitting))
 
 
-def ring_messages(schedule: Schedule) -> list[Message]:
+def ring_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
     """All messages of one step of a ring, in order of ticks."""
     found: list[Message] = []
     last = schedule.workers - 1
     for stage in range(schedule.stages):
         done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
-        for worker in sum_path(schedule, stage)[:-1]:
+        for worker in sum_path(schedule, stage, clip)[:-1]:
             lag = done[worker + 1] - done[worker]
             found.append(Message(done[worker], lag, worker, worker + 1, "partial gradient", stage))
-        path, made = weight_path(schedule, stage), closing(schedule, stage).start
+        path, made = weight_path(schedule, stage), closing(schedule, stage, clip).start
         if path[0] != last:
             found.append(Message(done[last], made + schedule.period - done[last], last, path[0], "gradient", stage))
         for place, (sender, receiver) in enumerate(pairwise(path)):
@@ -105,7 +130,22 @@ def ring_messages(schedule: Schedule) -> list[Message]:
             lag = _use(schedule, receiver, stage) - sent
             tick = schedule.action("F", sender, stage).start if place else made
             found.append(Message(tick, lag, sender, receiver, "weights", stage))
-    return sorted(found)
+    return sorted([*found, *_ring_norms(schedule, clip)])
+
+
+def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
+    """One to each home but the last worker, for the first of its stages to be updated; see Note [Norms]."""
+    if clip is None or not clip.needs_all_stages:
+        return
+    sent, last = schedule.action("B", schedule.workers - 1, 0).start, schedule.workers - 1
+    homes: dict[int, list[tuple[int, int]]] = {}
+    for stage in range(schedule.stages):
+        homes.setdefault(home(schedule, stage), []).append((closing(schedule, stage, clip).start, stage))
+    for worker, closings in homes.items():
+        if worker != last:
+            made, stage = min(closings)
+            steps = 1 if clip.waits else 2  # from the step of the norm to the one in which it is used
+            yield Message(sent, made + steps * schedule.period - sent, last, worker, "norm", stage)
 
 
 def lead(schedule: Schedule, message: Message) -> int:
@@ -117,7 +157,18 @@ def lead(schedule: Schedule, message: Message) -> int:
     return max(1, begun(message.tick + message.lag) - begun(message.tick))
 
 
-def pipeline_messages(schedule: Schedule) -> list[Message]:
+def carrier(schedule: Schedule) -> int:
+    """The micro-batch, counted on from the first of the next step, before whose forward a pipeline's norm goes up."""
+    known = max(schedule.action("B", m, 0).end for m in range(schedule.micro_batches))
+    starts = [schedule.action("F", m, 0).start for m in range(schedule.micro_batches)]
+    return next(
+        number
+        for number in count()
+        if starts[number % len(starts)] + (1 + number // len(starts)) * schedule.period >= known
+    )
+
+
+def pipeline_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
     """All messages of one step of a pipeline, in order of ticks.
 
     Raises:
@@ -133,7 +184,20 @@ def pipeline_messages(schedule: Schedule) -> list[Message]:
                 lag = schedule.action(action.kind, action.micro_batch, receiver).start - action.start
                 content: Content = "activation" if action.kind == "F" else "activation gradient"
                 found.append(Message(action.start, lag, worker, receiver, content, worker))
-    return sorted(found)
+    needs_norm = clip is not None and clip.needs_all_stages
+    return sorted([*found, *(_pipeline_norms(schedule) if needs_norm else ())])
+
+
+def _pipeline_norms(schedule: Schedule) -> Iterator[Message]:
+    """Down the stages, and up again; see Note [Norms]."""
+    last, number = schedule.micro_batches - 1, carrier(schedule)
+    later = (1 + number // schedule.micro_batches) * schedule.period
+    done = [schedule.action("B", last, stage).start for stage in range(schedule.stages)]
+    goes = [schedule.action("F", number % schedule.micro_batches, j).start + later for j in range(schedule.stages)]
+    for lower, upper in pairwise(range(schedule.stages)):
+        yield Message(done[upper], done[lower] - done[upper], upper, lower, "norm", upper)
+        sent = goes[lower] if lower else done[0]
+        yield Message(sent, goes[upper] - sent, lower, upper, "norm", lower)
 
 
 def _use(schedule: Schedule, worker: int, stage: int) -> int:

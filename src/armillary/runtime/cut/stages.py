@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.schedules.balance import Cost, balanced
 
-__all__ = ["Cost", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model"]
+__all__ = ["Cost", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model", "tie_complaint"]
 
 Link = tuple[str, nn.Module]  # path in the model, module
 
@@ -117,13 +117,18 @@ def refuse_ties(stages: Sequence[Stage]) -> None:
     owner: dict[int, tuple[int, str]] = {}
     for stage in stages:
         for local, parameter in stage.module.named_parameters():
-            first = owner.setdefault(id(parameter), (stage.index, stage.names[local]))
+            here = (stage.index, stage.names[local])
+            first = owner.setdefault(id(parameter), here)
             if first[0] != stage.index:
-                raise ValueError(
-                    f"stages: {first[1]} of stage {first[0]} and {stage.names[local]} of stage {stage.index} are one "
-                    f"parameter; its two uses would see weights of different age. Cut so that both are in one stage, "
-                    f"or untie them"
-                )
+                raise ValueError(tie_complaint(first, here))
+
+
+def tie_complaint(first: tuple[int, str], second: tuple[int, str]) -> str:
+    """Why two stages, each with its name of the parameter, may not share it."""
+    return (
+        f"stages: {first[1]} of stage {first[0]} and {second[1]} of stage {second[0]} are one parameter; its two uses "
+        f"would see weights of different age. Cut so that both are in one stage, or untie them"
+    )
 
 
 def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:

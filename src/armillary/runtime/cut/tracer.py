@@ -18,7 +18,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from armillary.runtime.cut.stages import Stage, refuse_ties
+from armillary.runtime.cut.stages import Stage, refuse_ties, tie_complaint
 
 __all__ = ["cut_traced"]
 
@@ -86,7 +86,25 @@ def cut_traced(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stag
             f"stages: {len(points)} points make {traced.num_stages} stages; a module of {list(points)} is called "
             f"never, or more than once"
         )
+    _refuse_copies(model, [module for _, module in traced.split_gm.named_children()])
     return _stages(model, traced.split_gm)
+
+
+def _refuse_copies(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """
+    Raises:
+        ValueError: several parts read one parameter of the model; the tracer has given each a copy of its own.
+    """
+    known = dict(model.named_parameters(remove_duplicate=False))
+    own = {id(parameter) for parameter in known.values()}
+    first: dict[int, tuple[int, str]] = {}
+    for index, part in enumerate(parts):
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            if id(parameter) in own:
+                continue
+            here = first.setdefault(id(known[name]), (index, name))
+            if here[0] != index:
+                raise ValueError(tie_complaint(here, (index, name)))
 
 
 def _stages(model: nn.Module, whole: Any) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation."""
+"""What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation, clipping."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from armillary.schedules.agenda import Due
+from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Place, Schedule
 
 __all__ = ["Course", "Observer"]
@@ -25,6 +26,7 @@ class Course:
         loss: loss(output, target) -> scalar mean over one micro-batch.
         seed: with the place, fixes the random numbers of every stage of every micro-batch of every step.
         recompute: stages that keep only their input and run again before their backward.
+        clip: of the mean gradient of every step.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
     Raises:
@@ -35,6 +37,7 @@ class Course:
     loss: Callable[[Any, Any], Tensor]
     seed: int = 0
     recompute: frozenset[int] = frozenset()
+    clip: Clip | None = None
     observe: Observer = _ignore
 
     def __post_init__(self) -> None:

@@ -15,9 +15,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from armillary.runtime.channel import Channel, Pending
 
-__all__ = ["Incoming", "Outgoing"]
+__all__ = ["NORM_TAG", "Incoming", "Outgoing"]
 
-_LENGTH, _FORM, _LEAVES = 0, 1, 2  # tags; leaf i has tag _LEAVES + i
+NORM_TAG = 2  # of what `norm_chain.py` sends between the same two processes
+_LENGTH, _FORM, _LEAVES = 0, 1, 3  # tags; leaf i has tag _LEAVES + i
 
 
 class _TensorForm(NamedTuple):
@@ -53,7 +54,8 @@ class Outgoing:
         if form != self._form:
             raise RuntimeError(
                 f"pipeline: what goes to stage {self._peer} changed from {self._form.leaves} to {form.leaves}; "
-                f"want micro-batches of one shape (drop the last incomplete batch, or pad it)"
+                f"want micro-batches of one shape and dtype (drop the last incomplete batch, or pad it; enter autocast "
+                f"around every step alike, or around none)"
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         message += [self._start(tensor.detach(), _LEAVES + place) for place, tensor in enumerate(tensors)]

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.cyclic.autocast import device_type_of, without_autocast
 from armillary.runtime.cyclic.delayed_step import Options, step_with
 from armillary.runtime.cyclic.flat_stage import FlatStage
+from armillary.runtime.cyclic.versions import Means
 
 __all__ = ["Home"]
 
@@ -54,14 +56,17 @@ class Home:
             group["param_names"] = [group["param_names"][place] for place in kept]
         group["params"] = [masters[id(group["params"][place])] for place in kept]
 
-    def step(self, stage: int, total: list[Tensor], workers: int, options: Options) -> list[Tensor]:
-        """Divides the summed gradients by the number of workers, in place, and steps; returns the next version, flat."""
+    def means(self, stage: int, total: list[Tensor], workers: int) -> Means:
+        """The summed gradients, divided in place by the number of workers, of the master weights."""
         sums = self._stages[stage].unpack_gradients(total)
-        means = {self._masters[stage][place]: gradient.div_(workers) for place, gradient in sums.items()}
+        return {self._masters[stage][place]: sums[place].div_(workers) for place in sorted(sums)}
+
+    def step(self, stage: int, gradients: Means, options: Options) -> list[Tensor]:
+        """Steps with these gradients of a stage's master weights; returns the next version, flat."""
         self.stepping = True
         try:
-            with torch.no_grad():
-                step_with(self._optimizer, means, options)
+            with torch.no_grad(), without_autocast(device_type_of(self._masters[stage])):
+                step_with(self._optimizer, gradients, options)
         finally:
             self.stepping = False
         return self._stages[stage].pack_weights(self._masters[stage])

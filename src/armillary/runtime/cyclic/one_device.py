@@ -10,15 +10,20 @@ accumulation), which are its fair baselines.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_gradients
+from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.stage_pass import Flight, Gradients, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules.agenda import Agenda, Due
+from armillary.schedules.clipping import square_of_step
+from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.schedule import Place
 
 __all__ = ["OneDevice"]
@@ -32,7 +37,7 @@ class OneDevice:
         optimizer: the user's, over the parameters of the model.
 
     Raises:
-        ValueError: the schedule has another number of stages.
+        ValueError: the schedule has another number of stages, or no time for the norm to clip by.
     """
 
     def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course) -> None:
@@ -41,12 +46,16 @@ class OneDevice:
             raise ValueError(
                 f"one_device: the schedule has {schedule.stages} stages, the model is cut into {len(stages)}"
             )
+        refuse_on_one_device(schedule, course.clip)
         self.schedule, self.drains = schedule, list[int]()
         self._stages, self._optimizer, self._course = stages, optimizer, course
         self._weights = [StageWeights(stage, optimizer, schedule.micro_batches) for stage in stages]
         self._agenda = Agenda(schedule, range(schedule.workers))
         self._steps = 0
-        self._options: dict[int, Options] = {}
+        self._updates = Updates(self._weights, course.clip, self.drains)
+        self._squares: dict[int, dict[int, Tensor]] = {}  # of finished gradients, by step and stage
+        self._device_type = device_type_of(p for stage in stages for p in stage.module.parameters())
+        self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = [[0] * schedule.micro_batches for _ in stages]  # forwards begun, by stage and micro-batch
         self._targets: dict[tuple[int, int], Any] = {}
         self._values: dict[Place, Value] = {}  # waiting for the forward of the place
@@ -67,7 +76,8 @@ class OneDevice:
             raise ValueError(f"one_device: got {len(micro_batches)} micro-batches, want {self.schedule.micro_batches}")
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
-        self._options[self._steps] = options_of(self._optimizer)
+        self._updates.begin(self._steps, options_of(self._optimizer))
+        self._autocasts[self._steps] = Autocast.now(self._device_type)
         for micro_batch, (value, target) in enumerate(micro_batches):
             self._values[self._steps, micro_batch, 0] = enter(value)
             self._targets[self._steps, micro_batch] = target
@@ -86,7 +96,8 @@ class OneDevice:
 
     def _work_off(self, actions: Iterator[Due]) -> list[StepLosses]:
         for due in actions:
-            version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
+            with without_autocast(self._device_type):
+                version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
             self._course.observe(due, version, self._flights.keys())
         return self._book.complete()
 
@@ -100,6 +111,7 @@ class OneDevice:
             (version, self._weights[j].at(version)),
             self._values.pop(place),
             (self._course.seed, place),
+            self._autocasts[step],
             loss=(lambda output: self._course.loss(output, target)) if last else None,
             keep=j not in self._course.recompute,
         )
@@ -117,11 +129,21 @@ class OneDevice:
         passed = flight.land(self._gradients.pop(place) if j + 1 < self.schedule.stages else None)
         if j:
             self._gradients[step, micro_batch, j - 1] = passed.value
-        self._weights[j].add(step, micro_batch, passed.weights, self._options)
+        means = self._weights[j].add(step, micro_batch, passed.weights)
+        if means is not None:
+            self._learn(step, j, self._updates.complete(self._weights[j], step, means))
         self._forget(j)
-        if all(weights.newest > step for weights in self._weights):
-            self._options.pop(step, None)
+        self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= self._updates.first_open}
         return flight.version
+
+    def _learn(self, step: int, j: int, square: Tensor | None) -> None:
+        """Notes the square of a stage's gradients; with the last stage's the norm of the step is known."""
+        if square is None:
+            return
+        squares = self._squares.setdefault(step, {})
+        squares[j] = square
+        if len(squares) == self.schedule.stages:
+            self._updates.know(step, square_of_step(self._squares.pop(step)))
 
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""

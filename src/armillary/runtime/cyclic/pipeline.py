@@ -16,14 +16,18 @@ from torch.utils._pytree import tree_flatten
 
 from armillary.runtime.channel import Channel
 from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.autocast import Autocast, without_autocast
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_gradients
+from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.edge import Incoming, Outgoing
+from armillary.runtime.cyclic.norm_chain import NormChain
 from armillary.runtime.cyclic.stage_pass import Flight, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules.agenda import Agenda, Due
-from armillary.schedules.messages import pipeline_messages
+from armillary.schedules.messages import carrier, pipeline_messages
+from armillary.schedules.norm_in_time import refuse_in_pipeline
 from armillary.schedules.schedule import Place
 
 __all__ = ["Pipeline"]
@@ -38,12 +42,13 @@ class Pipeline:
         channel: to the neighbours, whose ranks are their stages.
 
     Raises:
-        ValueError: the schedule is no pipeline, or has no such stage.
+        ValueError: the schedule is no pipeline, has no such stage, or no time for the norm to clip by.
     """
 
     def __init__(self, stage: Stage, optimizer: Optimizer, course: Course, channel: Channel) -> None:
         schedule = course.schedule
         pipeline_messages(schedule)  # refuses what is no pipeline
+        refuse_in_pipeline(schedule, course.clip)
         if stage.index >= schedule.stages:
             raise ValueError(f"pipeline: stage {stage.index} is none of the schedule's {schedule.stages}")
         self.schedule, self.drains = schedule, list[int]()
@@ -51,7 +56,8 @@ class Pipeline:
         self._weights = StageWeights(stage, optimizer, schedule.micro_batches)
         self._agenda, self._postponed = Agenda(schedule, [stage.index]), list[Due]()
         self._steps = 0
-        self._options: dict[int, Options] = {}
+        self._updates = Updates([self._weights], course.clip, self.drains)
+        self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = [0] * schedule.micro_batches
         self._flights: dict[Place, Flight] = {}
         self._inputs: dict[tuple[int, int], Any] = {}
@@ -61,11 +67,17 @@ class Pipeline:
 
     def _connect(self, channel: Channel) -> None:
         j, device = self._stage.index, next((p.device for p in self._stage.module.parameters()), torch.device("cpu"))
+        self._device_type = device.type
         first, last = j == 0, j == self.schedule.stages - 1
         self._from_below = None if first else Incoming(channel, j - 1, device)
         self._to_below = None if first else Outgoing(channel, j - 1)
         self._from_above = None if last else Incoming(channel, j + 1, device)
         self._to_above = None if last else Outgoing(channel, j + 1)
+        clip = self._course.clip
+        needs_norms = clip is not None and clip.needs_all_stages
+        self._norms = NormChain(channel, j, self.schedule.stages, device) if needs_norms else None
+        self._known = 0  # steps whose norm is known here
+        self._carrier = carrier(self.schedule)
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
         """Hands in one training step: per micro-batch, what the first stage reads and what the last one's loss wants.
@@ -80,7 +92,10 @@ class Pipeline:
             raise ValueError(f"pipeline: got {len(micro_batches)} micro-batches, want {self.schedule.micro_batches}")
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
-        self._options[self._steps] = options_of(self._optimizer)
+        self._updates.begin(self._steps, options_of(self._optimizer))
+        self._autocasts[self._steps] = Autocast.now(self._device_type)
+        if self._norms is not None:
+            self._norms.begin()
         for micro_batch, (value, target) in enumerate(micro_batches):
             if self._from_below is None:
                 self._inputs[self._steps, micro_batch] = value
@@ -100,6 +115,9 @@ class Pipeline:
         for edge in (self._to_above, self._to_below):
             if edge is not None:
                 edge.wait()
+        if self._norms is not None:
+            self._learn_norms(self._steps)
+            self._norms.wait()
         return finished
 
     def drain(self) -> list[StepLosses]:
@@ -110,12 +128,15 @@ class Pipeline:
 
     def _work_off(self, actions: Iterable[Due]) -> list[StepLosses]:
         for due in actions:
-            version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
+            with without_autocast(self._device_type):
+                version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
             self._course.observe(due, version, self._flights.keys())
         return self._book.complete()
 
     def _forward(self, place: Place) -> int:
         step, micro_batch, _ = place
+        # the norm of step s comes ahead of its carrier, counted on from the first micro-batch of step s + 1
+        self._learn_norms(step + (micro_batch - self._carrier) // self.schedule.micro_batches)
         version = self.schedule.version(place, self.drains)
         target = self._targets.pop((step, micro_batch), None)
         value, self._flights[place] = take_off(
@@ -123,6 +144,7 @@ class Pipeline:
             (version, self._weights.at(version)),
             self._arrived(step, micro_batch),
             (self._course.seed, place),
+            self._autocasts[step],
             loss=(lambda output: self._course.loss(output, target)) if self._to_above is None else None,
             keep=self._stage.index not in self._course.recompute,
         )
@@ -151,11 +173,22 @@ class Pipeline:
         if self._to_below is not None:
             self._to_below.send(*tree_flatten(passed.value))
             self._to_below.wait(keep=2)
-        self._weights.add(step, micro_batch, passed.weights, self._options)
-        if self._weights.newest > step:
-            del self._options[step]
+        means = self._weights.add(step, micro_batch, passed.weights)
+        if means is not None:
+            square = self._updates.complete(self._weights, step, means)
+            whole = self._norms.add(square) if self._norms is not None and square is not None else None
+            if whole is not None:  # on stage 0
+                self._known += 1
+                self._updates.know(step, whole)
+        self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= self._updates.first_open}
         self._forget()
         return flight.version
+
+    def _learn_norms(self, steps: int) -> None:
+        """Takes the norms of the steps before `steps` that are not known here yet."""
+        while self._norms is not None and self._known < steps:
+            self._known += 1
+            self._updates.know(self._known - 1, self._norms.take())
 
     def _forget(self) -> None:
         """Drops the versions that no forward to come reads."""

@@ -30,14 +30,16 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.flat_stage import FlatStage
 from armillary.runtime.cyclic.home import Home
+from armillary.runtime.cyclic.norms import Norms
 from armillary.schedules.messages import Content, Message, closing, home, lead, ring_messages, sum_path
+from armillary.schedules.norm_in_time import refuse_in_ring
 
 __all__ = ["Ring"]
 
 Flats = list[Tensor]
 Key = tuple[Content, int]  # what travels, of which stage
 
-_CONTENTS: tuple[Content, ...] = ("partial gradient", "gradient", "weights")
+_CONTENTS: tuple[Content, ...] = ("partial gradient", "gradient", "weights", "norm")
 
 
 class Ring:
@@ -47,7 +49,8 @@ class Ring:
     backward, `end_step` at the end. Every worker makes the same calls.
 
     Raises:
-        ValueError: the schedule gives no worker exactly one micro-batch, or has other stages than the model.
+        ValueError: the schedule gives no worker exactly one micro-batch, has other stages than the model, or leaves no
+            time to know the norm to clip by.
     """
 
     def __init__(
@@ -59,13 +62,15 @@ class Ring:
                 f"ring: the schedule has {schedule.stages} stages and {schedule.workers} workers; "
                 f"got {len(stages)} stages, worker {worker}"
             )
+        refuse_in_ring(schedule, course.clip)
         self.schedule, self.worker, self.drains, self.steps = schedule, worker, list[int](), 0
         self.flat = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
         owned = frozenset(j for j in self.flat if home(schedule, j) == worker)
         self.home = Home(optimizer, self.flat, owned)
         self._actions = schedule.ticks[worker]
-        self._closings = {j: self._actions.index(closing(schedule, j)) for j in owned}
-        messages = ring_messages(schedule)
+        self._closings = {j: self._actions.index(closing(schedule, j, course.clip)) for j in owned}
+        messages = ring_messages(schedule, course.clip)
+        self._norms = Norms(course.clip, len(stages), self.drains, self._receive_norm)
         self._out: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.sender == worker}
         self._in: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.receiver == worker}
         self._channel = channel
@@ -104,7 +109,9 @@ class Ring:
             mine = self.flat[stage].pack_gradients(gradients)
         if ("partial gradient", stage) in self._out:
             self._send(("partial gradient", stage), mine)
-        elif stage in self._totals:
+            return
+        self._add_norm(stage, mine)
+        if stage in self._totals:
             self._totals[stage].append(mine)
         else:
             self._send(("gradient", stage), mine)
@@ -122,6 +129,8 @@ class Ring:
             self._receive_until(stage, self.steps - 1)
         for stage in sorted(self.home.owned, reverse=True):  # in the order in which backward finishes them
             self._close(stage, self.steps)
+        if any(key[0] == "norm" for key in self._in):
+            self._norms.learn(self.steps)
         for stage in away:
             self._receive_until(stage, self.steps)
         self._reap(None)
@@ -154,6 +163,7 @@ class Ring:
             self.flat[stage].parameters, self.flat[stage].unpack_weights(self._arrived[stage][version])
         ):
             parameter.data = weight
+        torch.clear_autocast_cache()  # it would go on handing out casts of the weights before
         self.reading[stage] = version
         for old in [v for v in self._arrived[stage] if v <= version]:
             del self._arrived[stage][old]
@@ -172,7 +182,8 @@ class Ring:
         """At the home: steps with the gradient of step `version` - 1, if that is still to be done, and hands on."""
         while self._newest[stage] < version:
             step = self._newest[stage]
-            made = self.home.step(stage, self._total(stage), self.schedule.workers, self._options[step])
+            means = self.home.means(stage, self._total(stage), self.schedule.workers)
+            made = self.home.step(stage, self._norms.clipped(step, means), self._options[step])
             self._newest[stage] = step + 1
             self._arrived[stage][step + 1] = made
             self._send(("weights", stage), made)
@@ -181,11 +192,26 @@ class Ring:
 
     def _total(self, stage: int) -> Flats:
         """The sum over all workers: as it came, as it was made here, or from here and the last worker's own."""
-        kept = self._totals[stage].popleft() if sum_path(self.schedule, stage)[-1] == self.worker else None
+        is_kept = sum_path(self.schedule, stage, self._norms.clip)[-1] == self.worker
+        kept = self._totals[stage].popleft() if is_kept else None
         if ("gradient", stage) not in self._in and kept is not None:
             return kept
         came = self._take(("gradient", stage))
         return came if kept is None else [flat.add_(more) for flat, more in zip(kept, came)]
+
+    def _add_norm(self, stage: int, total: Flats) -> None:
+        """On the last worker: a finished sum counts towards the norm, which with the last of them goes to the homes."""
+        if self._norms.clip is None or not self._norms.clip.needs_all_stages:
+            return
+        sums = self.flat[stage].unpack_gradients(total)
+        square = self._norms.add(stage, [sums[place] / self.schedule.workers for place in sorted(sums)])
+        if square is not None:
+            for key in [key for key in self._out if key[0] == "norm"]:
+                self._send(key, [square])
+
+    def _receive_norm(self) -> Tensor:
+        (key,) = (key for key in self._in if key[0] == "norm")
+        return self._take(key)[0]
 
     def _send(self, key: Key, flats: Flats) -> None:
         message = self._out.get(key)
@@ -218,7 +244,8 @@ class Ring:
 
     def _post(self, key: Key) -> None:
         content, stage = key
-        flats = self.flat[stage].empty_weights() if content == "weights" else self.flat[stage].empty_gradients()
+        make = {"weights": self.flat[stage].empty_weights, "norm": self.flat[stage].empty_norm}
+        flats = make.get(content, self.flat[stage].empty_gradients)()
         sender = self._in[key].sender
         self._posted[key].append([(self._channel.receive(flat, sender, self._tag(key)), flat) for flat in flats])
 
@@ -236,7 +263,7 @@ class Ring:
     def _used(self, key: Key) -> int:
         """The action for which a message comes."""
         content, stage = key
-        if content == "gradient":
+        if content in ("gradient", "norm"):
             return self._closings[stage]
         return stage if content == "weights" else 2 * self.schedule.stages - 1 - stage
 
@@ -245,6 +272,8 @@ class Ring:
         content, stage = key
         if content == "partial gradient":
             return True
+        if content == "norm":
+            return self._norms.known + len(self._posted[key]) < self._norms.wanted(step)
         wanted = step if content == "gradient" else self.schedule.version((step, self.worker, stage), self.drains)
         return self._newest[stage] + len(self._posted[key]) < wanted
 

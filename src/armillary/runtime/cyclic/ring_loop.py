@@ -8,7 +8,8 @@
 A stage's weights arrive when the forward enters its first module; its gradients leave when the last of them is there.
 `optimizer.step()` closes the worker's step and notes its learning rate; the optimizer moves home stages only, later.
 Gradients in `.grad` are this worker's own: the sum does not exist yet when `backward` returns. Changing them (clipping)
-is refused, not ignored. Forwards in eval mode or without gradients are left alone and read what the worker has.
+is refused, not ignored; the ring clips itself (`Course.clip`). Forwards in eval mode or without gradients are left
+alone and read what the worker has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,8 @@ class RingLoop:
         self._sent: list[tuple[nn.Parameter, Tensor, int]] = []  # with the gradient's version counter at the sending
         self._in_backward = False
         self._random: list[Any] = []
+        # torch then leaves scaled gradients to the optimizer's step, where they are refused by name
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(lambda module, given: self._begin()),
             *self._watch_stages(stages),
@@ -110,6 +113,7 @@ class RingLoop:
             for flat, new in zip(self.ring.flat.values(), weights, strict=True):
                 for parameter, weight in zip(flat.parameters, new):
                     parameter.copy_(weight)
+        torch.clear_autocast_cache()
 
     def _refuse_inside(self, what: str) -> None:
         if self._next_back >= 0 or self._sent:
@@ -177,6 +181,12 @@ class RingLoop:
     def _step_ends(self) -> None:
         if self.ring.home.stepping:
             return
+        if hasattr(self._optimizer, "grad_scale"):
+            raise RuntimeError(
+                "ring: the loss was scaled by a GradScaler; homes step their stages at different times, before anybody "
+                "knows whether all gradients of the step are finite. Use bfloat16, which needs no scaling, or "
+                "GradScaler(enabled=False)"
+            )
         if self._next_back >= 0 or not self._sent:
             raise RuntimeError(
                 "ring: optimizer.step() without a forward in training mode and a whole backward since the last one; "
@@ -187,7 +197,8 @@ class RingLoop:
         if changed:
             raise RuntimeError(
                 f"ring: {len(changed)} gradients (shapes {changed[:3]}) were changed after backward (by clipping?); "
-                f"they had left. A ring cannot clip by a norm that no worker knows yet"
+                f"they had left, and no worker knows the norm of their sum yet. Drop clip_grad_norm_ and clip by the "
+                f"schedule's options clip_norm and clip_by (--clip NORM --clip-by global|stage|previous)"
             )
         for parameter, _, _ in self._sent:
             parameter.grad = None

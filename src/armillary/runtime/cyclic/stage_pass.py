@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.autocast import Autocast
 from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
@@ -83,6 +84,7 @@ def take_off(
     weights: tuple[int, Weights],
     value: Value,
     place: tuple[int, Place],
+    autocast: Autocast,
     loss: Callable[[Any], Tensor] | None = None,
     keep: bool = True,
 ) -> tuple[Value, Flight]:
@@ -91,6 +93,7 @@ def take_off(
     Args:
         weights: their version, and the tensors by the stage's own names.
         place: the run's seed and the place, which fix the random numbers.
+        autocast: that of the user when the micro-batch was handed in.
         loss: of the last stage, from its output; then the value returned is the loss.
         keep: whether to keep the graph; if not, the stage runs again just before its backward (recomputation).
 
@@ -104,7 +107,7 @@ def take_off(
     def run(again: bool) -> list[Any]:
         # a second run must not move running statistics a second time
         buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
-        with torch.set_grad_enabled(keep or again), seeded(*place, device):
+        with torch.set_grad_enabled(keep or again), seeded(*place, device), autocast.again():
             output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
             leaves, spec = tree_flatten(output if loss is None else loss(output))
         specs.append(spec)

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.delayed_step import Options, step_with
 
-__all__ = ["StageWeights"]
+__all__ = ["Means", "StageWeights"]
 
 Weights = Mapping[str, Tensor]  # by the stage's own parameter names
+Means = Mapping[nn.Parameter, Tensor]  # gradients, in the order of the stage's parameters
 
 
 class StageWeights:
-    """Begins with version 0; `add` collects the gradients of a step in micro-batch order and makes the next version."""
+    """Begins with version 0; `add` collects the gradients of a step in micro-batch order, `advance` makes a version."""
 
     def __init__(self, stage: Stage, optimizer: Optimizer, micro_batches: int) -> None:
         self._stage, self._optimizer, self._micro_batches = stage, optimizer, micro_batches
@@ -31,7 +32,7 @@ class StageWeights:
         self._versions: dict[int, Weights] = {0: self._leaves()}
         self._sums: dict[str, Tensor] = {}
         self._own: set[str] = set()  # the sums in storage of their own
-        self._added = 0
+        self._summing, self._added = 0, 0  # step, micro-batches
         self.newest = 0
 
     @property
@@ -51,23 +52,22 @@ class StageWeights:
             )
         return self._versions[version]
 
-    def add(self, step: int, micro_batch: int, gradients: Weights, options: Mapping[int, Options]) -> bool:
-        """Adds one micro-batch's gradients; with the last of the step, divides by their number and steps.
+    def add(self, step: int, micro_batch: int, gradients: Weights) -> Means | None:
+        """Adds one micro-batch's gradients; with the last of the step, divides by their number.
 
         Args:
             gradients: by the stage's own names; a parameter that was not used is left out.
-            options: of the optimizer, by training step.
 
         Returns:
-            whether version `step` + 1 is there now.
+            the step's mean gradients, for `advance`, once they are complete.
 
         Raises:
             RuntimeError: out of order; the sum would differ from the reference's.
         """
-        if (step, micro_batch) != (self.newest, self._added):
+        if (step, micro_batch) != (self._summing, self._added):
             raise RuntimeError(
                 f"stage {self._stage.index}: gradient of step {step}, micro-batch {micro_batch} came when "
-                f"step {self.newest}, micro-batch {self._added} was due"
+                f"step {self._summing}, micro-batch {self._added} was due"
             )
         for name, gradient in gradients.items():
             if name in self._own:
@@ -79,21 +79,27 @@ class StageWeights:
             self._sums[name] = gradient
         self._added += 1
         if self._added < self._micro_batches:
-            return False
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.clone()  # see Note [Versions and storage]
-        step_with(self._optimizer, self._means(), options[step])
-        self.newest, self._added = self.newest + 1, 0
+            return None
+        means = self._means()
+        self._summing, self._added = self._summing + 1, 0
         self._sums.clear()
         self._own.clear()
-        self._versions[self.newest] = self._leaves()
-        return True
+        return means
 
-    def _means(self) -> dict[nn.Parameter, Tensor]:
+    def advance(self, gradients: Means, options: Options) -> None:
+        """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.clone()  # see Note [Versions and storage]
+        step_with(self._optimizer, gradients, options)
+        self.newest += 1
+        self._versions[self.newest] = self._leaves()
+
+    def _means(self) -> Means:
         count = self._micro_batches
         return {
-            self._parameters[name]: total.div_(count) if name in self._own else total / count
-            for name, total in self._sums.items()
+            parameter: self._sums[name].div_(count) if name in self._own else self._sums[name] / count
+            for name, parameter in self._parameters.items()
+            if name in self._sums
         }
 
     def forget(self, before: int) -> None:

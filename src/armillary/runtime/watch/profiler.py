@@ -84,7 +84,8 @@ def profile(
         StageFact(path, flops[path], held[path], activations[path], forward[path], backward[path], returned[path])
         for path in held
     )
-    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node)
+    running = tuple(path for path, module in model.named_modules() if getattr(module, "track_running_stats", False))
+    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running)
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

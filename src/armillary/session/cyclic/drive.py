@@ -152,7 +152,7 @@ def drive(
     input_of = split.input_of if isinstance(model, nn.Sequential) else TracedInput(split, value).input_of
     run = CyclicRun(plan, model, optimizer, transport, stages)
     recompute = frozenset(options.recompute)
-    course = Course(run.schedule, split.of_output, seed_from_step(seed, first_step), recompute)
+    course = Course(run.schedule, split.of_output, seed_from_step(seed, first_step), recompute, options.clip)
     if options.mode == "one_device":
         run.mode = OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
     elif options.mode == "pipeline":

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.autocast import without_autocast
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
@@ -90,8 +91,9 @@ class RingMode:
         step = self.runtime.ring.steps
         self.optimizer.zero_grad(set_to_none=True)
         value = self.loss(self.model, batches[0])
-        value.backward()
-        self.optimizer.step()
+        with without_autocast(value.device.type):
+            value.backward()
+            self.optimizer.step()
         return [StepLosses(step, (value.detach(),))]
 
     def settle(self) -> list[StepLosses]:

@@ -5,7 +5,8 @@ stand-in for the model: one that notes what it is given and stops there, and one
 What cannot be taken apart like this (a loss that calls the model twice, or reads its weights) is refused beforehand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ class SplitLoss:
         example: a batch to try it on; the model is left as it was.
 
     Raises:
-        ValueError: the loss does not call the model exactly once with positional arguments, or depends on its weights
-            besides.
+        ValueError: the loss does not call the model exactly once with positional arguments, depends on its weights
+            besides, or is scaled by a GradScaler.
     """
 
     def __init__(self, loss: Loss, model: nn.Module, example: Batch) -> None:
         self._loss, self._model = loss, model
         try:
-            with untouched(model):
+            with untouched(model), _scaler_refused():
                 self._refuse_what_cannot_be_split(example)
         except AttributeError as error:
             raise ValueError(str(error)) from error
@@ -75,6 +76,27 @@ class SplitLoss:
                 "schedule: the loss of the model's output is not the loss of the batch; it may call the model more "
                 "than once. A schedule runs the model once a micro-batch"
             )
+
+
+@contextmanager
+def _scaler_refused() -> Iterator[None]:
+    """Inside, a loss that is scaled by a GradScaler is refused; a scaler that is switched off is let through."""
+    scale = torch.amp.GradScaler.scale
+
+    def refuse(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return outputs
+        raise ValueError(
+            "schedule: the loss is scaled by a GradScaler; stages are stepped at different times, before anybody knows "
+            "whether all gradients of the step are finite. Use bfloat16, which needs no scaling, or GradScaler(enabled="
+            "False)"
+        )
+
+    torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 class _Noted(Exception):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from armillary.facts.plan import Forecast
 from armillary.facts.trace import Trace
@@ -22,7 +21,7 @@ from armillary.session.cyclic.drive import CyclicRun, drive
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
 from armillary.session.evaluate import evaluate
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Resumed, Saved
 from armillary.session.every import Every
 from armillary.session.feed import Feed, device_of, stream_seed
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
@@ -53,7 +52,6 @@ def train_cyclic(workload: Workload, settings: Settings) -> Iterator[Event]:
     yield decided
     if path is not None:
         yield Resumed(step, path)
-    yield from _warnings(subject.model, run)
     training = _Training(workload, settings, run, feeds, step)
     one_micro_batch = activations_of(decided.profile).memory_bytes
     training.forecast += Forecast(memory_bytes=one_micro_batch * _micro_batches_held(run))
@@ -85,19 +83,6 @@ def _micro_batches_held(run: CyclicRun) -> float:
         return 1.0
     ticks = range(2 * run.schedule.period, 4 * run.schedule.period)
     return max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages / run.workers
-
-
-def _warnings(model: nn.Module, run: CyclicRun) -> Iterator[Warned]:
-    kept = sorted(type(module).__name__ for module in model.modules() if getattr(module, "track_running_stats", False))
-    if kept and run.options.mode == "ring":
-        yield Warned(
-            f"{kept[0]} takes the statistics of each worker's own batch and keeps running ones of its own; held-out "
-            f"data are judged with each worker's, a checkpoint keeps worker 0's"
-        )
-    elif kept:
-        yield Warned(
-            f"{kept[0]} takes the statistics of each micro-batch on its own; running ones are kept in micro-batch order"
-        )
 
 
 class _Training:

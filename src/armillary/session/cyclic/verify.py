@@ -63,6 +63,8 @@ def verify_cyclic(workload: Workload, *, wishes: Wishes, steps: int = 5, seed: i
     run.transport.close()
     options = read_options(plan.schedule.options, plan.workers)
     said = f"cyclic, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
+    if options.clip is not None:
+        said += f", clipped at {options.clip.max_norm:g} by {options.clip.by}"
     differences = []
     for name, difference in zip(truth, largest, strict=True):
         verdict: Verdict = "equal" if difference == 0.0 else "differs"
@@ -102,7 +104,7 @@ def _truths(case: _Case) -> list[dict[str, Tensor]]:
     split = SplitLoss(case.workload.loss, model, example)
     stages = [stage.module for stage in stages_of(model, split.input_of(example), options.points)]
     copies = range(options.micro_batches) if options.mode == "ring" else None
-    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, copies)
+    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, copies, options.clip)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
     for step in range(case.steps):
         if step == case.half + 1:

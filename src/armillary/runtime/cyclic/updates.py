@@ -1,0 +1,74 @@
+"""When the stages of a process are stepped: at once, or as soon as the norm is known by which the step is clipped.
+
+A stage's gradient may be finished long before the norm over all stages is. It waits here with its step's learning rate,
+and nothing reads the weights meanwhile: that is the schedule's to see to (`schedules/norm_in_time.py`), and a version
+that is missing raises.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from armillary.runtime.cyclic.delayed_step import Options
+from armillary.runtime.cyclic.versions import Means, StageWeights
+from armillary.schedules.clipping import Clip, square_of_stage
+
+__all__ = ["Updates", "clipped"]
+
+
+def clipped(means: Means, square: Tensor, clip: Clip) -> Means:
+    """The gradients multiplied by one factor, from the squared norm."""
+    factor = clip.factor(square)
+    return {parameter: gradient * factor for parameter, gradient in means.items()}
+
+
+class Updates:
+    """Of the stages of one process.
+
+    Args:
+        drains: the run's own list; it grows.
+    """
+
+    def __init__(self, weights: Sequence[StageWeights], clip: Clip | None, drains: Collection[int]) -> None:
+        self._weights, self._clip, self._drains = weights, clip, drains
+        self._options: dict[int, Options] = {}
+        self._waiting: list[tuple[StageWeights, int, Means]] = []
+        self._squares: dict[int, Tensor] = {}  # of the norm over all stages, by step
+
+    def begin(self, step: int, options: Options) -> None:
+        """A step is handed in, with the optimizer's options of this moment."""
+        self._options[step] = options
+
+    def complete(self, weights: StageWeights, step: int, means: Means) -> Tensor | None:
+        """A stage's gradients of a step are all there. Returns their square if the other stages must learn of it."""
+        self._waiting.append((weights, step, means))
+        self._advance()
+        return square_of_stage(means.values()) if self._clip is not None and self._clip.needs_all_stages else None
+
+    def know(self, step: int, square: Tensor) -> None:
+        """The squared norm over all stages of a step."""
+        self._squares = {s: kept for s, kept in self._squares.items() if s >= step - 1}
+        self._squares[step] = square
+        self._advance()
+
+    @property
+    def first_open(self) -> int:
+        """The first step for which a stage here is still to be stepped."""
+        return min(weights.newest for weights in self._weights)
+
+    def _advance(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for weights, step, means in waiting:
+            ready = self._clipped(step, means)
+            if ready is None:
+                self._waiting.append((weights, step, means))
+            else:
+                weights.advance(ready, self._options[step])
+        self._options = {step: kept for step, kept in self._options.items() if step >= self.first_open}
+
+    def _clipped(self, step: int, means: Means) -> Means | None:
+        if self._clip is None:
+            return means
+        of = self._clip.step_of_norm(step, self._drains)
+        square = square_of_stage(means.values()) if of is None else self._squares.get(of)
+        return None if square is None else clipped(means, square, self._clip)
