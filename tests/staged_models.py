@@ -44,6 +44,29 @@ def stages_of(count: int, dtype: torch.dtype = torch.float64, **options: Any) ->
     return stages
 
 
+class Twice(nn.Module):
+    """Reads its weight twice; torch keeps one cast of it for both, and adds the two gradients before it casts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(value)))
+
+
+class Careful(nn.Module):
+    """Leaves autocast for its product, whose backward would be in bfloat16 if autocast were on there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(value.float())
+
+
 def data(steps: int, micro_batches: int, dtype: torch.dtype = torch.float64) -> list[list[tuple[Tensor, Tensor]]]:
     """[step][micro_batch] -> (input (3, WIDTH), target (3, WIDTH)), the same every time."""
     generator = torch.Generator().manual_seed(7)

@@ -11,9 +11,10 @@ from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.registry import build
 from armillary.schedules.simultaneous import simultaneous
-from staged_models import LOOSE, OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights
+from staged_models import OPTIMIZERS, WIDTH, Careful, Twice, data, drop, same, squared_error, stages_of, weights
 
 STEPS = 6
+MAX_NORM = 0.9  # that most gradients exceed, but not all
 
 
 def train(schedule, stages, optimizer, drains=(), at=3, **options):
@@ -51,8 +52,8 @@ def test_without_staleness_clipping_is_torchs(by):
     """Of the whole gradient, stage by stage, or by a norm that was noted a step before."""
     stages = stages_of(2, dropout=0)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    reference = train(simultaneous(3, 2), stages, optimizer, drains=(4,), clip=Clip(LOOSE, by))
-    assert reference.drains == [4]
+    reference = train(simultaneous(3, 2), stages, optimizer, drains=(2,), clip=Clip(MAX_NORM, by))
+    assert reference.drains == [2]
 
     plain = stages_of(2, dropout=0)
     optimizer = OPTIMIZERS["momentum"](plain.parameters())
@@ -62,36 +63,25 @@ def test_without_staleness_clipping_is_torchs(by):
             (squared_error(plain[1](plain[0](inputs)), target) / 3).backward()
         norms.append(nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
         if by == "global":
-            nn.utils.clip_grad_norm_(plain.parameters(), LOOSE)
-        elif by == "stage" or step in (0, 4):
+            nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
+        elif by == "stage" or step in (0, 2):
             for stage in plain:
-                nn.utils.clip_grad_norm_(stage.parameters(), LOOSE)
+                nn.utils.clip_grad_norm_(stage.parameters(), MAX_NORM)
         else:
-            nn.utils.clip_grads_with_norm_(plain.parameters(), LOOSE, norms[step - 1])
+            nn.utils.clip_grads_with_norm_(plain.parameters(), MAX_NORM, norms[step - 1])
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    assert min(norms) < LOOSE < max(norms)
+    assert min(norms) < MAX_NORM < max(norms)
     for got, want in zip(weights(stages), weights(plain)):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-14)
-
-
-class Twice(nn.Module):
-    """Reads its weight twice; torch keeps one cast of it for both, and adds the two gradients before it casts back."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value):
-        return self.inner(torch.tanh(self.inner(value)))
 
 
 @pytest.mark.parametrize("around", ["step", "everything"])
 def test_autocast_is_that_of_the_plain_loop_which_has_it_around_forward_and_loss_only(around):
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(Twice(), nn.LayerNorm(WIDTH), Twice())
+        return nn.Sequential(Twice(), Careful(), Twice())
 
     def on(wanted):
         return torch.autocast("cpu", torch.bfloat16, enabled=around == wanted)

@@ -62,7 +62,9 @@ class NormChain:
             self._send(square, self._above)
 
     def _send(self, square: Tensor, peer: int) -> None:
-        while len(self._under_way) > 3:  # of two steps ago, whose receives were posted with the step before this one
+        while (
+            len(self._under_way) > 3
+        ):  # two steps old; receives are posted when a step begins, so nobody is waited for
             pending, _ = self._under_way.pop(0)
             pending.wait()
         sent = square.to(self._device)

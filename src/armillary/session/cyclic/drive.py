@@ -8,7 +8,8 @@
     run.drain()
 
 Between steps micro-batches are under way, and a pipeline's process holds one stage: look at the model inside
-`run.newest()`, which changes nothing in training.
+`run.newest()`, which changes nothing in training. No gradient is ever in the user's hands, so clipping is the plan's
+(clip_norm, clip_by). Autocast around `run.step` reaches the forward and the loss of its micro-batches, however late.
 """
 
 from collections.abc import Iterator, Sequence
