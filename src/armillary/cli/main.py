@@ -1,7 +1,8 @@
-"""The command `armillary`: train, plan and verify a workload."""
+"""The command `armillary`: measure, plan, simulate, train, compare and verify."""
 
 import typer
 
+from armillary.cli.measure import measure_command
 from armillary.cli.plan import plan_command
 from armillary.cli.train import train_command
 from armillary.cli.verify import verify_command
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("plan")(plan_command)
+app.command("measure")(measure_command)
 app.command("verify")(verify_command)
 
 

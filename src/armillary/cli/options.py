@@ -9,13 +9,14 @@ import typer
 
 from armillary.cli.find import find, small
 from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.session.decide import Wishes
 from armillary.session.workload import Workload
 
 __all__ = [
-    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "Replicate", "Seed", "Set", "TopologyFile",
-    "Workers", "WorkloadName", "wishes", "workload_of",
+    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Seed", "Set",
+    "TopologyFile", "Workers", "WorkloadName", "read_profile", "read_topology", "wishes", "workload_of",
 ]  # fmt: skip
 
 WorkloadName = Annotated[
@@ -52,6 +53,10 @@ TopologyFile = Annotated[
     Path | None, typer.Option("--topology", help="Plan for the machines in this file instead of measuring these.")
 ]
 
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
+]
+
 
 def workload_of(name: str, settings: Sequence[str], corpus: str, is_small: bool) -> Workload:
     """
@@ -83,8 +88,26 @@ def wishes(
     plan = None if plan_file is None else _read(plan_file, Plan, "plan")
     if plan is not None and (constraints or lazy):
         raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
-    topology = None if topology_file is None else _read(topology_file, Topology, "topology")
+    topology = None if topology_file is None else read_topology(topology_file)
     return Wishes(constraints, tuple(lazy), plan, topology)
+
+
+def read_topology(path: Path) -> Topology:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no topology.
+    """
+    topology: Topology = _read(path, Topology, "topology")
+    return topology
+
+
+def read_profile(path: Path) -> Profile:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no profile.
+    """
+    profile: Profile = _read(path, Profile, "profile")
+    return profile
 
 
 def _read(path: Path, kind: type[Any], noun: str) -> Any:

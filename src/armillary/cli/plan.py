@@ -1,5 +1,6 @@
 """`armillary plan`: what training a workload would take, without training it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,14 @@ from armillary.cli.options import (
     Exchanges,
     IsSmall,
     Lazy,
+    ProfileFile,
     Replicate,
     Seed,
     Set,
     TopologyFile,
     Workers,
     WorkloadName,
+    read_profile,
     wishes,
     workload_of,
 )  # fmt: skip
@@ -47,6 +50,7 @@ def plan_command(
     clip: Clip = None,
     clip_by: ClipBy = "",
     topology_file: TopologyFile = None,
+    profile_file: ProfileFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
     ] = None,
@@ -54,13 +58,16 @@ def plan_command(
 ) -> None:
     """Profiles WORKLOAD, measures the links between the workers, and prints the plan with its forecast.
 
-    With --topology nothing is measured and no worker is started: the file says what is planned for.
+    With --topology nothing is measured and no worker is started: the file says what is planned for. With --profile the
+    model is not run. `armillary measure` writes both files.
     """
     asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
         granted = asked.added_to(wishes(lazy, replicate, exchange, None, topology_file), workers)
+        if profile_file is not None:
+            granted = replace(granted, profile=read_profile(profile_file))
         decided = decide(subject_of(task, seed), granted)
         if rank() == 0:
             print(as_json(decided) if json else decided_text(decided))
