@@ -20,7 +20,6 @@ class Request(NamedTuple):
     sent_bytes: mean over workers. inside_seconds, between_seconds: how long each link is busy with it, at once.
     """
 
-    kind: str
     sent_bytes: float
     inside_seconds: float
     between_seconds: float
@@ -78,7 +77,7 @@ class Clock:
             self.spans.append(Span("processor", what, action, self.now_seconds, seconds))
         self.now_seconds += seconds
 
-    def send(self, group: str, requests: Sequence[Request]) -> float:
+    def send(self, group: str, action: str, requests: Sequence[Request]) -> float:
         """Launches requests that follow one another; when the last of them is over."""
         done = self.now_seconds
         for request in requests:
@@ -87,7 +86,7 @@ class Clock:
             start = max([done, *(self.free_seconds[lane] for lane in used)])
             sent_bytes = request.sent_bytes
             for lane, seconds in used.items():
-                self.spans.append(Span(lane, group, request.kind, start, seconds, sent_bytes))
+                self.spans.append(Span(lane, group, action, start, seconds, sent_bytes))
                 self.free_seconds[lane] = start + seconds
                 sent_bytes = 0.0
             done = start + request.seconds

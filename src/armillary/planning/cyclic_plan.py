@@ -7,7 +7,7 @@ Source: Fournier & Oyallon, 2024.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from armillary.facts.parameter import ParameterFact
@@ -68,6 +68,7 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
         notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
+        priced_with=asdict(case.assumptions),
         picture=str(subject.schedule),
     )
 

@@ -107,7 +107,7 @@ class _Player:
         self.plan, self.case, self.overlap = plan, case, overlap
         self.clock = Clock()
         self.flights: list[Flight] = []
-        self.does = {group.name: activities(group, case) for group in plan.groups}
+        self.does = {group.name: activities(group, plan.mean, case) for group in plan.groups}
         self.waiting: list[tuple[Group, float, float, Activities]] = []
 
     def forward(self) -> None:
@@ -147,14 +147,14 @@ class _Player:
         does = self.does[group.name]
         self.clock.work(group.name, "pack", does.pack_seconds)
         began = self.clock.now_seconds
-        done = self.clock.send(group.name, does.push)
+        done = self.clock.send(group.name, "push", does.push)
         if not self.overlap:
             self.clock.wait(group.name, done)
         self.waiting.append((group, began, done, does))
 
     def _fetch(self, name: str, action: str, requests: tuple[Request, ...]) -> None:
         began = self.clock.now_seconds
-        self.clock.wait(name, self.clock.send(name, requests))
+        self.clock.wait(name, self.clock.send(name, action, requests))
         self._land(name, action, began, requests)
 
     def _land(self, name: str, action: str, began: float, requests: tuple[Request, ...]) -> None:
