@@ -4,6 +4,7 @@ import typer
 
 from armillary.cli.measure import measure_command
 from armillary.cli.plan import plan_command
+from armillary.cli.simulate import simulate_command
 from armillary.cli.train import train_command
 from armillary.cli.verify import verify_command
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("plan")(plan_command)
 app.command("measure")(measure_command)
+app.command("simulate")(simulate_command)
 app.command("verify")(verify_command)
 
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from armillary.planning.clock import Lane, Span
+from armillary.planning.clock import Span
 from armillary.planning.simulator import Simulation
 from armillary.session.foresight.timeline import LANES
 
@@ -34,6 +34,7 @@ MEANINGS = {
     "wait": "exposed",
 }
 SMALLEST_LABEL = 0.045  # share of the step that a bar must take to carry its name
+CHARACTERS = 150  # that fit in the width of the picture
 HEIGHT = 0.72
 
 
@@ -43,7 +44,8 @@ def plot_timeline(simulation: Simulation, title: str, assumptions: Sequence[str]
         title: what is shown. assumptions: one line each, below the picture.
     """
     lanes = [lane for lane in LANES if any(span.lane == lane for span in simulation.spans)]
-    figure = Figure(figsize=(13, 2.6 + 0.62 * len(lanes) + 0.19 * len(assumptions)), dpi=130, layout="constrained")
+    size = (13, 2.2 + 0.75 * len(lanes) + 0.17 * (1 + len(assumptions)))
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots()
     for row, lane in enumerate(reversed(lanes)):
         _draw(axes, [span for span in simulation.spans if span.lane == lane], row, simulation.step_seconds)
@@ -51,14 +53,16 @@ def plot_timeline(simulation: Simulation, title: str, assumptions: Sequence[str]
     axes.set_ylim(-0.6, len(lanes) - 0.4)
     axes.set_xlim(0, simulation.step_seconds * 1e3)
     axes.set_xlabel("ms since the step began")
+    axes.set_axisbelow(True)
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"{title}\n{_summary(simulation)}", loc="left", fontsize=11)
+    axes.set_title(f"{title}: {_summary(simulation)}", loc="left", fontsize=11, pad=26)
     seen = {span.action for span in simulation.spans} | ({"gather rows"} if _is_merging(simulation) else set())
     patches = [Patch(color=COLORS[action], label=text) for action, text in MEANINGS.items() if action in seen]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(patches), frameon=False)
-    figure.supxlabel("\n".join(assumptions), fontsize=8, color="#555555", x=0.01, ha="left")
+    axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(patches), frameon=False, fontsize=8)
+    lines = "\n".join(f"- {line}" for line in assumptions)
+    figure.supxlabel(f"Assumed:\n{lines}", fontsize=8.5, color="#444444", x=0.01, ha="left")
     return figure
 
 
@@ -83,23 +87,21 @@ def _draw(axes: Axes, spans: Sequence[Span], row: int, step_seconds: float) -> N
         share = span.seconds / step_seconds
         if share >= SMALLEST_LABEL:
             middle = (span.start_seconds + span.seconds / 2) * 1e3
-            axes.text(middle, row, _fitted(_label(span), share), ha="center", va="center", fontsize=7.5, color=_ink(span))
+            axes.text(middle, row, _fitted(span, share), ha="center", va="center", fontsize=7.5, color=_ink(span))
 
 
 def _label(span: Span) -> str:
-    return _lane_label(span.lane, span)
+    return span.what if span.lane != "processor" or span.action in ("forward", "backward") else span.action
 
 
-def _lane_label(lane: Lane, span: Span) -> str:
-    if lane == "exposed":
-        return span.what
-    return span.what if lane != "processor" or span.action in ("forward", "backward") else span.action
-
-
-def _fitted(label: str, share: float) -> str:
-    """As much of the name as the bar has room for."""
-    room = int(share * 165)
-    return label if len(label) <= room else label[: max(1, room - 1)] + "…"
+def _fitted(span: Span, share: float) -> str:
+    """As much as the bar has room for: name and duration, the name, or the beginning of it."""
+    room, name, duration = int(share * CHARACTERS), _label(span), f"{span.seconds * 1e3:.3g} ms"
+    if len(name) + len(duration) + 2 <= room:
+        return f"{name}, {duration}"
+    if max(len(name), len(duration)) <= room:
+        return f"{name}\n{duration}"
+    return name if len(name) <= room else name[: max(1, room - 1)] + "…"
 
 
 def _ink(span: Span) -> str:

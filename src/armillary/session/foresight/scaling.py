@@ -4,7 +4,7 @@ The model is profiled here, once; what a step computes stays the same for every 
 what the exchanges make of it. More merged rows for more workers follow from Heaps' law (`planning/traffic`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.facts.profile import Profile
@@ -20,7 +20,6 @@ from armillary.session.workload import Workload
 __all__ = ["PROFILED_WORKERS", "Curve", "Point", "Scaling", "powers_of_two", "scaling"]
 
 PROFILED_WORKERS = 8
-PLANS: dict[str, dict[str, Constraint]] = {"chosen plan": {}, "all_reduce everything": {"*": "all_reduce"}}
 NO_LIMIT = 1 << 62
 
 
@@ -59,11 +58,17 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(most.bit_length()))
 
 
-def scaling(workload: Workload, topology: Topology, counts: Sequence[int], seed: int) -> Scaling:
+def scaling(
+    workload: Workload,
+    topology: Topology,
+    counts: Sequence[int],
+    ways: Mapping[str, Mapping[str, Constraint]],
+    seed: int = 0,
+) -> Scaling:
     """Simulates every way to plan for every number of workers; memory limits are left out.
 
     Args:
-        topology: machines of which there are as many as it takes. counts: numbers of workers.
+        topology: machines of which there are as many as it takes. counts: numbers of workers. ways: to plan, by name: constraints, as in `plan`.
 
     Raises:
         ValueError: a number of workers that does not fill nodes.
@@ -74,7 +79,7 @@ def scaling(workload: Workload, topology: Topology, counts: Sequence[int], seed:
     samples = sum(workload.samples(batch) for batch in batches) / len(batches)
     taken, machines = assumptions_of(subject.optimizer), replace(topology, memory_bytes=NO_LIMIT)
     curves = []
-    for name, constraints in PLANS.items():
+    for name, constraints in ways.items():
         points = [_point(found, machines.of(count), constraints, taken, samples) for count in counts]
         curves.append(Curve(name, tuple(points)))
     seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in found.stages)
@@ -82,7 +87,7 @@ def scaling(workload: Workload, topology: Topology, counts: Sequence[int], seed:
 
 
 def _point(
-    found: Profile, topology: Topology, constraints: dict[str, Constraint], taken: Assumptions, samples: float
+    found: Profile, topology: Topology, constraints: Mapping[str, Constraint], taken: Assumptions, samples: float
 ) -> Point:
     made = plan(found, topology, constraints=constraints, assumptions=taken)
     played = simulate(made, Case(found, topology, taken))
