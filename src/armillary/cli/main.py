@@ -2,6 +2,7 @@
 
 import typer
 
+from armillary.cli.compare import compare_command
 from armillary.cli.measure import measure_command
 from armillary.cli.plan import plan_command
 from armillary.cli.simulate import simulate_command
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("compare")(compare_command)
 app.command("plan")(plan_command)
 app.command("measure")(measure_command)
 app.command("simulate")(simulate_command)

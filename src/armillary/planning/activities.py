@@ -30,10 +30,12 @@ __all__ = ["Activities", "activities", "idle_request"]
 class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
+    headers: of its look-ups, which every rank sends to every other whoever asks.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
 
+    headers: tuple[Request, ...]
     pull: tuple[Request, ...]
     gather_seconds: float
     pack_seconds: float
@@ -52,18 +54,19 @@ def activities(group: Group, mean: Mean, case: Case) -> Activities:
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
         work = row_work(facts[0], choice, group.update, case)
-        pull = _requests((*work.headers, *work.legs.pull), (*work.headers, *work.even_legs.pull), topology)
+        headers = _requests(work.headers, work.headers, topology)
+        pull = _requests(work.legs.pull, work.even_legs.pull, topology)
         push = _requests(work.legs.push, work.even_legs.push, topology)
         index = index_seconds(work, case)
         before = index / 2 if pull else 0.0
-        return Activities(pull, before, 0.0, push, index - before, row_update_seconds(work, case))
+        return Activities(headers, pull, before, 0.0, push, index - before, row_update_seconds(work, case))
     nbytes, exchange = bucket_bytes(facts, mean == "weights"), build_dense(choice.name, **choice.options)
     legs, sent = exchange.legs(nbytes, topology), exchange.sent_bytes(nbytes, topology)
     hottest = sum(leg.link_bytes for leg in legs)
     share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
     update = dense_update_seconds(nbytes, case)
-    return Activities((), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
+    return Activities((), (), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
 
 
 def idle_request(topology: Topology) -> Request:

@@ -21,10 +21,10 @@ from armillary.planning.activities import Activities, activities, idle_request
 from armillary.planning.clock import Clock, Flight, Request, Span
 from armillary.planning.pricing import Case
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["LOOK_UPS", "Simulation", "simulate"]
 
 OUTSIDE = ""
-ENDING = "end of look-ups"
+LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,18 @@ class Simulation:
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """By group, mean over workers."""
+        """By group, mean over workers; headers of look-ups by themselves."""
         found: dict[str, float] = {}
         for flight in self.flights:
             found[flight.group] = found.get(flight.group, 0.0) + flight.sent_bytes
+        return found
+
+    @property
+    def in_flight_seconds(self) -> dict[str, float]:
+        """By group, from launch to landing, as a measured trace has them; what overlaps is counted each."""
+        found: dict[str, float] = {}
+        for flight in self.flights:
+            found[flight.group] = found.get(flight.group, 0.0) + flight.seconds
         return found
 
     @property
@@ -117,13 +125,14 @@ class _Player:
         for name in order:
             for group, stage in pulled:
                 if stage == name and self.does[group.name].pull:
+                    self._fetch(LOOK_UPS, "pull", self.does[group.name].headers)
                     self._fetch(group.name, "pull", self.does[group.name].pull)
                     self.clock.work(group.name, "gather rows", self.does[group.name].gather_seconds)
             self.clock.work(name or "model", "forward", stages[name].forward_seconds)
 
     def backward(self) -> None:
         if any(does.pull for does in self.does.values()):
-            self._fetch(ENDING, "pull", (idle_request(self.case.topology),))
+            self._fetch(LOOK_UPS, "pull", (idle_request(self.case.topology),))
         missing = [set(group.parameters) for group in self.plan.groups]
         for piece in _pieces(self.case.profile):
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
