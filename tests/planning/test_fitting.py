@@ -4,13 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from planning_cases import dense, machines, model, table
 
 from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAM
+from planning_cases import dense, machines, model, table
 
 MIB = 1 << 20
 TABLE = 64 * MIB  # of 131,072 rows of 512 B
@@ -124,7 +124,9 @@ def test_where_neither_more_workers_nor_smaller_batches_will_do_both_are_named()
 
 def test_as_many_micro_batches_are_named_as_make_up_the_batch():
     said = remedies(model(dense("d", MIB), activations=90 * MIB), machines(4, memory=42 * MIB))
-    assert "batches 3.5 times smaller" in said and "(4 micro-batches accumulated under run.no_sync() are one step)" in said
+    assert (
+        "batches 3.5 times smaller" in said and "(4 micro-batches accumulated under run.no_sync() are one step)" in said
+    )
 
 
 def test_a_stage_a_worker_is_named_where_it_would_fit_and_says_that_it_is_late():

@@ -1,11 +1,11 @@
 """A step against a clock: small cases by hand, and the laws that hold for every plan on any machines."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Choice
@@ -16,6 +16,7 @@ from armillary.facts.topology import Link, RequestLink
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
 from armillary.planning.simulator import simulate
+from planning_cases import LINKS_ONLY, dense, machines, table
 
 MB = 1_000_000
 ROW_EXCHANGES = (
@@ -113,7 +114,9 @@ def test_index_work_and_the_optimizer_take_the_processor():
     assumed = replace(LINKS_ONLY, row_seconds=1.0)
     case = Case(profile, machines(2, megabits=1e12, latency=0.0), assumed)
     made = plan(profile, case.topology, constraints={"t.weight": Choice("owned_rows")}, assumptions=assumed)
-    actions = [(action, pytest.approx(end - start)) for _, action, start, end in spans(simulate(made, case), "processor")]
+    actions = [
+        (action, pytest.approx(end - start)) for _, action, start, end in spans(simulate(made, case), "processor")
+    ]
     assert actions == [("gather rows", 10.0), ("forward", 1.0), ("backward", 2.0), ("merge rows", 10.0)]
 
 
@@ -205,9 +208,9 @@ def test_no_lane_does_two_things_at_once(case):
     found = simulate(*case)
     for lane in ("processor", "inside", "between"):
         taken = sorted((s.start_seconds, s.end_seconds) for s in found.spans if s.lane == lane)
-        assert all(end <= start + 1e-9 for (_, end), (start, _) in zip(taken, taken[1:]))
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(taken))
     alone = sorted((s.start_seconds, s.end_seconds) for s in found.spans if s.lane in ("processor", "exposed"))
-    assert all(end == pytest.approx(start) for (_, end), (start, _) in zip(alone, alone[1:]))
+    assert all(end == pytest.approx(start) for (_, end), (start, _) in itertools.pairwise(alone))
 
 
 def test_measured_links_and_rates_take_the_place_of_the_assumed():

@@ -19,7 +19,7 @@ NO_LIMIT = 1 << 62
 
 
 def machines(topology_file: Path | None, gbit: float, latency_us: float) -> Topology:
-    """Assumed ones have one worker a node and no limit of memory; there are two of them, which `Topology.of` changes."""
+    """Assumed ones are two nodes of one worker (`Topology.of` makes more of them) and have no limit of memory."""
     if topology_file is not None:
         return read_topology(topology_file)
     link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
@@ -36,7 +36,9 @@ def said_of(topology: Topology, topology_file: Path | None) -> list[str]:
     ]
     source = "given by hand" if topology_file is None else f"from {topology_file.name}"
     kinds = "each kind of request as measured" if topology.requests else "alike for every kind of request"
-    return [f"links {source}: {', '.join(speeds)}; {kinds}; whatever their number, workers do not slow one another down"]
+    return [
+        f"links {source}: {', '.join(speeds)}; {kinds}; whatever their number, workers do not slow one another down"
+    ]
 
 
 def assumed(case: Case) -> list[str]:

@@ -13,8 +13,8 @@ from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.processor import Processor
 from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.facts.topology import Topology
-from armillary.session.foresight.survey import Survey, survey
 from armillary.session.folder import open_folder
+from armillary.session.foresight.survey import Survey, survey
 
 __all__ = ["measure_command"]
 
@@ -34,8 +34,8 @@ def measure_command(
 ) -> None:
     """Times every kind of request on the links between the workers, index work and memory, and the stages of WORKLOAD.
 
-    Writes topology.json (and topology_nccl.json where the job has NCCL), and profile.json if WORKLOAD is given; plan and
-    simulate read them. Takes some ten seconds, longer on slow links.
+    Writes topology.json (and topology_nccl.json where the job has NCCL), and profile.json if WORKLOAD is given; plan
+    and simulate read them. Takes some ten seconds, longer on slow links.
     """
 
     def body() -> int:
@@ -93,7 +93,9 @@ def _show(found: Survey, files: list[Path]) -> None:
 
 def _links(topology: Topology) -> Table:
     title = f"{topology.nodes} node(s) of {topology.workers_per_node}, {topology.backend}"
-    table = Table("request", "links", "latency a message", "Gbit/s", "worst residual", title=title, title_justify="left")
+    table = Table(
+        "request", "links", "latency a message", "Gbit/s", "worst residual", title=title, title_justify="left"
+    )
     for column in table.columns[2:]:
         column.justify = "right"
     for one in topology.requests:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from armillary.cli.find import built_in, find
+from armillary.cli.find import built_in, find, small
 from armillary.cli.machines import said_of
 from armillary.cli.show import as_json
 from armillary.facts.profile_table import aligned, count_text
@@ -15,7 +15,7 @@ from armillary.planning.constraints import Constraint
 from armillary.session.foresight.plot_scaling import plot_scaling
 from armillary.session.foresight.scaling import PROFILED_WORKERS, Scaling, powers_of_two, scaling
 
-__all__ = ["scale"]
+__all__ = ["Wanted", "scale", "scaling_text"]
 
 MOST_WORKERS = 1024
 WAYS: Mapping[str, Mapping[str, Constraint]] = {"chosen plan": {}, "all_reduce everything": {"*": "all_reduce"}}
@@ -23,21 +23,33 @@ WAYS: Mapping[str, Mapping[str, Constraint]] = {"chosen plan": {}, "all_reduce e
 STAND_INS: Mapping[str, Mapping[str, Any]] = {"recommender": {"data": "latent_factors", "batch_size": 64}}
 
 
-def scale(name: str | None, topology: Topology, topology_file: Path | None, most: int | None, out: Path) -> list[Scaling]:
-    """Simulates one workload, or all that come with the package, and draws the curves into `out`.
+class Wanted(NamedTuple):
+    """What to draw.
 
-    Args:
-        most: numbers of workers are the powers of two up to it.
+    name: of one workload, or None for all that come with the package. is_small: in their small versions.
+    most: numbers of workers are the powers of two up to it.
     """
-    counts = [count for count in powers_of_two(most or MOST_WORKERS) if count >= _fewest(topology)]
+
+    name: str | None
+    is_small: bool
+    most: int | None
+
+
+def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: Path) -> list[Scaling]:
+    """Simulates the workloads and draws the curves into `out`."""
+    counts = [
+        count
+        for count in powers_of_two(MOST_WORKERS if wanted.most is None else wanted.most)
+        if count >= _fewest(topology)
+    ]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     found, said = [], []
-    for one in (name,) if name is not None else built_in():
+    for one in (wanted.name,) if wanted.name is not None else built_in():
         console.print(f"profiling and simulating {one} ...", style="dim")
         try:
-            found.append(scaling(find(one, {}), topology, counts, WAYS))
+            found.append(scaling(find(one, small(one) if wanted.is_small else {}), topology, counts, WAYS))
         except ValueError as error:
-            if one not in STAND_INS:
+            if one not in STAND_INS or wanted.is_small:
                 raise
             console.print(f"{one}: {error}; made-up data stand in for it", style="yellow")
             found.append(scaling(find(one, STAND_INS[one]), topology, counts, WAYS))

@@ -21,7 +21,7 @@ from armillary.cli.options import (
     read_profile,
     workload_of,
 )  # fmt: skip
-from armillary.cli.scaling import scale, scaling_text
+from armillary.cli.scaling import Wanted, scale, scaling_text
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.plan import Plan
@@ -42,7 +42,9 @@ __all__ = ["simulate_command"]
 
 Subject = Annotated[
     str | None,
-    typer.Argument(metavar="PLAN|WORKLOAD", help="A plan.json, with profile.json beside it; or a workload to plan for."),
+    typer.Argument(
+        metavar="PLAN|WORKLOAD", help="A plan.json, with profile.json beside it; or a workload to plan for."
+    ),
 ]
 Count = Annotated[int | None, typer.Option(help="Workers to simulate. (default: the plan's; 8)", show_default=False)]
 
@@ -82,7 +84,9 @@ def simulate_command(
         torch.set_num_threads(1)  # a worker is taken to have one core
         open_folder(out)
         if scaling:
-            found = scale(subject, machines(topology_file, gbit, latency_us), topology_file, workers, out)
+            found = scale(
+                Wanted(subject, small, workers), machines(topology_file, gbit, latency_us), topology_file, out
+            )
             print(as_json(found) if json else scaling_text(found, out))
             return 0
         if subject is None:
@@ -91,7 +95,7 @@ def simulate_command(
             scene = _of_plan(Path(subject), workers, topology_file, profile_file)
         else:
             task = workload_of(subject, options, corpus, small)
-            links = machines(topology_file, gbit, latency_us).of(workers or PROFILED_WORKERS)
+            links = machines(topology_file, gbit, latency_us).of(PROFILED_WORKERS if workers is None else workers)
             scene = _of_workload(task, links, topology_file, profile_file)
         played = simulate(scene.plan, scene.case)
         files = _keep(played, scene, out)
@@ -105,16 +109,14 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
     """A plan with the facts that stand beside it, where no others are given."""
     made = read_plan(path)
     machines_file = topology_file or path.parent / "topology.json"
-    topology = machines(machines_file, 1.0, 0.0).of(workers or made.workers)
+    topology = machines(machines_file, 1.0, 0.0).of(made.workers if workers is None else workers)
     found = read_profile(profile_file or path.parent / "profile.json")
     case = Case(found, topology, assumptions_behind(made))
     name = f"{path.parent.name}/{path.name}" if path.parent.name else path.name
     return _Scene(name, made, case, _said(case, topology, machines_file, profile_file is not None))
 
 
-def _of_workload(
-    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None
-) -> _Scene:
+def _of_workload(task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None) -> _Scene:
     seen = min(topology.workers, PROFILED_WORKERS)
     subject = subject_of(task, seed=0)
     found = (

@@ -1,5 +1,5 @@
-"""A clock for one step of one rank: a processor that does one thing after another, and links that carry one request after
-another, beside it.
+"""A clock for one step of one rank: a processor that does one thing after another, and beside it links that carry one
+request after another.
 
 Requests stay in the order in which they were made, latency included, as on NCCL's communication stream. With the order
 fixed, every time is a maximum of sums, so nothing that takes longer can make the step shorter.
@@ -95,7 +95,5 @@ class Clock:
     def wait(self, group: str, until_seconds: float) -> None:
         """The processor stands still until then; that is what is exposed of an exchange."""
         if until_seconds > self.now_seconds:
-            self.spans.append(
-                Span("exposed", group, "wait", self.now_seconds, until_seconds - self.now_seconds)
-            )
+            self.spans.append(Span("exposed", group, "wait", self.now_seconds, until_seconds - self.now_seconds))
             self.now_seconds = until_seconds

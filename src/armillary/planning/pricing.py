@@ -23,7 +23,8 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic, traf
 
 __all__ = [
     "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
-    "dense_update_seconds", "idle_round", "index_seconds", "pack_seconds", "row_forecast", "row_update_seconds", "row_work",
+    "dense_update_seconds", "idle_round", "index_seconds", "pack_seconds", "row_forecast", "row_update_seconds",
+    "row_work",
 ]  # fmt: skip
 
 

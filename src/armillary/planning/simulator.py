@@ -193,7 +193,8 @@ def _pieces(profile: Profile) -> list[_Piece]:
 
 def _backward_order(profile: Profile, of_stage: dict[str, list[ParameterFact]]) -> list[StageFact]:
     """Against the model's order where gradients say nothing; what has no gradient goes with the stage after it."""
-    keyed, last = [], -1
+    keyed: list[tuple[int, int, StageFact]] = []
+    last = -1
     outside = [stage for stage in profile.stages if stage.name == OUTSIDE]
     inner = [stage for stage in profile.stages if stage.name != OUTSIDE]
     for stage in [*outside, *reversed(inner)]:

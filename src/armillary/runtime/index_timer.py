@@ -17,9 +17,9 @@ from armillary.runtime.line import fit
 
 __all__ = ["processor"]
 
-ROWS = (256, 2048, 8192)
-WIDTHS = (16, 128, 512)  # float32 elements of a row
-TABLE_BYTES = 1 << 25  # more than caches hold, as tables worth splitting are
+ROWS = (256, 4096)
+WIDTHS = (16, 256)  # float32 elements of a row
+TABLE_BYTES = 1 << 24  # more than caches hold, as tables worth splitting are
 ITEM_BYTES = 4
 SHARED = 2  # ranks that ask an owner for the same row, on average
 COPIED_BYTES = 1 << 25
@@ -34,25 +34,30 @@ def processor(device: torch.device, repeats: int, agree: Agree) -> Processor:
         repeats: per kind and size; the median counts.
         agree: this rank's times -> those to be used, the same on every rank (the slowest rank's).
     """
-    generator = torch.Generator().manual_seed(0)
-    works: dict[str, list[float]] = {"gather": [], "merge": [], "add": []}
     sizes = list(product(ROWS, WIDTHS))
-    for rows, width in sizes:
-        table = torch.ones(TABLE_BYTES // ITEM_BYTES // width, width, device=device)  # zeros would share one page
-        ids = torch.randint(len(table), (rows,), generator=generator).to(device)
-        twice = torch.randint(max(1, rows // SHARED), (rows,), generator=generator).to(device)
-        gradients = torch.ones(rows, width, device=device)
-        works["gather"].append(_median(lambda t=table, i=ids: t.index_select(0, i), repeats, device))  # type: ignore[misc]
-        works["merge"].append(_median(lambda i=twice, g=gradients: merge_rows(i, g), repeats, device))  # type: ignore[misc]
-        works["add"].append(_median(lambda t=table, i=ids, g=gradients: t.index_add_(0, i, g), repeats, device))  # type: ignore[misc]
+    works = [_works(rows, width, repeats, device) for rows, width in sizes]
     source = torch.ones(COPIED_BYTES // ITEM_BYTES, device=device)
     target = torch.ones_like(source)
     copied = _median(lambda: target.copy_(source), repeats, device)
-    agreed = agree([*works["gather"], *works["merge"], *works["add"], copied])
-    count = len(sizes)
+    agreed = agree([*(seconds for kind in zip(*works) for seconds in kind), copied])
     amounts = [(1.0, float(rows), float(rows * width * ITEM_BYTES)) for rows, width in sizes]
-    rates = [_rate(amounts, agreed[first : first + count]) for first in range(0, 3 * count, count)]
-    return Processor(*rates, memory_bytes_per_second=2 * COPIED_BYTES / agreed[-1])
+    count = len(sizes)
+    gather, merge, add = (_rate(amounts, agreed[first : first + count]) for first in range(0, 3 * count, count))
+    return Processor(gather, merge, add, memory_bytes_per_second=2 * COPIED_BYTES / agreed[-1])
+
+
+def _works(rows: int, width: int, repeats: int, device: torch.device) -> tuple[float, float, float]:
+    """Seconds to gather, merge and add so many rows of so many elements."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.ones(TABLE_BYTES // ITEM_BYTES // width, width, device=device)  # zeros would share one page
+    ids = torch.randint(len(table), (rows,), generator=generator).to(device)
+    twice = torch.randint(max(1, rows // SHARED), (rows,), generator=generator).to(device)
+    gradients = torch.ones(rows, width, device=device)
+    return (
+        _median(lambda: table.index_select(0, ids), repeats, device),
+        _median(lambda: merge_rows(twice, gradients), repeats, device),
+        _median(lambda: table.index_add_(0, ids, gradients), repeats, device),
+    )
 
 
 def _rate(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> RowRate:

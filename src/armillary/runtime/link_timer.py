@@ -101,4 +101,3 @@ def sides(transport: Transport) -> Iterator[tuple[Side, int]]:
         yield "inside", transport.place.workers_per_node
     if transport.place.nodes > 1:
         yield "between", transport.place.nodes
-

@@ -28,7 +28,9 @@ def open_folder(folder: Path) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written") from None
+        raise ValueError(
+            f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written"
+        ) from None
 
 
 def read_kept(path: Path, kind: type[Any], noun: str) -> Any:

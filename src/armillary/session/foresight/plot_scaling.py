@@ -32,7 +32,13 @@ def plot_scaling(found: Sequence[Scaling], assumptions: Sequence[str]) -> Figure
     for axes in panels[len(found) :]:
         axes.set_visible(False)
     figure.suptitle("Simulated throughput of data-parallel training (a forecast, not a measurement)", fontsize=13)
-    figure.supxlabel("percent: of compute alone. Assumed:\n" + "\n".join(f"- {line}" for line in assumptions), fontsize=8.5, color="#444444", x=0.01, ha="left")
+    figure.supxlabel(
+        "percent: of compute alone. Assumed:\n" + "\n".join(f"- {line}" for line in assumptions),
+        fontsize=8.5,
+        color="#444444",
+        x=0.01,
+        ha="left",
+    )
     return figure
 
 

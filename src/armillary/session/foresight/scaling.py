@@ -68,7 +68,8 @@ def scaling(
     """Simulates every way to plan for every number of workers; memory limits are left out.
 
     Args:
-        topology: machines of which there are as many as it takes. counts: numbers of workers. ways: to plan, by name: constraints, as in `plan`.
+        topology: machines of which there are as many as it takes. counts: numbers of workers.
+        ways: to plan, by name: constraints, as in `plan`.
 
     Raises:
         ValueError: a number of workers that does not fill nodes.

@@ -11,7 +11,7 @@ import torch
 
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.runtime.link_timer import THOROUGH
+from armillary.runtime.link_timer import THOROUGH, Effort
 from armillary.runtime.measure import measure
 from armillary.runtime.watch.profiler import profile
 from armillary.session.decide import open_transport, subject_of
@@ -28,7 +28,7 @@ class Survey:
     profile: Profile | None
 
 
-def survey(workload: Workload | None, seed: int, told: Callable[[str], None]) -> Survey:
+def survey(workload: Workload | None, seed: int, told: Callable[[str], None], effort: Effort = THOROUGH) -> Survey:
     """Every rank must call it; all get the same topologies, each its own stage times.
 
     Args:
@@ -39,7 +39,7 @@ def survey(workload: Workload | None, seed: int, told: Callable[[str], None]) ->
     devices = [torch.device("cpu")]
     if ("world", "cuda") in transport.groups:
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    topologies = tuple(measure(transport, THOROUGH, device, told) for device in devices)
+    topologies = tuple(measure(transport, effort, device, told) for device in devices)
     found = None
     if workload is not None:
         told(f"stages of {workload.name}")
