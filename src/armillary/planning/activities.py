@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
-from armillary.exchanges.look_up import round_leg
 from armillary.facts.plan import Group, Mean
 from armillary.facts.topology import Topology
 from armillary.planning.buckets import bucket_bytes
@@ -18,6 +17,7 @@ from armillary.planning.leg_seconds import busy
 from armillary.planning.pricing import (
     Case,
     dense_update_seconds,
+    idle_leg,
     index_seconds,
     pack_seconds,
     row_update_seconds,
@@ -69,9 +69,9 @@ def activities(group: Group, mean: Mean, case: Case) -> Activities:
     return Activities((), (), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
 
 
-def idle_request(topology: Topology) -> Request:
-    """The round that ends a step's look-ups."""
-    header = round_leg(1, topology)
+def idle_request(topology: Topology, tables: int) -> Request:
+    """What ends the look-ups of a step with so many row-sharded tables."""
+    header = idle_leg(topology, tables)
     return Request(header.link_bytes, *busy(header, topology))
 
 

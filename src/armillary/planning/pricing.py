@@ -23,8 +23,8 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic, traf
 
 __all__ = [
     "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
-    "dense_update_seconds", "idle_round", "index_seconds", "pack_seconds", "row_forecast", "row_update_seconds",
-    "row_work",
+    "dense_update_seconds", "idle_leg", "idle_round", "index_seconds", "pack_seconds", "row_forecast",
+    "row_update_seconds", "row_work",
 ]  # fmt: skip
 
 
@@ -185,7 +185,12 @@ def row_update_seconds(work: RowWork, case: Case) -> float:
     return 0.0 if work.has_window else passes * work.copy_bytes / case.memory_bytes_per_second
 
 
-def idle_round(topology: Topology, tables: int = 1) -> Forecast:
+def idle_leg(topology: Topology, tables: int = 1) -> Leg:
     """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
-    header = round_leg(math.ceil(tables / FLAGS), topology)
+    return round_leg(math.ceil(tables / FLAGS), topology)
+
+
+def idle_round(topology: Topology, tables: int = 1) -> Forecast:
+    """What that costs."""
+    header = idle_leg(topology, tables)
     return Forecast(header.link_bytes, 0.0, leg_seconds([header], topology))

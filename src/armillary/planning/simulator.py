@@ -131,8 +131,9 @@ class _Player:
             self.clock.work(name or "model", "forward", stages[name].forward_seconds)
 
     def backward(self) -> None:
-        if any(does.pull for does in self.does.values()):
-            self._fetch(LOOK_UPS, "pull", (idle_request(self.case.topology),))
+        tables = sum(bool(does.pull) for does in self.does.values())
+        if tables:
+            self._fetch(LOOK_UPS, "pull", (idle_request(self.case.topology, tables),))
         missing = [set(group.parameters) for group in self.plan.groups]
         for piece in _pieces(self.case.profile):
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
