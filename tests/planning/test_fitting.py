@@ -122,6 +122,11 @@ def test_where_neither_more_workers_nor_smaller_batches_will_do_both_are_named()
         plan(model(wide(), activations=40 * MIB // 64), machines(int(workers) - 1, memory=limit))
 
 
+def test_where_one_of_them_will_do_both_are_not_named():
+    said = remedies(model(wide(), activations=5 * MIB), machines(4, memory=20 * MIB))
+    assert re.search(r"workers in \d+ node\(s\): ", said) and "with batches" not in said
+
+
 def test_as_many_micro_batches_are_named_as_make_up_the_batch():
     said = remedies(model(dense("d", MIB), activations=90 * MIB), machines(4, memory=42 * MIB))
     assert (

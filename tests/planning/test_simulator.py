@@ -152,6 +152,26 @@ def faster(topology, factor):
     return replace(topology, inside=link(topology.inside), between=link(topology.between))
 
 
+@pytest.mark.parametrize("assumptions", [LINKS_ONLY, SGD, ADAGRAD, ADAM])
+@pytest.mark.parametrize("choice", [*ROW_EXCHANGES, Choice("owned_rows_by_node")], ids=str)
+def test_nothing_of_the_forecast_of_a_table_is_lost(choice, assumptions):
+    profile = staged(("t", 1e-3, 2e-3, [table("t", 0, workers=4)]), workers=4)
+    case = Case(profile, machines(2, 2, megabits=50.0, inside=Link(1e-5, 1e7)), assumptions)
+    made = plan(profile, case.topology, constraints={"t": choice}, assumptions=assumptions)
+    assert simulate(made, case, overlap=False).step_seconds == pytest.approx(made.forecast.seconds)
+
+
+def test_what_never_got_a_gradient_leaves_at_the_end_of_backward():
+    first = [dense("a.weight", MB // 4, 0), dense("a.quiet", MB // 4, None)]
+    case = Case(staged(("a", 1.0, 2.0, first)), machines(2, megabits=8.0, latency=0.0), LINKS_ONLY)
+    made = separate(*_both(case))
+    assert [(what, start) for what, _, start, _ in spans(simulate(made, case), "between")] == [
+        ("bucket 0", 3.0),
+        ("bucket 1", pytest.approx(4.0, abs=1e-5)),
+    ]
+    assert sum(simulate(made, case).sent_bytes.values()) == pytest.approx(made.forecast.sent_bytes)
+
+
 @given(cases())
 def test_without_overlap_a_step_takes_the_sum_that_the_plan_forecasts(case):
     made, of = case
@@ -226,6 +246,13 @@ def test_measured_links_and_rates_take_the_place_of_the_assumed():
             for topology in (plain, measured)
         )
         assert after == pytest.approx(factor * before + added)
+    whole = staged(("d", 0.0, 0.0, [dense("d", MB // 4)]))
+    copied = replace(plain, processor=Processor(rate, rate, rate, 1e6))
+    spent = (
+        plan(whole, copied, assumptions=SGD).forecast.seconds
+        - plan(whole, plain, assumptions=LINKS_ONLY).forecast.seconds
+    )
+    assert spent == pytest.approx(5.0, rel=1e-5)  # packed: read and written; updated: gradient and weight, and written
 
 
 def test_another_model_and_another_schedule_are_refused():

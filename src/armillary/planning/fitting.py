@@ -71,8 +71,8 @@ def refuse_misfit(chosen: Mapping[str, Candidate], question: Question) -> None:
     if needed <= limit:
         return
     largest = max(chosen.values(), key=lambda one: one.forecast.memory_bytes)
-    remedies = [*_lazy(question), *_replaced(question), *_more_workers(question), *_smaller_batch(needed, question)]
-    remedies += [*_both(needed, question), *_stages(question)]
+    by_itself = [*_more_workers(question), *_smaller_batch(needed, question)]
+    remedies = [*_lazy(question), *_replaced(question), *(by_itself or _both(question)), *_stages(question)]
     remedies.append(f"ranks with {bytes_text(needed)} of memory")
     listing = "\n".join(f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1))
     raise ValueError(
@@ -134,16 +134,12 @@ def _batches(activations: float, room: float) -> str:
     return f"{smaller} ({math.ceil(activations / room)} micro-batches accumulated under run.no_sync() are one step)"
 
 
-def _both(needed: float, question: Question) -> list[str]:
-    """Where neither will do by itself: the fewest workers on which micro-batches that are not too many would fit."""
+def _both(question: Question) -> list[str]:
+    """The fewest workers on which micro-batches, if not too many, would fit."""
     topology, activations = question.case.topology, _activations(question)
-    if topology.memory_bytes > needed - activations:
-        return []
     for larger in _larger(topology):
         there = replace(question, case=replace(question.case, topology=larger))
         room = topology.memory_bytes - (memory_of(smallest(menu(there)), there) - activations)
-        if room >= activations:
-            return []  # more workers will do, as was said
         if room * MOST_MICRO_BATCHES >= activations:
             return [f"{_workers(larger)} with {_batches(activations, room)}"]
     return []
