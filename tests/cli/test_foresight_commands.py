@@ -64,6 +64,20 @@ def test_what_measure_writes_is_what_plan_reads(armillary, tmp_path):
     assert planned["plan"]["compute_seconds"] == pytest.approx(seconds)
 
 
+def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, foreseen):
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    _, out, _ = armillary("plan", *SMALL, *files)
+    listed = [line for line in out[out.index("candidate for") :].splitlines() if line.startswith("embedding.weight")]
+    found = json.loads(armillary("plan", *SMALL, *files, "--json")[1])
+    mine = [one for one in found["candidates"] if one["candidate"]["parameter"] == "embedding.weight"]
+    assert len(listed) == len(mine) > 5 and sum(line.endswith("chosen") for line in listed) == 1
+    assert all(one["lost"] or one["candidate"]["choice"]["name"] in listed[place] for place, one in enumerate(mine))
+    made = Plan.load(foreseen / "plan.json")
+    (taken,) = [one["candidate"] for one in mine if not one["lost"]]
+    assert made.group_of("embedding.weight").exchange.name == taken["choice"]["name"]
+    assert all(one["candidate"]["forecast"]["seconds"] > 0 for one in mine)
+
+
 def test_measure_without_a_workload_prints_one_object(armillary, tmp_path):
     code, out, err = armillary("measure", "--workers", "1", "--json")
     assert (code, err) == (0, "")
