@@ -1,5 +1,6 @@
 """A topology refuses nonsense, survives JSON whole, and says who shares a node and who a rail."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.facts.collectives import members
-from armillary.facts.topology import Link, Topology
+from armillary.facts.processor import Processor, RowRate
+from armillary.facts.topology import Link, RequestLink, Topology
 
 LINK = Link(1e-4, 1e8)
+RATE = RowRate(1e-6, 1e-8, 1e-10, 0.1)
 TOPOLOGY = Topology(3, 2, LINK, Link(2e-4, 1e7), 1 << 30)
+
+
+def test_one_written_by_hand_needs_no_measurements():
+    fields = json.loads(TOPOLOGY.to_json())
+    del fields["requests"], fields["processor"]
+    assert Topology.from_json(json.dumps(fields)) == TOPOLOGY
 
 
 def test_it_survives_a_file_whole(tmp_path):
@@ -22,7 +31,8 @@ def test_it_survives_a_file_whole(tmp_path):
     "change",
     [
         {"nodes": 4}, {"workers_per_node": 1}, {"inside": Link(1e-4, 2e8)}, {"between": Link(0.0, 1e7)},
-        {"memory_bytes": 1 << 31}, {"backend": "nccl"},
+        {"memory_bytes": 1 << 31}, {"backend": "nccl"}, {"requests": (RequestLink("AllReduce", "inside", LINK),)},
+        {"processor": Processor(RATE, RATE, RATE, 1e9)},
     ],
 )  # fmt: skip
 def test_whatever_a_plan_depends_on_changes_the_fingerprint(change):
@@ -64,3 +74,29 @@ def test_nodes_and_rails_each_deal_every_rank_once(nodes, per_node):
         for ranks in groups:
             assert all(ranks_of(rank) == tuple(ranks) for rank in ranks)
     assert members("world", topology.workers, per_node) == [list(range(topology.workers))]
+
+
+def test_a_request_finds_the_link_that_was_measured_for_it_on_that_side():
+    quick, slow = RequestLink("AllToAll", "inside", Link(0.0, 3.0)), RequestLink("AllToAll", "between", Link(0.0, 2.0))
+    measured = replace(TOPOLOGY, requests=(quick, slow))
+    assert measured.link_of("AllToAll", "inside") == quick.link and measured.link_of("AllToAll", "between") == slow.link
+    assert measured.link_of("AllReduce", "inside") == TOPOLOGY.inside
+    assert measured.link_of("AllReduce", "between") == TOPOLOGY.between
+
+
+def test_the_same_machines_for_another_number_of_workers():
+    assert (TOPOLOGY.of(8).nodes, TOPOLOGY.of(8).workers_per_node) == (4, 2)
+    one = replace(TOPOLOGY, nodes=1)
+    assert (one.of(7).nodes, one.of(7).workers_per_node) == (1, 7)
+    with pytest.raises(ValueError, match="5 workers do not fill nodes of 2"):
+        TOPOLOGY.of(5)
+
+
+@pytest.mark.parametrize("rates", [{"row_seconds": -1.0}, {"byte_seconds": float("nan")}])
+def test_a_rate_that_cannot_be_is_refused(rates):
+    with pytest.raises(ValueError, match="rates of index work must not be negative"):
+        RowRate(**{"call_seconds": 0.0, "row_seconds": 0.0, "byte_seconds": 0.0, **rates})
+    with pytest.raises(ValueError, match="memory_bytes_per_second > 0"):
+        Processor(RATE, RATE, RATE, 0.0)
+    with pytest.raises(ValueError, match="none of inside, between"):
+        RequestLink("AllReduce", "beside", LINK)

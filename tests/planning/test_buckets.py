@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import dense
 
 from armillary.planning.buckets import BucketLimits, arrival_of, buckets, default_limits
+from planning_cases import dense
 
 FACTS = st.lists(
     st.tuples(st.integers(1, 600), st.sampled_from(["float32", "bfloat16"]), st.booleans()), min_size=1, max_size=25

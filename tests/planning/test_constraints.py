@@ -1,10 +1,10 @@
 """What the user demands is done, or refused with the reason; nothing is ignored."""
 
 import pytest
-from planning_cases import dense, machines, model, table
 
 from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
+from planning_cases import dense, machines, model, table
 
 MODEL = model(
     table("embedding.weight", 3, alpha=0.001, aliases=("tied.weight",)),

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from planning_cases import LINKS_ONLY, machines
 
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Plan
@@ -18,6 +17,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_modes import read_options
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.schedule import parse
+from planning_cases import LINKS_ONLY, machines
 
 
 def chain_of(flops, parameters=100, activations=1000, outputs=80):

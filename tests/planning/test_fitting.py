@@ -1,12 +1,16 @@
 """A plan fits the memory of a rank, at the least cost; where none does, the message says what would."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from planning_cases import dense, machines, model, table
 
+from armillary.facts.plan import Choice
+from armillary.facts.profile import Profile
+from armillary.facts.stage import StageFact
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAM
+from planning_cases import dense, machines, model, table
 
 MIB = 1 << 20
 TABLE = 64 * MIB  # of 131,072 rows of 512 B
@@ -100,3 +104,43 @@ def test_the_rule_does_not_fit_what_it_does_not_price():
     tables = [table(f"t{i}", i, rows=131_072, width=128, refusals=("max_norm",)) for i in range(2)]
     with pytest.raises(ValueError, match="nothing fits"):
         plan_by_rule(model(*tables), machines(4, memory=TABLE), assumptions=ADAM)
+
+
+def test_where_neither_more_workers_nor_smaller_batches_will_do_both_are_named():
+    """64 MiB with Adam over N and 40 MiB of activations in 20 MiB: no number of workers holds the activations, and 4
+    workers have no room for any batch (64 MiB each)."""
+    profile, limit = model(wide(), activations=40 * MIB), 20 * MIB
+    said = remedies(profile, machines(4, memory=limit))
+    workers, factor, room = re.search(
+        r"(\d+) workers in \d+ node\(s\) with batches ([\d.]+) times smaller, whose activations take ([\d.]+) MiB", said
+    ).groups()
+    assert "by itself" not in said and not re.search(r"workers in \d+ node\(s\):", said)
+    assert float(factor) == pytest.approx(40 / float(room), rel=0.1)
+    small = model(wide(), activations=int(float(room) * MIB * 0.99))
+    assert plan(small, machines(int(workers), memory=limit)).forecast.memory_bytes <= limit
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan(model(wide(), activations=40 * MIB // 64), machines(int(workers) - 1, memory=limit))
+
+
+def test_where_one_of_them_will_do_both_are_not_named():
+    said = remedies(model(wide(), activations=5 * MIB), machines(4, memory=20 * MIB))
+    assert re.search(r"workers in \d+ node\(s\): ", said) and "with batches" not in said
+
+
+def test_as_many_micro_batches_are_named_as_make_up_the_batch():
+    said = remedies(model(dense("d", MIB), activations=90 * MIB), machines(4, memory=42 * MIB))
+    assert (
+        "batches 3.5 times smaller" in said and "(4 micro-batches accumulated under run.no_sync() are one step)" in said
+    )
+
+
+def test_a_stage_a_worker_is_named_where_it_would_fit_and_says_that_it_is_late():
+    """Four layers of 16 MiB with Adam (64 MiB) each: whole 256 MiB, in stages 64, or 80 where old weights are kept."""
+    facts = [replace(dense(f"{i}.weight", 4 * MIB, 3 - i), stage=str(i)) for i in range(4)]
+    stages = tuple(StageFact(str(i), 100, 16 * MIB, 0, 0.1, 0.2, 8) for i in range(4))
+    profile = Profile(tuple(facts), stages, batches=4, workers=4)
+    said = remedies(profile, machines(4, memory=100 * MIB))
+    held = float(re.search(r"placement stage_sharded.*NOT exact.*: ([\d.]+) MiB on the fullest worker", said).group(1))
+    cyclic = plan(profile, machines(4, memory=100 * MIB), schedule=Choice("cyclic", {"mode": "pipeline"}))
+    assert held == 80.0 == max(group.forecast.memory_bytes for group in cyclic.groups) * 4 / MIB
+    assert "stage_sharded" not in remedies(profile, machines(4, memory=70 * MIB))

@@ -2,7 +2,6 @@
 name."""
 
 import pytest
-from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 from armillary.exchanges import exchange as registry
 from armillary.exchanges.all_reduce import all_reduce
@@ -11,6 +10,7 @@ from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.owned_rows import owned_rows
 from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
+from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 LINKS = machines(4, megabits=100)
 

@@ -1,11 +1,11 @@
 """Parallax's rule, and a plan made by it."""
 
 import pytest
-from planning_cases import dense, machines, model, table
 
 from armillary.facts.plan import Choice
 from armillary.planning.parallax import parallax
 from armillary.planning.planner import plan_by_rule
+from planning_cases import dense, machines, model, table
 
 PARAMETERS = {
     "read by row only": (table(), "owned_rows"),

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 from armillary.facts.plan import Choice, Plan, model_fingerprint
 from armillary.planning.choosing import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
+from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ALPHAS = st.floats(1e-4, 1.0)
 MACHINES = st.builds(

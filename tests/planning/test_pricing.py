@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 from armillary.exchanges.exchange import Place, build_row
 from armillary.exchanges.look_up import Table, Wish, look_up
@@ -13,6 +12,7 @@ from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_rou
 from armillary.reference import lockstep
 from armillary.runtime.watch.row_counts import Lookups
 from armillary.runtime.watch.row_counts import row_facts as count_rows
+from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ROWS, WIDTH, ASKED = 9973, 8, 4000
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import machines, model, row_facts
 
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+from planning_cases import machines, model, row_facts
 
 
 def test_what_was_measured_is_not_estimated():

@@ -4,7 +4,6 @@ w: bytes of a variable; m: equal variables, evenly placed. Ids and headers, whic
 """
 
 import pytest
-from planning_cases import LINKS_ONLY, machines, model, row_facts, table
 
 from armillary.exchanges.exchange import build_dense, build_row
 from armillary.exchanges.gather_rows import COUNT_BYTES
@@ -13,6 +12,7 @@ from armillary.exchanges.owned_rows import ID_BYTES
 from armillary.facts.plan import Choice
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 from armillary.planning.traffic import traffic, traffic_merged
+from planning_cases import LINKS_ONLY, machines, model, row_facts, table
 
 WORKERS = [2, 3, 8, 48]
 W = 1_000_000

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.facts.topology import Link
 from armillary.reference.serial import train_step
-from armillary.runtime.measure import fit_link
 from armillary.session.feed import Feed, leaves, shard, stream_seed
 from armillary.session.parallelize import measure
 from armillary.session.plot import plot
@@ -64,14 +62,6 @@ def test_random_streams_differ_between_steps_and_workers_and_repeat():
 def test_leaves_are_found_in_any_nest():
     one, two = torch.ones(1), torch.zeros(2)
     assert leaves({"a": [one, 3], "b": (two, {"c": one})}) == [one, two, one]
-
-
-def test_a_link_is_found_from_the_times_it_takes():
-    link = Link(1e-4, 1e8)
-    sizes = (1e3, 1e5, 1e7)
-    found = fit_link(sizes, [link.seconds(size, 6) for size in sizes], messages=6)
-    assert found.bytes_per_second == pytest.approx(1e8, rel=1e-6)
-    assert found.latency_seconds == pytest.approx(1e-4, rel=0.02)
 
 
 def measured(rank, workers):

@@ -1,8 +1,11 @@
-"""The command `armillary`: train, plan and verify a workload."""
+"""The command `armillary`: measure, plan, simulate, train, compare and verify."""
 
 import typer
 
+from armillary.cli.compare import compare_command
+from armillary.cli.measure import measure_command
 from armillary.cli.plan import plan_command
+from armillary.cli.simulate import simulate_command
 from armillary.cli.train import train_command
 from armillary.cli.verify import verify_command
 
@@ -16,7 +19,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train_command)
+app.command("compare")(compare_command)
 app.command("plan")(plan_command)
+app.command("measure")(measure_command)
+app.command("simulate")(simulate_command)
 app.command("verify")(verify_command)
 
 

@@ -9,13 +9,15 @@ import typer
 
 from armillary.cli.find import find, small
 from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.session.decide import Wishes
+from armillary.session.folder import read_kept
 from armillary.session.workload import Workload
 
 __all__ = [
-    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "Replicate", "Seed", "Set", "TopologyFile",
-    "Workers", "WorkloadName", "wishes", "workload_of",
+    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Seed", "Set",
+    "TopologyFile", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes", "workload_of",
 ]  # fmt: skip
 
 WorkloadName = Annotated[
@@ -52,6 +54,10 @@ TopologyFile = Annotated[
     Path | None, typer.Option("--topology", help="Plan for the machines in this file instead of measuring these.")
 ]
 
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
+]
+
 
 def workload_of(name: str, settings: Sequence[str], corpus: str, is_small: bool) -> Workload:
     """
@@ -80,18 +86,38 @@ def wishes(
     for wish in exchanges:
         name, pattern = _pair(wish, "--exchange")
         constraints[pattern] = name
-    plan = None if plan_file is None else _read(plan_file, Plan, "plan")
+    plan = None if plan_file is None else read_plan(plan_file)
     if plan is not None and (constraints or lazy):
         raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
-    topology = None if topology_file is None else _read(topology_file, Topology, "topology")
+    topology = None if topology_file is None else read_topology(topology_file)
     return Wishes(constraints, tuple(lazy), plan, topology)
 
 
-def _read(path: Path, kind: type[Any], noun: str) -> Any:
-    try:
-        return kind.load(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{noun}: {path} is no {noun} file ({type(error).__name__}: {error})") from error
+def read_plan(path: Path) -> Plan:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no plan.
+    """
+    plan: Plan = read_kept(path, Plan, "plan")
+    return plan
+
+
+def read_topology(path: Path) -> Topology:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no topology.
+    """
+    topology: Topology = read_kept(path, Topology, "topology")
+    return topology
+
+
+def read_profile(path: Path) -> Profile:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no profile.
+    """
+    profile: Profile = read_kept(path, Profile, "profile")
+    return profile
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """`armillary plan`: what training a workload would take, without training it."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,19 +13,26 @@ from armillary.cli.options import (
     Exchanges,
     IsSmall,
     Lazy,
+    ProfileFile,
     Replicate,
     Seed,
     Set,
     TopologyFile,
     Workers,
     WorkloadName,
+    read_profile,
     wishes,
     workload_of,
 )  # fmt: skip
 from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
-from armillary.session.decide import decide, subject_of
+from armillary.facts.profile_table import aligned
+from armillary.planning.explanation import Verdict
+from armillary.planning.planner import explain
+from armillary.planning.pricing import Assumptions
+from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
+from armillary.session.events import Decided
 
 __all__ = ["plan_command"]
 
@@ -47,25 +56,59 @@ def plan_command(
     clip: Clip = None,
     clip_by: ClipBy = "",
     topology_file: TopologyFile = None,
+    profile_file: ProfileFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Profiles WORKLOAD, measures the links between the workers, and prints the plan with its forecast.
+    """Profiles WORKLOAD, measures the links between the workers, and prints the plan, its forecast, every candidate.
 
-    With --topology nothing is measured and no worker is started: the file says what is planned for.
+    With --topology nothing is measured and no worker is started: the file says what is planned for. With --profile the
+    model is not run. `armillary measure` writes both files.
     """
     asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
         granted = asked.added_to(wishes(lazy, replicate, exchange, None, topology_file), workers)
-        decided = decide(subject_of(task, seed), granted)
+        if profile_file is not None:
+            granted = replace(granted, profile=read_profile(profile_file))
+        subject = subject_of(task, seed)
+        decided = decide(subject, granted)
         if rank() == 0:
-            print(as_json(decided) if json else decided_text(decided))
+            found = () if granted.is_cyclic else _candidates(decided, granted, assumptions_of(subject.optimizer))
+            if json:
+                print(as_json({**vars(decided), "candidates": found}))
+            else:
+                print("\n".join([decided_text(decided), *([_table(found)] if found else [])]))
             if out is not None:
                 decided.plan.save(out)
         return 0
 
     run_in_workers(asked.processes(workers) if topology_file is None else 1, body)
+
+
+def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> tuple[Verdict, ...]:
+    """Every way priced for what is read by row."""
+    return explain(
+        decided.profile,
+        decided.topology,
+        constraints=granted.constraints,
+        lazy=granted.lazy,
+        assumptions=assumptions,
+    )
+
+
+def _table(found: Sequence[Verdict]) -> str:
+    rows = []
+    for verdict in found:
+        one, cost = verdict.candidate, verdict.candidate.forecast
+        figures = (
+            f"{cost.seconds * 1e3:,.2f}",
+            f"{cost.sent_bytes / 1e3:,.1f}",
+            f"{cost.memory_bytes / (1 << 20):,.1f}",
+        )
+        rows.append((one.parameter, str(one.choice), *figures, verdict.lost or "chosen"))
+    header = ("candidate for", "exchange", "time ms", "sent kB/step", "memory MiB", "why not")
+    return f"{aligned(header, rows, left=(0, 1, 5))}\n"

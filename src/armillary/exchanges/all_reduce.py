@@ -28,7 +28,7 @@ def all_reduce() -> DenseExchange:
         return [2 * (topology.workers - 1) / topology.workers * nbytes] * topology.workers
 
     def legs(nbytes: int, topology: Topology) -> list[Leg]:
-        return [Leg("slowest", max(sent_bytes(nbytes, topology)), 2 * (topology.workers - 1))]
+        return [Leg("slowest", max(sent_bytes(nbytes, topology)), 2 * (topology.workers - 1), "AllReduce")]
 
     def oracle(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(tensors)).sum(0)] * len(tensors)

@@ -59,7 +59,8 @@ def gather_rows() -> RowExchange:
 
     def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
         others = topology.workers - 1
-        sent_bytes = others * (traffic.distinct_rows * (traffic.row_bytes + ID_BYTES) + COUNT_BYTES)
-        return Legs((), (Leg("everyone", sent_bytes, others + 2),))  # counts go round by N - 1 hops
+        counts = Leg("everyone", others * COUNT_BYTES, others, "AllGather")  # they go round
+        rows = others * traffic.distinct_rows * (traffic.row_bytes + ID_BYTES)
+        return Legs((), (counts, Leg("everyone", rows, 2)))
 
     return RowExchange("replicated", ownership, pull, push, 3, legs)

@@ -17,11 +17,13 @@ class Leg(NamedTuple):
         those inside the node and those beyond it leave by different links at once; "node", "rail": to the other ranks
         of the node, or to the ranks of the same place in the other nodes.
     link_bytes: through the busiest link in one direction. messages: that wait for one another, each for one latency.
+    request: the kind that is made, by the name of its class: links serve some kinds better than others.
     """
 
     links: Links
     link_bytes: float
     messages: int
+    request: str = "AllToAll"
 
 
 class Legs(NamedTuple):

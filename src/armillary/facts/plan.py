@@ -101,6 +101,7 @@ class Plan:
         workers_per_node: how ranks are packed into nodes, for the exchanges that merge inside a node first.
         model_fingerprint, topology_fingerprint: what the plan was made for; the runtime refuses another model.
         compute_seconds: forecast of one step without any exchange.
+        priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
         picture: of a schedule other than simultaneous: worker by tick, with the staleness of the weights.
     """
 
@@ -113,6 +114,7 @@ class Plan:
     schedule: Choice = Choice("simultaneous")
     compute_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    priced_with: Mapping[str, float] = field(default_factory=dict)
     picture: str = ""
 
     def __post_init__(self) -> None:

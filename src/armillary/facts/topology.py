@@ -1,15 +1,23 @@
 """What we run on: nodes, the ranks they hold, the links between ranks, the memory of each. Plain data, JSON both ways.
 
 Two classes of link are told apart, inside a node and between nodes, because the hierarchical exchanges exist for the
-difference. A rank's link is what that rank can send at once (its share of the network card).
+difference. A rank's link is what that rank can send at once (its share of the network card). Where it was measured, a
+topology also knows what each kind of request makes of those links, and how fast a rank's processor handles rows; a
+hand-written one may leave both out.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-__all__ = ["Link", "Topology"]
+from armillary.facts.processor import Processor, RowRate
+
+__all__ = ["Link", "RequestLink", "Topology"]
+
+Side = Literal["inside", "between"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,33 @@ class Link:
 
 
 @dataclass(frozen=True)
+class RequestLink:
+    """What one kind of request ("AllReduce", "AllGather", "AllToAll") was measured to make of the links on one side.
+
+    Args of note:
+        link: latency of each of the messages it makes one after another (2 (N - 1) an all-reduce, N - 1 an all-gather,
+            1 an all-to-all among N ranks), and bytes per second that a rank sends.
+        residual: largest relative error of that line over the sizes it was fitted to.
+    """
+
+    request: str
+    side: Side
+    link: Link
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.side not in ("inside", "between"):
+            raise ValueError(f"topology: side {self.side!r} of {self.request} is none of inside, between")
+
+
+@dataclass(frozen=True)
 class Topology:
     """`nodes` nodes of `workers_per_node` ranks each; ranks are numbered node by node.
 
     Args of note:
         inside: link between two ranks of a node; between: link between ranks of different nodes.
         memory_bytes: what one rank may hold. backend: "gloo" or "nccl"; they are priced as different machines.
+        requests: where measured, the links as single kinds of request find them. processor: where measured.
     """
 
     nodes: int
@@ -46,6 +75,8 @@ class Topology:
     between: Link
     memory_bytes: int
     backend: str = "gloo"
+    requests: tuple[RequestLink, ...] = ()
+    processor: Processor | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.workers_per_node < 1:
@@ -63,6 +94,32 @@ class Topology:
     def link(self) -> Link:
         """The slowest link a message to a random rank may cross."""
         return self.between if self.nodes > 1 else self.inside
+
+    @property
+    def slowest_side(self) -> Side:
+        return "between" if self.nodes > 1 else "inside"
+
+    def link_of(self, request: str, side: Side) -> Link:
+        """The link on that side as this kind of request finds it: as measured, else the link itself."""
+        for measured in self.requests:
+            if (measured.request, measured.side) == (request, side):
+                return measured.link
+        return self.inside if side == "inside" else self.between
+
+    def of(self, workers: int) -> "Topology":
+        """The same machines for another number of workers: more or fewer nodes, or one node that holds them all.
+
+        Raises:
+            ValueError: they do not fill nodes.
+        """
+        if self.nodes == 1:
+            return replace(self, workers_per_node=workers)
+        nodes, left = divmod(workers, self.workers_per_node)
+        if left or not nodes:
+            raise ValueError(
+                f"topology: {workers} workers do not fill nodes of {self.workers_per_node}; want a multiple of it"
+            )
+        return replace(self, nodes=nodes)
 
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
@@ -86,7 +143,16 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> "Topology":
+        """
+        Raises:
+            TypeError, KeyError: the text is JSON, but of no topology.
+        """
         fields = json.loads(text)
+        fields["requests"] = tuple(
+            RequestLink(**{**measured, "link": Link(**measured["link"])}) for measured in fields.get("requests", ())
+        )
+        if fields.get("processor") is not None:
+            fields["processor"] = _processor(fields["processor"])
         return cls(**{**fields, "inside": Link(**fields["inside"]), "between": Link(**fields["between"])})
 
     def save(self, path: str | Path) -> None:
@@ -95,3 +161,8 @@ class Topology:
     @classmethod
     def load(cls, path: str | Path) -> "Topology":
         return cls.from_json(Path(path).read_text())
+
+
+def _processor(fields: Mapping[str, Any]) -> Processor:
+    rates = {name: RowRate(**fields[name]) for name in ("gather", "merge", "add")}
+    return Processor(**rates, memory_bytes_per_second=fields["memory_bytes_per_second"])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Group, Mean
-from armillary.planning.buckets import arrival_of, buckets
+from armillary.planning.buckets import arrival_of, bucket_bytes, buckets
 from armillary.planning.candidates import Candidate, Question
 from armillary.planning.pricing import dense_forecast, idle_round
 
@@ -69,12 +69,9 @@ def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Ch
 def _bucket(
     members: Sequence[ParameterFact], choice: Choice, reasons: Mapping[str, str], question: Question, mean: Mean
 ) -> Group:
-    """Behind the gradients a bucket carries a used flag per parameter and, with the mean over weights, a weight."""
-    item_bytes = members[0].bytes // max(1, members[0].elements)
-    nbytes = sum(fact.bytes for fact in members) + item_bytes * (len(members) + (mean == "weights"))
     said = list(dict.fromkeys(_said(fact, reasons[fact.name], len(members)) for fact in members))
     names = tuple(fact.name for fact in members)
-    forecast = dense_forecast(nbytes, choice, question.case)
+    forecast = dense_forecast(bucket_bytes(members, mean == "weights"), choice, question.case)
     return Group("bucket", names, "replicated", choice, "exact", forecast, "; ".join(said))
 
 

@@ -7,7 +7,7 @@ Source: Fournier & Oyallon, 2024.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from armillary.facts.parameter import ParameterFact
@@ -15,14 +15,14 @@ from armillary.facts.plan import Choice, Forecast, Group, Placement, Plan, Updat
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.planning.pricing import Case
-from armillary.planning.schedule_notes import notes_on
+from armillary.planning.schedule_notes import notes_on, peak_over_workers
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
 from armillary.schedules.cyclic_modes import CyclicOptions, read_options
 from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["plan_cyclic"]
+__all__ = ["pipeline_bytes", "plan_cyclic"]
 
 ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
 
@@ -68,8 +68,25 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
         notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
+        priced_with=asdict(case.assumptions),
         picture=str(subject.schedule),
     )
+
+
+def pipeline_bytes(case: Case) -> float:
+    """What the fullest of the workers holds under mode "pipeline": weights, gradients, state and activations.
+
+    Raises:
+        ValueError: fewer modules than workers to cut between.
+    """
+    subject = _subject(case.profile, read_options({"mode": "pipeline"}, case.topology.workers))
+    copies = 2 + case.assumptions.optimizer_slots
+    held = []
+    for j, load in enumerate(subject.stages):
+        is_stale = any(ages[j] for ages in subject.schedule.staleness)
+        weights = load.weight_bytes * (copies + is_stale)
+        held.append(weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j)))
+    return float(max(held))
 
 
 def _subject(profile: Profile, options: CyclicOptions) -> _Subject:

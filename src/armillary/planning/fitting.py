@@ -4,19 +4,22 @@ What the fullest rank holds is taken as the sum over groups, activations and fro
 are the same first ranks of each node, so their shares do add up.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from armillary.facts.plan import UPDATES
 from armillary.facts.profile_table import bytes_text
 from armillary.facts.topology import Topology
 from armillary.planning.candidates import Candidate, Question, allowed
+from armillary.planning.cyclic_plan import pipeline_bytes
 
 __all__ = ["Menu", "fit", "held_bytes", "menu", "refuse_misfit"]
 
 Menu = Mapping[str, Sequence[Candidate]]
 
 MOST_WORKERS = 1024
+MOST_MICRO_BATCHES = 64
 
 
 def menu(question: Question) -> dict[str, tuple[Candidate, ...]]:
@@ -68,14 +71,14 @@ def refuse_misfit(chosen: Mapping[str, Candidate], question: Question) -> None:
     if needed <= limit:
         return
     largest = max(chosen.values(), key=lambda one: one.forecast.memory_bytes)
-    activations = sum(stage.activation_bytes for stage in question.case.profile.stages)
-    remedies = [*_lazy(question), *_replaced(question), *_more_workers(question), *_smaller_batch(needed, question)]
+    by_itself = [*_more_workers(question), *_smaller_batch(needed, question)]
+    remedies = [*_lazy(question), *_replaced(question), *(by_itself or _both(question)), *_stages(question)]
     remedies.append(f"ranks with {bytes_text(needed)} of memory")
     listing = "\n".join(f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1))
     raise ValueError(
         f"plan: nothing fits in {bytes_text(limit)} a rank; the smallest plan needs {bytes_text(needed)} (of it "
         f"{bytes_text(largest.forecast.memory_bytes)} for {largest.parameter!r} by {largest.choice}, activations "
-        f"{bytes_text(activations)}). Any of these would do:\n{listing}"
+        f"{bytes_text(_activations(question))}). Any of these would do:\n{listing}"
     )
 
 
@@ -102,25 +105,62 @@ def _replaced(question: Question) -> list[str]:
 
 
 def _more_workers(question: Question) -> list[str]:
-    topology = question.case.topology
-    for step in range(1, MOST_WORKERS // topology.workers_per_node + 1):
-        larger = _grown(topology, step)
-        if larger.workers > MOST_WORKERS:
-            break
+    for larger in _larger(question.case.topology):
         if needed := _fits(replace(question, case=replace(question.case, topology=larger))):
-            return [f"{larger.workers} workers in {larger.nodes} node(s): {bytes_text(needed)}"]
+            return [f"{_workers(larger)}: {bytes_text(needed)}"]
     return []
 
 
-def _grown(topology: Topology, step: int) -> Topology:
-    if topology.nodes == 1:
-        return replace(topology, workers_per_node=topology.workers_per_node + step)
-    return replace(topology, nodes=topology.nodes + step)
+def _larger(topology: Topology) -> Iterator[Topology]:
+    """A worker more, or a node more, and so on."""
+    step = 1 if topology.nodes == 1 else topology.workers_per_node
+    for workers in range(topology.workers + step, MOST_WORKERS + 1, step):
+        yield topology.of(workers)
+
+
+def _workers(topology: Topology) -> str:
+    return f"{topology.workers} workers in {topology.nodes} node(s)"
 
 
 def _smaller_batch(needed: float, question: Question) -> list[str]:
-    activations = sum(stage.activation_bytes for stage in question.case.profile.stages)
+    """Gradients of micro-batches add up, so what is cut smaller is not the step."""
+    activations = _activations(question)
     room = question.case.topology.memory_bytes - (needed - activations)
-    if room <= 0:
+    return [_batches(activations, room)] if room > 0 else []
+
+
+def _batches(activations: float, room: float) -> str:
+    smaller = f"batches {activations / room:.1f} times smaller, whose activations take {bytes_text(room)}"
+    return f"{smaller} ({math.ceil(activations / room)} micro-batches accumulated under run.no_sync() are one step)"
+
+
+def _both(question: Question) -> list[str]:
+    """The fewest workers on which micro-batches, if not too many, would fit."""
+    topology, activations = question.case.topology, _activations(question)
+    for larger in _larger(topology):
+        there = replace(question, case=replace(question.case, topology=larger))
+        room = topology.memory_bytes - (memory_of(smallest(menu(there)), there) - activations)
+        if room * MOST_MICRO_BATCHES >= activations:
+            return [f"{_workers(larger)} with {_batches(activations, room)}"]
+    return []
+
+
+def _stages(question: Question) -> list[str]:
+    """Each worker with a part of the model, if the profile's stages allow as many."""
+    case = question.case
+    if case.topology.workers == 1:
         return []
-    return [f"batches {activations / room:.1f} times smaller, whose activations take {bytes_text(room)}"]
+    try:
+        needed = pipeline_bytes(case)
+    except ValueError:
+        return []  # too few modules to cut between
+    if needed > case.topology.memory_bytes:
+        return []
+    return [
+        f"placement stage_sharded, a stage a worker, by schedule cyclic(mode=pipeline) ({UPDATES['stale']}): "
+        f"{bytes_text(needed)} on the fullest worker"
+    ]
+
+
+def _activations(question: Question) -> float:
+    return sum(stage.activation_bytes for stage in question.case.profile.stages)

@@ -1,43 +1,52 @@
 """Seconds of the legs of an exchange over the links of a topology, at the rank whose link is busiest.
 
-Legs over the same links are taken together; nothing is hidden behind compute (that is the simulator's business).
+Legs follow one another; nothing is hidden behind compute (that is the simulator's business).
 
 Source: Thakur, Rabenseifner and Gropp (2005): latency once a message, bandwidth on what passes the link. Departure: an
-all-to-all posts all its pieces at once, so it waits for one latency, not for N - 1.
+all-to-all posts all its pieces at once, so it waits for one latency, not for N - 1. Where a topology was measured, each
+kind of request has links of its own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from armillary.exchanges.leg import Leg, Links
+from armillary.exchanges.leg import Leg
 from armillary.facts.topology import Topology
 
-__all__ = ["leg_seconds"]
+__all__ = ["Busy", "busy", "leg_seconds"]
+
+
+class Busy(NamedTuple):
+    """How long one leg keeps each link of the busiest rank, both at once."""
+
+    inside: float
+    between: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
 
 
 def leg_seconds(legs: Iterable[Leg], topology: Topology, latency_share: float = 1.0) -> float:
     """latency_share: of every latency, what these legs pay; the rest is paid by others that travel with them."""
-    link_bytes: dict[Links, float] = defaultdict(float)
-    messages: dict[Links, float] = defaultdict(float)
-    for leg in legs:
-        link_bytes[leg.links] += leg.link_bytes
-        messages[leg.links] += leg.messages * latency_share
-    return sum(_seconds(links, link_bytes[links], messages[links], topology) for links in link_bytes)
+    return sum(busy(leg, topology, latency_share).seconds for leg in legs)
 
 
-def _seconds(links: Links, link_bytes: float, messages: float, topology: Topology) -> float:
+def busy(leg: Leg, topology: Topology, latency_share: float = 1.0) -> Busy:
     """Nothing where there is no other rank."""
-    if topology.workers == 1:
-        return 0.0
-    if links == "slowest":
-        return topology.link.seconds(link_bytes, messages)
-    here, nodes = topology.workers_per_node, topology.nodes
-    inside_bytes = {"node": link_bytes, "rail": 0.0, "everyone": link_bytes * (here - 1) / (topology.workers - 1)}[
-        links
-    ]
-    seconds = [0.0]
-    if here > 1 and links != "rail":
-        seconds.append(topology.inside.seconds(inside_bytes, messages))
-    if nodes > 1 and links != "node":
-        seconds.append(topology.between.seconds(link_bytes - inside_bytes, messages))
-    return max(seconds)
+    here, others = topology.workers_per_node, topology.workers - 1
+    if others == 0:
+        return Busy(0.0, 0.0)
+    inside_share = {
+        "slowest": float(topology.nodes == 1),
+        "everyone": (here - 1) / others,
+        "node": 1.0,
+        "rail": 0.0,
+    }[leg.links]
+    messages = leg.messages * latency_share
+    inside = between = 0.0
+    if here > 1 and inside_share > 0:
+        inside = topology.link_of(leg.request, "inside").seconds(leg.link_bytes * inside_share, messages)
+    if topology.nodes > 1 and inside_share < 1:
+        between = topology.link_of(leg.request, "between").seconds(leg.link_bytes * (1 - inside_share), messages)
+    return Busy(inside, between)

@@ -8,6 +8,7 @@ planner. Departure from the latter: alpha is measured on real batches instead of
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -141,6 +142,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         mean=mean,
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
         notes=_notes(chosen, question),
+        priced_with=asdict(question.case.assumptions),
     )
 
 

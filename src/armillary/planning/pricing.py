@@ -9,17 +9,23 @@ Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: ind
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from armillary.exchanges.exchange import Place, build_dense, build_row
+from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, Update
+from armillary.facts.plan import Choice, Forecast, Plan, Update
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.leg_seconds import leg_seconds
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
 
-__all__ = ["ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "dense_forecast", "idle_round", "row_forecast"]
+__all__ = [
+    "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
+    "dense_update_seconds", "idle_leg", "idle_round", "index_seconds", "pack_seconds", "row_forecast",
+    "row_update_seconds", "row_work",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,19 @@ class Assumptions:
             )
 
 
+def assumptions_behind(plan: Plan) -> Assumptions:
+    """What the plan was priced with.
+
+    Raises:
+        ValueError: nobody priced it.
+    """
+    if not plan.priced_with:
+        raise ValueError("plan: it does not say what optimizer it was priced for; plan again")
+    taken = dict(plan.priced_with)
+    slots, moves = int(taken.pop("optimizer_slots")), bool(taken.pop("moves_quiet_rows"))
+    return Assumptions(slots, moves, **taken)
+
+
 SGD = Assumptions(optimizer_slots=0, moves_quiet_rows=False)
 ADAGRAD = Assumptions(optimizer_slots=1, moves_quiet_rows=False)
 ADAM = Assumptions(optimizer_slots=2, moves_quiet_rows=True)
@@ -55,25 +74,66 @@ ADAM = Assumptions(optimizer_slots=2, moves_quiet_rows=True)
 
 @dataclass(frozen=True)
 class Case:
-    """What is priced: a model, the machines, and what is taken for granted."""
+    """What is priced: a model, the machines, and what is taken for granted where it was not measured."""
 
     profile: Profile
     topology: Topology
     assumptions: Assumptions = ADAM
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        measured = self.topology.processor
+        return self.assumptions.memory_bytes_per_second if measured is None else measured.memory_bytes_per_second
+
+    def row_seconds(self, row_bytes: int) -> float:
+        """Index work per row of that size."""
+        measured = self.topology.processor
+        if measured is None:
+            return self.assumptions.row_seconds
+        kinds = (measured.gather, measured.merge, measured.add)
+        return sum(kind.row_seconds + row_bytes * kind.byte_seconds for kind in kinds)
 
 
 def dense_forecast(nbytes: int, choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
     """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1."""
     slots, exchange = case.assumptions.optimizer_slots, build_dense(choice.name, **choice.options)
     sent = exchange.sent_bytes(nbytes, case.topology)
-    # Into the bucket (read, write); the update reads gradient, reads and writes weight and state.
-    touched_bytes = (2 + 3 + 2 * slots) * nbytes
     links = leg_seconds(exchange.legs(nbytes, case.topology), case.topology, buckets)
-    return Forecast(sum(sent) / len(sent), (2 + slots) * nbytes, links + _memory_seconds(touched_bytes, case))
+    seconds = links + pack_seconds(nbytes, case) + dense_update_seconds(nbytes, case)
+    return Forecast(sum(sent) / len(sent), (2 + slots) * nbytes, seconds)
 
 
-def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> Forecast:
-    """One table that is read by row. The round in which ranks say they are idle is not in it (`idle_round`)."""
+def pack_seconds(nbytes: int, case: Case) -> float:
+    """Gradients into their bucket: read and written."""
+    return 2 * nbytes / case.memory_bytes_per_second
+
+
+def dense_update_seconds(nbytes: int, case: Case) -> float:
+    """The update reads gradient, reads and writes weight and state."""
+    return (3 + 2 * case.assumptions.optimizer_slots) * nbytes / case.memory_bytes_per_second
+
+
+class RowWork(NamedTuple):
+    """What one table asks of a rank in a step.
+
+    Args of note:
+        headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. handled_rows: asked for and
+            served, or gathered. copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
+        has_window: whether the optimizer sees the touched rows only.
+    """
+
+    headers: tuple[Leg, ...]
+    legs: Legs
+    even_legs: Legs
+    handled_rows: float
+    row_bytes: int
+    copy_bytes: float
+    touched_bytes: float
+    has_window: bool
+
+
+def row_work(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> RowWork:
+    """The round in which ranks say they are idle is not in it (`idle_round`)."""
     assert fact.rows is not None, fact
     rows, topology = fact.rows, case.topology
     exchange = build_row(choice.name, **choice.options)
@@ -82,21 +142,35 @@ def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case
     if exchange.placement == "row_sharded":
         moved = traffic(rows, case.profile, topology)
         skew = busiest_share(rows, owners, owned.order) * topology.workers
-        headers = [round_leg(moved.lookups, topology)]
+        headers: tuple[Leg, ...] = (round_leg(moved.lookups, topology),)
         handled = moved.distinct_rows * (1 + skew)  # asked for and served
     else:
-        moved, skew, headers = traffic_merged(rows, case.profile, topology), 1.0, []
+        moved, skew, headers = traffic_merged(rows, case.profile, topology), 1.0, ()
         handled = moved.distinct_rows * topology.workers
-    legs = exchange.legs(moved, skew, topology)
-    links = leg_seconds([*headers, *legs.pull, *legs.push], topology)
-    copy_bytes = owned.capacity * rows.row_bytes
-    touched_bytes = merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes
-    has_window = update == "lazy" or not case.assumptions.moves_quiet_rows
-    return Forecast(
-        exchange.sent_bytes(moved, topology) + sum(leg.link_bytes for leg in headers),
-        _row_memory(copy_bytes, touched_bytes, has_window, case),
-        links + handled * case.assumptions.row_seconds + _row_update_seconds(copy_bytes, has_window, case),
+    return RowWork(
+        headers=headers,
+        legs=exchange.legs(moved, skew, topology),
+        even_legs=exchange.legs(moved, 1.0, topology),
+        handled_rows=handled,
+        row_bytes=rows.row_bytes,
+        copy_bytes=owned.capacity * rows.row_bytes,
+        touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
+        has_window=update == "lazy" or not case.assumptions.moves_quiet_rows,
     )
+
+
+def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> Forecast:
+    """One table that is read by row, without the idle round."""
+    work = row_work(fact, choice, update, case)
+    links = leg_seconds([*work.headers, *work.legs.pull, *work.legs.push], case.topology)
+    sent = sum(leg.link_bytes for leg in (*work.headers, *work.even_legs.pull, *work.even_legs.push))
+    memory = _row_memory(work.copy_bytes, work.touched_bytes, work.has_window, case)
+    return Forecast(sent, memory, links + index_seconds(work, case) + row_update_seconds(work, case))
+
+
+def index_seconds(work: RowWork, case: Case) -> float:
+    """Every row handled is gathered once, merged once and added once."""
+    return work.handled_rows * case.row_seconds(work.row_bytes)
 
 
 def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case: Case) -> float:
@@ -105,16 +179,18 @@ def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case:
     return (1 + slots) * copy_bytes + ((2 + slots) * touched_bytes if has_window else copy_bytes)
 
 
-def _row_update_seconds(copy_bytes: float, has_window: bool, case: Case) -> float:
+def row_update_seconds(work: RowWork, case: Case) -> float:
     """The gradient of all rows is filled, then the update passes over all of them; a window's rows are index work."""
-    return 0.0 if has_window else _memory_seconds((1 + 3 + 2 * case.assumptions.optimizer_slots) * copy_bytes, case)
+    passes = 1 + 3 + 2 * case.assumptions.optimizer_slots
+    return 0.0 if work.has_window else passes * work.copy_bytes / case.memory_bytes_per_second
 
 
-def _memory_seconds(touched_bytes: float, case: Case) -> float:
-    return touched_bytes / case.assumptions.memory_bytes_per_second
+def idle_leg(topology: Topology, tables: int = 1) -> Leg:
+    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
+    return round_leg(math.ceil(tables / FLAGS), topology)
 
 
 def idle_round(topology: Topology, tables: int = 1) -> Forecast:
-    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
-    header = round_leg(math.ceil(tables / FLAGS), topology)
+    """What that costs."""
+    header = idle_leg(topology, tables)
     return Forecast(header.link_bytes, 0.0, leg_seconds([header], topology))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Choice, Plan
+from armillary.facts.plan import Choice, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
@@ -39,7 +39,7 @@ class Wishes:
     Args of note:
         constraints: parameter name or pattern -> placement or exchange.
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
-        plan: take this one as it is. topology: take this one, measure nothing.
+        plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
         schedule: of the plan to make.
     """
 
@@ -47,6 +47,7 @@ class Wishes:
     lazy: tuple[str, ...] = ()
     plan: Plan | None = None
     topology: Topology | None = None
+    profile: Profile | None = None
     schedule: Choice = SIMULTANEOUS
 
     @property
@@ -97,8 +98,10 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
 
     def think() -> tuple[str, str]:
         workers, per_node = topology.workers, topology.workers_per_node
-        batches = subject.draw(workers)
-        found = profile(subject.model, batches, subject.loss, workers=workers, workers_per_node=per_node)
+        found = wishes.profile or profile(
+            subject.model, subject.draw(workers), subject.loss, workers=workers, workers_per_node=per_node
+        )
+        _refuse_other_model(found, subject.model)
         chosen = wishes.plan or make_plan(
             found,
             topology,
@@ -112,6 +115,19 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
     profile_json, plan_json = by_rank_zero(transport, think)
     transport.close()
     return Decided(Profile.from_json(profile_json), topology, Plan.from_json(plan_json))
+
+
+def _refuse_other_model(found: Profile, model: nn.Module) -> None:
+    mine = model_fingerprint(
+        (name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+    if mine != found.model_fingerprint:
+        raise ValueError(
+            f"plan: the profile is of model {found.model_fingerprint}, this is {mine}; measure again with this "
+            "workload and the same options"
+        )
 
 
 def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> list[Batch]:

@@ -10,7 +10,7 @@ from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
 from armillary.session.plot import plot
 
-__all__ = ["CHECKPOINTS", "keep_decision", "keep_end", "note", "open_folder", "run_folder"]
+__all__ = ["CHECKPOINTS", "keep_decision", "keep_end", "note", "open_folder", "read_kept", "run_folder"]
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
@@ -28,7 +28,21 @@ def open_folder(folder: Path) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"run: cannot write to {folder} ({error}); pass a --runs that can be written") from None
+        raise ValueError(
+            f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written"
+        ) from None
+
+
+def read_kept(path: Path, kind: type[Any], noun: str) -> Any:
+    """What `kind.save` wrote there.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        return kind.load(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{noun}: {path} is no {noun} file ({type(error).__name__}: {error})") from error
 
 
 def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:

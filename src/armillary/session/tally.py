@@ -13,7 +13,7 @@ from armillary.facts.trace import Record
 from armillary.runtime.hybrid.executor import DenseUnit
 from armillary.session.run import Run
 
-__all__ = ["Comparison", "Tally", "compare", "held_bytes", "reset_peak_memory", "resident_bytes"]
+__all__ = ["OTHER", "Comparison", "Tally", "compare", "held_bytes", "reset_peak_memory", "resident_bytes"]
 
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
 

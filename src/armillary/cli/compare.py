@@ -1,0 +1,62 @@
+"""`armillary compare`: how near a run came to its forecast; exit code 1 if not near enough."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import AsJson
+from armillary.cli.show import as_json
+from armillary.cli.workers import run_in_workers
+from armillary.facts.profile_table import aligned
+from armillary.session.foresight.compare import SMALL_SHARE, Band, Compared, Line, compare_run
+
+__all__ = ["compare_command"]
+
+UNITS = {"sent_bytes": ("sent kB", 1e3, 1), "memory_bytes": ("memory MiB", 1 << 20, 1), "seconds": ("ms", 1e-3, 2)}
+
+
+def compare_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that ended, as runs/language_model.")],
+    sent: Annotated[float, typer.Option(help="Band of bytes sent, as a share.")] = Band.sent_bytes,
+    memory: Annotated[float, typer.Option(help="Band of memory, as a share.")] = Band.memory_bytes,
+    seconds: Annotated[float, typer.Option(help="Band of seconds, as a share.")] = Band.seconds,
+    json: AsJson = False,
+) -> None:
+    """Holds the forecast of a run's plan beside what the run measured, for every group: bytes, memory, seconds.
+
+    Exit code 1 if a figure is outside its band.
+    """
+
+    def body() -> int:
+        found = compare_run(run, Band(sent, memory, seconds))
+        print(as_json({**vars(found), "is_within": found.is_within}) if json else _text(found))
+        return 0 if found.is_within else 1
+
+    run_in_workers(1, body)
+
+
+def _text(found: Compared) -> str:
+    header = ["forecast : measured", "exchange"]
+    for title, _, _ in UNITS.values():
+        header += [title, ":", "off"]
+    table = aligned([*header, "outside"], [_cells(line) for line in found.lines], left=(0, 1, 11))
+    band = ", ".join(
+        f"{title.split()[0] if name != 'seconds' else 'time'} {getattr(found.band, name):.0%}"
+        for name, (title, _, _) in UNITS.items()
+    )
+    verdict = "every figure is within its band" if found.is_within else "outside its band where named"
+    return (
+        f"{table}\n\nbands: {band}; differences below {SMALL_SHARE:.0%} of the step's are let pass: {verdict}\n"
+        "bytes and memory: mean over workers; time of a group: in flight on rank 0, median step, the forecast played "
+        "against a clock;\nthe step: from one to the next, memory at its peak with activations"
+    )
+
+
+def _cells(line: Line) -> list[str]:
+    cells = [line.group, line.exchange]
+    for name, (_, unit, digits) in UNITS.items():
+        expected, seen = getattr(line.forecast, name), getattr(line.measured, name)
+        off = f"{(seen - expected) / expected:+.1%}" if expected else "-"
+        cells += [f"{expected / unit:,.{digits}f}", f"{seen / unit:,.{digits}f}", off]
+    return [*cells, ", ".join(name.removesuffix("_bytes") for name in line.outside)]

@@ -1,0 +1,53 @@
+"""The machines of a simulation: those of a file, or links that the user assumes; and what is assumed, in words."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import read_topology
+from armillary.facts.profile_table import seconds_text
+from armillary.facts.topology import Link, Topology
+from armillary.planning.pricing import Case
+
+__all__ = ["Gbit", "LatencyUs", "assumed", "machines", "said_of"]
+
+Gbit = Annotated[float, typer.Option(help="Without --topology: assumed speed of a worker's link in Gbit/s.")]
+LatencyUs = Annotated[float, typer.Option(help="Without --topology: assumed latency of a message in microseconds.")]
+
+NO_LIMIT = 1 << 62
+
+
+def machines(topology_file: Path | None, gbit: float, latency_us: float) -> Topology:
+    """Assumed ones are two nodes of one worker (`Topology.of` makes more of them) and have no limit of memory."""
+    if topology_file is not None:
+        return read_topology(topology_file)
+    link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
+    return Topology(2, 1, link, link, NO_LIMIT)
+
+
+def said_of(topology: Topology, topology_file: Path | None) -> list[str]:
+    """What the links are and where that is known from."""
+    sides = [("between", topology.between)] if topology.nodes > 1 else []
+    sides += [("inside", topology.inside)] if topology.workers_per_node > 1 else []
+    speeds = [
+        f"{side} nodes {link.bytes_per_second * 8 / 1e9:.3g} Gbit/s and {seconds_text(link.latency_seconds)} a message"
+        for side, link in sides or [("inside", topology.inside)]
+    ]
+    source = "given by hand" if topology_file is None else f"from {topology_file.name}"
+    kinds = "each kind of request as measured" if topology.requests else "alike for every kind of request"
+    return [
+        f"links {source}: {', '.join(speeds)}; {kinds}; whatever their number, workers do not slow one another down"
+    ]
+
+
+def assumed(case: Case) -> list[str]:
+    """What a simulated step takes for granted besides links and stages."""
+    measured = case.topology.processor is not None
+    row = f"index work {seconds_text(case.row_seconds(1024))} a row of 1 KiB"
+    memory = f"whole tensors at {case.memory_bytes_per_second / 1e9:.3g} GB/s"
+    return [
+        f"{row}, {memory} ({'measured' if measured else 'round figures'}); optimizer with "
+        f"{case.assumptions.optimizer_slots} tensors of state",
+        "one request at a time on a link; every worker as busy as the busiest; pulls block, look-ahead is not played",
+    ]

@@ -1,0 +1,124 @@
+"""`armillary measure`: what this cluster's links, processors and a model's stages really take, into files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from armillary.cli.options import AsJson, Corpus, IsSmall, Seed, Set, Workers, workload_of
+from armillary.cli.show import as_json
+from armillary.cli.workers import rank, run_in_workers
+from armillary.facts.processor import Processor
+from armillary.facts.profile_table import bytes_text, seconds_text
+from armillary.facts.topology import Topology
+from armillary.session.folder import open_folder
+from armillary.session.foresight.survey import Survey, survey
+
+__all__ = ["measure_command"]
+
+
+def measure_command(
+    workload: Annotated[
+        str | None,
+        typer.Argument(metavar="[WORKLOAD]", help="Time its stages too: a built-in workload, or a file's path."),
+    ] = None,
+    workers: Workers = None,
+    seed: Seed = 0,
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    options: Set = [],  # noqa: B006  typer copies it
+    out: Annotated[Path, typer.Option(help="Folder for topology.json and profile.json.")] = Path(),
+    json: AsJson = False,
+) -> None:
+    """Times every kind of request on the links between the workers, index work and memory, and the stages of WORKLOAD.
+
+    Writes topology.json (and topology_nccl.json where the job has NCCL), and profile.json if WORKLOAD is given; plan
+    and simulate read them. Takes some ten seconds, longer on slow links.
+    """
+
+    def body() -> int:
+        task = None if workload is None else workload_of(workload, options, corpus, small)
+        if rank() > 0:
+            survey(task, seed, lambda _: None)
+            return 0
+        open_folder(out)
+        found = survey(task, seed, (lambda _: None) if json else _Progress())
+        files = _keep(found, out)
+        if json:
+            print(as_json(found))
+        else:
+            _show(found, files)
+        return 0
+
+    run_in_workers(workers, body)
+
+
+class _Progress:
+    """Says what was measured as it is measured, beside the tables, which go to stdout."""
+
+    def __init__(self) -> None:
+        self.console = Console(soft_wrap=True, highlight=False, stderr=True)
+
+    def __call__(self, text: str) -> None:
+        self.console.print(f"measured {text}", style="dim")
+
+
+def _keep(found: Survey, out: Path) -> list[Path]:
+    """Writes the files; gloo's topology has the plain name."""
+    files = []
+    for topology in found.topologies:
+        files.append(out / ("topology.json" if topology.backend == "gloo" else f"topology_{topology.backend}.json"))
+        topology.save(files[-1])
+    if found.profile is not None:
+        files.append(out / "profile.json")
+        found.profile.save(files[-1])
+    return files
+
+
+def _show(found: Survey, files: list[Path]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 110
+    for topology in found.topologies:
+        console.print(_links(topology))
+        if topology.processor is not None:
+            console.print(_rates(topology.processor))
+        console.print(f"memory: {bytes_text(topology.memory_bytes)} a worker\n")
+    if found.profile is not None:
+        console.print(str(found.profile), soft_wrap=True)
+    console.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)
+
+
+def _links(topology: Topology) -> Table:
+    title = f"{topology.nodes} node(s) of {topology.workers_per_node}, {topology.backend}"
+    table = Table(
+        "request", "links", "latency a message", "Gbit/s", "worst residual", title=title, title_justify="left"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for one in topology.requests:
+        speed = f"{one.link.bytes_per_second * 8 / 1e9:.3g}"
+        side = f"{one.side} nodes"
+        table.add_row(one.request, side, seconds_text(one.link.latency_seconds), speed, f"{one.residual:.0%}")
+    return table
+
+
+def _rates(processor: Processor) -> Table:
+    speed = f"{processor.memory_bytes_per_second / 1e9:.3g} GB/s"
+    title = f"index work of a rank, all ranks at once; whole tensors are read and written at {speed}"
+    header = ("work", "a call", "a row", "a kB of it", "10,000 rows of 1 kB", "worst residual")
+    table = Table(*header, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in ("gather", "merge", "add"):
+        rate = getattr(processor, name)
+        costs = (_nanoseconds(rate.row_seconds), _nanoseconds(1e3 * rate.byte_seconds))
+        many = seconds_text(rate.seconds(10_000, 1e3))
+        table.add_row(name, seconds_text(rate.call_seconds), *costs, many, f"{rate.residual:.0%}")
+    return table
+
+
+def _nanoseconds(seconds: float) -> str:
+    return f"{seconds * 1e9:.3g} ns"

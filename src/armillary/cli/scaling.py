@@ -1,0 +1,89 @@
+"""The scaling curves of `armillary simulate --scaling`: every workload, every number of workers, one picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from armillary.cli.find import built_in, find, small
+from armillary.cli.machines import said_of
+from armillary.cli.show import as_json
+from armillary.facts.profile_table import aligned, count_text
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint
+from armillary.session.foresight.plot_scaling import plot_scaling
+from armillary.session.foresight.scaling import PROFILED_WORKERS, Scaling, powers_of_two, scaling
+
+__all__ = ["Wanted", "scale", "scaling_text"]
+
+MOST_WORKERS = 1024
+WAYS: Mapping[str, Mapping[str, Constraint]] = {"chosen plan": {}, "all_reduce everything": {"*": "all_reduce"}}
+# Instead of data that are not on this machine.
+STAND_INS: Mapping[str, Mapping[str, Any]] = {"recommender": {"data": "latent_factors", "batch_size": 64}}
+
+
+class Wanted(NamedTuple):
+    """What to draw.
+
+    name: of one workload, or None for all that come with the package. is_small: in their small versions.
+    most: numbers of workers are the powers of two up to it.
+    """
+
+    name: str | None
+    is_small: bool
+    most: int | None
+
+
+def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: Path) -> list[Scaling]:
+    """Simulates the workloads and draws the curves into `out`."""
+    counts = [
+        count
+        for count in powers_of_two(MOST_WORKERS if wanted.most is None else wanted.most)
+        if count >= _fewest(topology)
+    ]
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    found, said = [], []
+    for one in (wanted.name,) if wanted.name is not None else built_in():
+        console.print(f"profiling and simulating {one} ...", style="dim")
+        try:
+            found.append(scaling(find(one, small(one) if wanted.is_small else {}), topology, counts, WAYS))
+        except ValueError as error:
+            if one not in STAND_INS or wanted.is_small:
+                raise
+            console.print(f"{one}: {error}; made-up data stand in for it", style="yellow")
+            found.append(scaling(find(one, STAND_INS[one]), topology, counts, WAYS))
+            options = ", ".join(f"{key}={value}" for key, value in STAND_INS[one].items())
+            said.append(f"{one} with made-up data ({options})")
+    lines = [*said_of(topology, topology_file), *_said(), *said]
+    (out / "scaling.json").write_text(as_json({"assumed": lines, "workloads": found}) + "\n")
+    plot_scaling(found, lines).savefig(out / "scaling.png")
+    return found
+
+
+def scaling_text(found: Sequence[Scaling], out: Path) -> str:
+    """Both curves of every workload, with the share of what compute alone would allow."""
+    rows = []
+    for one in found:
+        for curve in one.curves:
+            alone = one.samples / one.compute_seconds
+            for point in curve.points:
+                rate = f"{count_text(point.samples_per_second)} {one.unit}/s"
+                share = f"{point.samples_per_second / (alone * point.workers):.0%}"
+                times = (f"{point.step_seconds * 1e3:,.1f}", f"{point.exposed_seconds * 1e3:,.1f}")
+                rows.append((one.workload, curve.name, str(point.workers), *times, rate, share))
+    header = ("workload", "plan", "workers", "step ms", "exposed ms", "throughput", "of compute alone")
+    return f"{aligned(header, rows, left=(0, 1))}\nwritten: {out / 'scaling.json'}, {out / 'scaling.png'}"
+
+
+def _fewest(topology: Topology) -> int:
+    """Fewer than a node of a topology of several are not asked for."""
+    return topology.workers_per_node if topology.nodes > 1 else 1
+
+
+def _said() -> list[str]:
+    return [
+        f"compute as profiled here on one core, the same for any number of workers; rows read by {PROFILED_WORKERS} "
+        "workers were counted, those of more follow Heaps' law, owners share them evenly",
+        "one request at a time on a link; pulls block, pushes overlap with backward; no limit of memory; no stragglers",
+    ]

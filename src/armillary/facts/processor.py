@@ -1,0 +1,47 @@
+"""How fast a rank's own processor and memory work on rows and tensors: what an exchange costs beside its messages.
+
+Owned rows are gathered, merged and added on somebody's processor. The rates are measured once per device, with all
+ranks at work at once, because ranks that share cores share them in training too.
+"""
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Processor", "RowRate"]
+
+
+@dataclass(frozen=True)
+class RowRate:
+    """One kind of index work: seconds = call_seconds + rows * (row_seconds + bytes of a row * byte_seconds).
+
+    residual: largest relative error of that line over the times it was fitted to.
+    """
+
+    call_seconds: float
+    row_seconds: float
+    byte_seconds: float
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in asdict(self).items() if not value >= 0}
+        if wrong:
+            raise ValueError(f"topology: rates of index work must not be negative, got {wrong}")
+
+    def seconds(self, rows: float, row_bytes: float) -> float:
+        return self.call_seconds + rows * (self.row_seconds + row_bytes * self.byte_seconds)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """gather: rows out of a table. merge: equal rows found and added up. add: rows added into a table.
+
+    memory_bytes_per_second: at which whole tensors are read and written, both counted.
+    """
+
+    gather: RowRate
+    merge: RowRate
+    add: RowRate
+    memory_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not self.memory_bytes_per_second > 0:
+            raise ValueError(f"topology: want memory_bytes_per_second > 0, got {self.memory_bytes_per_second}")

@@ -1,0 +1,79 @@
+"""What one group does in a step, piece by piece: the seconds of its forecast, taken apart in the order of their time.
+
+Pricing adds up what a group costs; the simulator has to know what of it comes before forward and what after backward,
+what is on which link and what on the processor. The pieces add up to the forecast.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from armillary.exchanges.exchange import build_dense, row_exchanges
+from armillary.exchanges.leg import Leg
+from armillary.facts.plan import Group, Mean
+from armillary.facts.topology import Topology
+from armillary.planning.buckets import bucket_bytes
+from armillary.planning.clock import Request
+from armillary.planning.leg_seconds import busy
+from armillary.planning.pricing import (
+    Case,
+    dense_update_seconds,
+    idle_leg,
+    index_seconds,
+    pack_seconds,
+    row_update_seconds,
+    row_work,
+)
+
+__all__ = ["Activities", "activities", "idle_request"]
+
+
+class Activities(NamedTuple):
+    """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
+
+    headers: of its look-ups, which every rank sends to every other whoever asks.
+    Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
+    anything is pulled; else it is all after.
+    """
+
+    headers: tuple[Request, ...]
+    pull: tuple[Request, ...]
+    gather_seconds: float
+    pack_seconds: float
+    push: tuple[Request, ...]
+    merge_seconds: float
+    update_seconds: float
+
+
+def activities(group: Group, mean: Mean, case: Case) -> Activities:
+    """Of the busiest rank.
+
+    Args:
+        mean: of the plan; with "weights" a bucket carries a weight.
+    """
+    topology, choice = case.topology, group.exchange
+    facts = [case.profile.parameter(name) for name in group.parameters]
+    if choice.name in row_exchanges():
+        work = row_work(facts[0], choice, group.update, case)
+        headers = _requests(work.headers, work.headers, topology)
+        pull = _requests(work.legs.pull, work.even_legs.pull, topology)
+        push = _requests(work.legs.push, work.even_legs.push, topology)
+        index = index_seconds(work, case)
+        before = index / 2 if pull else 0.0
+        return Activities(headers, pull, before, 0.0, push, index - before, row_update_seconds(work, case))
+    nbytes, exchange = bucket_bytes(facts, mean == "weights"), build_dense(choice.name, **choice.options)
+    legs, sent = exchange.legs(nbytes, topology), exchange.sent_bytes(nbytes, topology)
+    hottest = sum(leg.link_bytes for leg in legs)
+    share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
+    even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
+    update = dense_update_seconds(nbytes, case)
+    return Activities((), (), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
+
+
+def idle_request(topology: Topology, tables: int) -> Request:
+    """What ends the look-ups of a step with so many row-sharded tables."""
+    header = idle_leg(topology, tables)
+    return Request(header.link_bytes, *busy(header, topology))
+
+
+def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:
+    return tuple(Request(mean.link_bytes, *busy(leg, topology)) for leg, mean in zip(legs, even, strict=True))

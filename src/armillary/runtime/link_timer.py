@@ -1,0 +1,103 @@
+"""Times the requests there are on the links of a job, and fits latency and bandwidth to each.
+
+Requests differ: an all-reduce waits for 2 (N - 1) messages one after another, an all-to-all posts all its pieces at
+once, and backends differ in what they make of either. So each is timed and fitted by itself.
+
+Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, sent_bytes
+from armillary.facts.topology import Link, RequestLink, Side
+from armillary.runtime.line import fit
+from armillary.runtime.transport import Transport
+
+__all__ = ["QUICK", "THOROUGH", "Effort", "request_link", "sides"]
+
+ITEM_BYTES = 4
+SCOPES: dict[Side, Scope] = {"inside": "node", "between": "rail"}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look.
+
+    Args of note:
+        kinds: of requests, by name. sizes: bytes of the tensors, ascending. repeats: per size; the median counts.
+        longest_seconds: for one kind on one side; a slow link is measured with fewer large messages.
+    """
+
+    kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    repeats: int
+    longest_seconds: float
+
+
+QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 16, 1 << 20, 1 << 22), 5, 1.0)
+THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 9, 8.0)
+
+
+def request_link(
+    transport: Transport, kind: str, side: Side, ranks: int, effort: Effort, device: torch.device
+) -> RequestLink:
+    """Latency and bandwidth of one kind of request among the `ranks` ranks of that side; the slowest rank counts.
+
+    Every rank must call it, stops at the same size and gets the same answer.
+    """
+    messages = {"AllReduce": 2 * (ranks - 1), "AllGather": ranks - 1, "AllToAll": 1}[kind]
+    amounts, times = [], []
+    budget = effort.longest_seconds
+    for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
+        request = _request(kind, size, ranks, SCOPES[side], device)
+        spent = transport.agree_largest([_seconds(transport, request, effort.repeats)])[0]
+        amounts.append((float(messages), sent_bytes(request, ranks, 0)))
+        times.append(spent)
+        budget -= spent * effort.repeats
+        if len(times) > 1 and budget < spent * effort.repeats * larger / size:
+            break
+    line = fit(amounts, times)
+    latency, byte = line.costs
+    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), line.residual)
+
+
+def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.device) -> Request:
+    """A request whose tensors together have about `size` bytes on a rank."""
+    piece = max(1, size // ITEM_BYTES // ranks)
+    if kind == "AllReduce":
+        return AllReduce(torch.zeros(piece * ranks, device=device), scope)
+    if kind == "AllGather":
+        return AllGather(torch.zeros(piece, device=device), scope)
+    return AllToAll(torch.zeros(piece * ranks, device=device), (piece,) * ranks, (piece,) * ranks, scope)
+
+
+def _seconds(transport: Transport, request: Request, repeats: int) -> float:
+    """Median of a few repeats after one that warms up; on an accelerator each waits for the device."""
+    spent = []
+    for _ in range(repeats + 1):
+        transport.barrier()
+        began = time.perf_counter()
+        transport.complete(_asking(request), "measure")
+        if request.tensor.device.type == "cuda":
+            torch.cuda.synchronize(request.tensor.device)
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent[1:])
+
+
+def _asking(request: Request) -> Program[Tensor]:
+    answer: Tensor = yield request
+    return answer
+
+
+def sides(transport: Transport) -> Iterator[tuple[Side, int]]:
+    """The sides that this job has links on, with the number of ranks that share each."""
+    if transport.place.workers_per_node > 1:
+        yield "inside", transport.place.workers_per_node
+    if transport.place.nodes > 1:
+        yield "between", transport.place.nodes

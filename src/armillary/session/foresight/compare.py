@@ -1,0 +1,161 @@
+"""A run's forecast beside what was measured, group by group, and whether the two agree within a band.
+
+Bytes and memory are the run's means over workers. Seconds of a group are those its requests were in flight, which
+depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), and the measured
+ones are the median step of rank 0's trace. Under a schedule that is not simulated the plan's own seconds stand.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from armillary.facts.plan import Forecast, Plan
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.facts.trace import Trace
+from armillary.planning.pricing import Case, assumptions_behind
+from armillary.planning.simulator import LOOK_UPS, simulate
+from armillary.session.folder import read_kept
+from armillary.session.tally import OTHER
+
+__all__ = ["Band", "Compared", "Line", "compare_run"]
+
+STEP = "step"
+SMALL_SHARE = 0.01  # of the whole step: differences below it are nobody's concern
+
+
+@dataclass(frozen=True)
+class Band:
+    """Largest difference between forecast and measured, as a share of the larger of the two."""
+
+    sent_bytes: float = 0.02
+    memory_bytes: float = 0.10
+    seconds: float = 0.15
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in asdict(self).items() if not 0 <= value <= 1}
+        if wrong:
+            raise ValueError(f"compare: a band is a share between 0 and 1, got {wrong}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One group, or the whole step. outside: which of its figures are outside the band."""
+
+    group: str
+    exchange: str
+    forecast: Forecast
+    measured: Forecast
+    outside: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """lines: in launch order, the whole step last."""
+
+    band: Band
+    lines: tuple[Line, ...]
+
+    @property
+    def is_within(self) -> bool:
+        return not any(line.outside for line in self.lines)
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What a run found out about itself at its end (`events.Ended`), as far as it is compared."""
+
+    comparison: list[dict[str, Any]]
+    forecast: Forecast
+    resident_bytes: float
+    step_seconds: float
+
+    @classmethod
+    def load(cls, path: Path) -> "_Summary":
+        found = json.loads(path.read_text())
+        return cls(found["comparison"], Forecast(**found["forecast"]), found["resident_bytes"], found["step_seconds"])
+
+
+def compare_run(folder: Path, band: Band) -> Compared:
+    """
+    Raises:
+        ValueError: a file is missing, or is of another plan or model.
+    """
+    plan: Plan = _file(folder, "plan", Plan)
+    trace: Trace = _file(folder, "trace", Trace)
+    summary: _Summary = _file(folder, "summary", _Summary)
+    _refuse_other_plan(folder, plan, trace, summary)
+    forecast, step = _forecast(folder, plan)
+    spent = _median_seconds(trace, {name: group.name for group in plan.groups for name in group.parameters})
+    pairs = []
+    for line in summary.comparison:
+        name, held = line["group"], Forecast(**line["measured"])
+        measured = Forecast(held.sent_bytes, held.memory_bytes, spent.get(name, 0.0))
+        pairs.append((name, line["exchange"], forecast.get(name, Forecast()), measured))
+    sent_bytes = sum(measured.sent_bytes for *_, measured in pairs)
+    whole = Forecast(sent_bytes, summary.resident_bytes, summary.step_seconds)
+    expected = Forecast(step.sent_bytes, summary.forecast.memory_bytes, step.seconds)
+    pairs.append((STEP, "", expected, whole))
+    return Compared(band, tuple(Line(*pair, _outside(*pair[2:], whole, band)) for pair in pairs))
+
+
+def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
+    path = folder / f"{noun}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` leaves it"
+        )
+    return read_kept(path, kind, noun)
+
+
+def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary) -> None:
+    planned = {group.name: str(group.exchange) for group in plan.groups}
+    carried = {line["group"]: line["exchange"] for line in summary.comparison if line["group"] != OTHER}
+    if planned != carried:
+        differing = sorted(set(planned.items()) ^ set(carried.items()))
+        raise ValueError(
+            f"compare: {folder}/plan.json is not the plan of this run: they differ in "
+            f"{', '.join(f'{name} by {exchange}' for name, exchange in differing)}; put back the run's own plan"
+        )
+    known = {*planned, *plan.parameters}
+    if plan.workers > 1 and not known & {record.group for record in trace.records}:
+        raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
+
+
+def _forecast(folder: Path, plan: Plan) -> tuple[dict[str, Forecast], Forecast]:
+    """By group, and of the step."""
+    held = {group.name: group.forecast for group in plan.groups}
+    if plan.schedule.name != "simultaneous":
+        return held, plan.forecast
+    topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
+    played = simulate(plan, Case(profile, topology.of(plan.workers), assumptions_behind(plan)))
+    sent, flown = played.sent_bytes, played.in_flight_seconds
+    forecast = {
+        name: Forecast(sent.get(name, 0.0), one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()
+    }
+    forecast[OTHER] = Forecast(sent.get(LOOK_UPS, 0.0), 0.0, flown.get(LOOK_UPS, 0.0))
+    return forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds)
+
+
+def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, float]:
+    """Of a step, by group; requests that are of no group go together."""
+    steps: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    names = set(group_of.values())
+    for record in trace.records:
+        group = record.group if record.group in names else group_of.get(record.group, OTHER)
+        steps[group][record.step] += record.seconds
+    return {group: statistics.median(spent.values()) for group, spent in steps.items()}
+
+
+def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band) -> tuple[str, ...]:
+    found = []
+    for name, share in asdict(band).items():
+        expected, seen, all_of_it = (getattr(one, name) for one in (forecast, measured, whole))
+        difference = abs(expected - seen)
+        if difference > share * max(expected, seen) and difference > SMALL_SHARE * all_of_it:
+            found.append(name)
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""measure, simulate and compare on the command line: their files feed one another; what is wrong is said in one line.
+One worker, in this process."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from armillary.cli.main import app
+from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Link, Topology
+
+SMALL = ("language_model", "--small")
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def armillary(tmp_path, monkeypatch):
+    """Runs the command in an empty folder; gives its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture
+def refused(armillary):
+    """Runs the command, which must fail with one line on stderr, and gives that line."""
+
+    def run(*arguments):
+        code, out, err = armillary(*arguments)
+        assert (code, out) == (1, ""), (out, err)
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err.strip()
+
+    return run
+
+
+@pytest.fixture
+def foreseen(armillary, tmp_path):
+    """A folder with a profile, hand-written machines of 8 workers, and a plan for both."""
+    assert armillary("measure", *SMALL, "--workers", "1", "--out", "seen")[0] == 0
+    link = Link(1e-4, 1e7)
+    Topology(8, 1, link, link, 1 << 33).save(tmp_path / "seen/topology.json")
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    assert armillary("plan", *SMALL, *files, "--out", "seen/plan.json")[0] == 0
+    return tmp_path / "seen"
+
+
+def test_what_measure_writes_is_what_plan_reads(armillary, tmp_path):
+    code, out, err = armillary("measure", *SMALL, "--workers", "1", "--out", "seen")
+    assert code == 0 and "measured memory: " in err
+    assert "gather" in out and "worst residual" in out and "written: seen/topology.json, seen/profile.json" in out
+    topology, profile = Topology.load(tmp_path / "seen/topology.json"), Profile.load(tmp_path / "seen/profile.json")
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    code, out, _ = armillary("plan", *SMALL, *files, "--json")
+    planned = json.loads(out)
+    assert code == 0 and planned["plan"]["topology_fingerprint"] == topology.fingerprint
+    seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages)
+    assert planned["plan"]["compute_seconds"] == pytest.approx(seconds)
+
+
+def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, foreseen):
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    _, out, _ = armillary("plan", *SMALL, *files)
+    listed = [line for line in out[out.index("candidate for") :].splitlines() if line.startswith("embedding.weight")]
+    found = json.loads(armillary("plan", *SMALL, *files, "--json")[1])
+    mine = [one for one in found["candidates"] if one["candidate"]["parameter"] == "embedding.weight"]
+    assert len(listed) == len(mine) > 5 and sum(line.endswith("chosen") for line in listed) == 1
+    assert all(one["lost"] or one["candidate"]["choice"]["name"] in listed[place] for place, one in enumerate(mine))
+    made = Plan.load(foreseen / "plan.json")
+    (taken,) = [one["candidate"] for one in mine if not one["lost"]]
+    assert made.group_of("embedding.weight").exchange.name == taken["choice"]["name"]
+    assert all(one["candidate"]["forecast"]["seconds"] > 0 for one in mine)
+
+
+def test_measure_without_a_workload_prints_one_object(armillary, tmp_path):
+    code, out, err = armillary("measure", "--workers", "1", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["profile"] is None and found["topologies"][0]["processor"]["merge"]["row_seconds"] >= 0
+    assert (tmp_path / "topology.json").is_file() and not (tmp_path / "profile.json").exists()
+
+
+def test_a_profile_of_another_model_is_refused(armillary, refused):
+    armillary("measure", *SMALL, "--workers", "1")
+    message = refused("plan", *SMALL, "--set", "width=6", "--topology", "topology.json", "--profile", "profile.json")
+    assert "the profile is of model" in message and "measure again with this workload" in message
+
+
+def test_a_plan_is_played_with_the_facts_beside_it(armillary, foreseen, tmp_path):
+    code, out, _ = armillary("simulate", foreseen / "plan.json", "--out", "drawn")
+    assert code == 0 and "step of 8 workers: " in out
+    assert (tmp_path / "drawn/timeline.png").read_bytes().startswith(PNG)
+    events = json.loads((tmp_path / "drawn/timeline.json").read_text())["traceEvents"]
+    assert {"forward lstm", "backward lstm"} <= {event["name"] for event in events}
+    code, out, _ = armillary("simulate", foreseen / "plan.json", "--json")
+    found = json.loads(out)
+    planned = Plan.load(foreseen / "plan.json")
+    assert sum(found["sent_bytes"].values()) == pytest.approx(planned.forecast.sent_bytes)
+    assert planned.compute_seconds < found["step_seconds"] <= planned.forecast.seconds * (1 + 1e-9)
+
+
+def test_a_plan_is_played_for_any_number_of_workers_and_other_machines(armillary, foreseen, tmp_path):
+    Topology(2, 4, Link(0.0, 1e9), Link(0.0, 1e9), 1 << 33).save(tmp_path / "fast.json")
+
+    def seconds(*options):
+        code, out, _ = armillary("simulate", foreseen / "plan.json", "--json", *options)
+        assert code == 0
+        found = json.loads(out)
+        return found["workers"], found["step_seconds"]
+
+    here, there, more = seconds(), seconds("--topology", "fast.json"), seconds("--workers", 1024)
+    assert (here[0], there[0], more[0]) == (8, 8, 1024)
+    assert there[1] < here[1] < more[1]
+
+
+def test_a_workload_is_planned_and_played_over_assumed_links(armillary, tmp_path):
+    code, out, err = armillary("simulate", *SMALL, "--workers", "16", "--gbit", "0.01", "--latency-us", "50")
+    assert (code, err) == (0, "") and "step of 16 workers" in out
+    assert (tmp_path / "timeline.png").is_file()
+
+
+def test_one_command_draws_the_curves(armillary, tmp_path):
+    code, out, _ = armillary("simulate", *SMALL, "--scaling", "--out", "curves")
+    assert code == 0 and "1024" in out and "all_reduce everything" in out
+    assert (tmp_path / "curves/scaling.png").read_bytes().startswith(PNG)
+    kept = json.loads((tmp_path / "curves/scaling.json").read_text())
+    assert [point["workers"] for point in kept["workloads"][0]["curves"][0]["points"]][-1] == 1024
+    assert any("1 Gbit/s and 100 us a message" in line for line in kept["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("simulate",), "want a plan.json or a WORKLOAD; or --scaling"),
+        (("simulate", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("simulate", "langauge_model"), "no workload 'langauge_model'"),
+        (("simulate", *SMALL, "--workers", "0"), "0 workers do not fill nodes"),
+        (("simulate", *SMALL, "--gbit", "0"), "bytes_per_second > 0"),
+        (("compare", "none"), "none has no plan.json; give the folder of a run that ended"),
+        (("compare", "none", "--seconds", "15"), "a band is a share between 0 and 1"),
+        (("measure", "langauge_model", "--workers", "1"), "no workload 'langauge_model'"),
+    ],
+)
+def test_bad_input_is_answered_with_what_is_wanted(refused, arguments, complaint):
+    assert complaint in refused(*arguments)
+
+
+def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, foreseen):
+    (foreseen / "profile.json").unlink()
+    assert "profile.json is no profile file" in refused("simulate", foreseen / "plan.json")
+    armillary("measure", *SMALL, "--workers", "1", "--set", "width=6", "--out", "other")
+    message = refused("simulate", foreseen / "plan.json", "--profile", "other/profile.json")
+    assert "the plan was made for model" in message
+
+
+def test_compare_says_of_every_group_how_near_the_forecast_came(armillary, tmp_path):
+    assert armillary("train", *SMALL, "--workers", "1", "--steps", "3", "--name", "run")[0] == 0
+    code, out, err = armillary("compare", "runs/run", "--json")
+    found = json.loads(out)
+    assert err == "" and code == (0 if found["is_within"] else 1)
+    planned = Plan.load(tmp_path / "runs/run/plan.json")
+    assert [line["group"] for line in found["lines"]] == [*(group.name for group in planned.groups), "step"]
+    code, out, _ = armillary("compare", "runs/run", "--sent", "1", "--memory", "1", "--seconds", "1")
+    assert code == 0 and "every figure is within its band" in out
+    code, out, _ = armillary("compare", "runs/run", "--sent", "0", "--memory", "0", "--seconds", "0")
+    assert code == 1 and "outside its band where named" in out

@@ -1,0 +1,103 @@
+"""Links and processors are what their times say; every rank gets the same answer. Times of a made-up clock where a
+figure is checked, real ones where only agreement is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.exchanges.exchange import Place
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, sent_bytes
+from armillary.facts.topology import Link, Topology
+from armillary.runtime import index_timer, link_timer
+from armillary.runtime.link_timer import QUICK, THOROUGH, request_link
+from armillary.runtime.measure import measure
+from armillary.session.decide import open_transport
+
+LINKS = {"AllReduce": Link(1e-4, 1e8), "AllGather": Link(3e-4, 5e7), "AllToAll": Link(2e-3, 2e7)}
+
+
+class Shaped:
+    """A transport of 4 ranks whose requests take the time of known links on a clock of its own."""
+
+    def __init__(self):
+        self.place = Place(0, 4)
+        self.now = 0.0
+        self.largest = 0
+
+    def barrier(self):
+        self.now += 0.5
+
+    def agree_largest(self, values):
+        return list(values)
+
+    def complete(self, program, label):
+        request = next(program)
+        messages = {AllReduce: 6, AllGather: 3, AllToAll: 1}[type(request)]
+        self.now += LINKS[type(request).__name__].seconds(sent_bytes(request, 4, 0), messages)
+        self.largest = max(self.largest, request.tensor.nbytes)
+
+
+@pytest.fixture
+def shaped(monkeypatch):
+    transport = Shaped()
+    monkeypatch.setattr(link_timer.time, "perf_counter", lambda: transport.now)
+    return transport
+
+
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("effort", [QUICK, THOROUGH])
+def test_each_kind_of_request_is_fitted_with_the_messages_it_makes(shaped, kind, effort):
+    found = request_link(shaped, kind, "between", 4, effort, torch.device("cpu"))
+    assert (found.request, found.side) == (kind, "between")
+    assert found.link.latency_seconds == pytest.approx(LINKS[kind].latency_seconds, rel=1e-6)
+    assert found.link.bytes_per_second == pytest.approx(LINKS[kind].bytes_per_second, rel=1e-6)
+    assert found.residual < 1e-6
+
+
+def test_a_slow_link_is_not_asked_for_large_messages(shaped, monkeypatch):
+    monkeypatch.setitem(LINKS, "AllReduce", Link(1e-4, 1e5))
+    found = request_link(shaped, "AllReduce", "between", 4, QUICK, torch.device("cpu"))
+    assert shaped.largest < 1 << 20
+    assert found.link.bytes_per_second == pytest.approx(1e5, rel=1e-6)
+
+
+def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
+    """A made-up clock: gather, merge and add cost 1, 2, 3 ns a byte and 10, 20, 30 ns a row, in this order."""
+    now, calls = [0.0], {"index_select": 1, "merge_rows": 2, "index_add_": 3}
+
+    def clocked(name, work):
+        def run(*args):
+            rows = args[-1].shape[0]
+            width = (args[0].shape[1] if name == "index_select" else args[-1].shape[1]) * 4
+            now[0] += calls[name] * (1e-8 * rows + 1e-9 * rows * width)
+            return work
+
+        return run
+
+    monkeypatch.setattr(index_timer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(index_timer, "merge_rows", clocked("merge_rows", None))
+    monkeypatch.setattr(torch.Tensor, "index_select", clocked("index_select", None))
+    monkeypatch.setattr(torch.Tensor, "index_add_", clocked("index_add_", None))
+    found = index_timer.processor(torch.device("cpu"), 1, list)
+    for rate, factor in ((found.gather, 1), (found.merge, 2), (found.add, 3)):
+        assert rate.row_seconds == pytest.approx(factor * 1e-8, rel=1e-3)
+        assert rate.byte_seconds == pytest.approx(factor * 1e-9, rel=1e-3)
+
+
+def job(rank, workers):
+    transport, told = open_transport(), []
+    found = measure(transport, replace(QUICK, sizes=(1 << 10, 1 << 14), repeats=2), told=told.append)
+    transport.close()
+    return found, told
+
+
+def test_every_rank_gets_the_same_topology_and_it_survives_a_file(crew, tmp_path):
+    (found, told), (other, _) = crew(2).run(job)
+    assert found == other
+    assert [(one.request, one.side) for one in found.requests] == [("AllReduce", "inside"), ("AllToAll", "inside")]
+    assert found.inside == found.requests[0].link and found.link_of("AllToAll", "inside") == found.requests[1].link
+    assert found.processor.memory_bytes_per_second > 1e7 and found.processor.merge.seconds(1000, 512) > 0
+    assert len(told) == 3 and told[0].startswith("AllReduce inside nodes: ")
+    found.save(tmp_path / "topology.json")
+    assert Topology.load(tmp_path / "topology.json") == found

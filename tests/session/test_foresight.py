@@ -1,0 +1,232 @@
+"""Forecasts made visible and held against runs: timeline, curves, comparison."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from armillary.cli.find import find, small
+from armillary.facts.plan import Choice, Forecast
+from armillary.facts.topology import Topology
+from armillary.facts.trace import Record, Trace
+from armillary.planning.planner import plan
+from armillary.planning.pricing import SGD, Case
+from armillary.planning.simulator import simulate
+from armillary.runtime.link_timer import THOROUGH
+from armillary.session.foresight.compare import Band, compare_run
+from armillary.session.foresight.plot_scaling import plot_scaling
+from armillary.session.foresight.plot_timeline import plot_timeline
+from armillary.session.foresight.scaling import powers_of_two, scaling
+from armillary.session.foresight.survey import survey
+from armillary.session.foresight.timeline import chrome_trace
+from armillary.session.tally import OTHER
+from planning_cases import dense, machines, model, table
+
+
+@pytest.fixture
+def scene():
+    """A table and a dense parameter on 2 nodes of 2."""
+    profile = model(table("t.weight", 0, rows=1000), dense("d.weight", 500_000, 1), per_node=2, seconds=0.03)
+    topology = machines(2, 2, megabits=100.0)
+    made = plan(profile, topology, constraints={"t.weight": Choice("owned_rows")}, assumptions=SGD)
+    return made, Case(profile, topology, SGD)
+
+
+# Timeline ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chrome_trace_has_every_span_in_microseconds_on_the_thread_of_its_lane(scene):
+    played = simulate(*scene)
+    trace = json.loads(json.dumps(chrome_trace(played)))
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert list(names.values()) == [
+        "processor", "link inside the node", "link between nodes", "exposed: the processor waits"
+    ]  # fmt: skip
+    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(drawn) == len(played.spans)
+    assert max(event["ts"] + event["dur"] for event in drawn) == pytest.approx(played.step_seconds * 1e6)
+    assert sum(event["args"]["sent_bytes"] for event in drawn) == pytest.approx(scene[0].forecast.sent_bytes)
+    waits = sum(event["dur"] for event in drawn if names[event["tid"]].startswith("exposed"))
+    assert waits == pytest.approx(1e6 * sum(played.exposed_seconds.values()))
+
+
+def test_a_timeline_shows_every_lane_its_units_and_what_was_assumed(scene):
+    figure = plot_timeline(simulate(*scene), "a name", ["links by hand"])
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "exposed:\nthe processor waits", "link between nodes", "link inside the node", "processor"
+    ]  # fmt: skip
+    assert axes.get_xlabel() == "ms since the step began"
+    assert "a name: 4 workers, step" in axes.get_title("left")
+    assert "links by hand" in figure.get_supxlabel()
+    bars = sum(len(collection.get_paths()) for collection in axes.collections)
+    assert bars == len(simulate(*scene).spans)
+
+
+# Curves --------------------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_of_every_number_of_workers_and_no_plan_beats_compute_alone():
+    task, topology = find("language_model", small("language_model")), machines(2, megabits=100.0)
+    ways = {"chosen": {}, "whole": {"*": "replicated"}}
+    found = scaling(task, topology, powers_of_two(1024), ways)
+    assert [curve.name for curve in found.curves] == ["chosen", "whole"]
+    for curve in found.curves:
+        assert [point.workers for point in curve.points] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+        for point in curve.points:
+            assert point.samples_per_second <= found.samples * point.workers / found.compute_seconds
+            assert 0 <= point.exposed_seconds < point.step_seconds
+    figure = plot_scaling([found], ["links by hand", "no stragglers"])
+    (axes,) = figure.axes
+    assert axes.get_ylabel() == "words per second, all workers" and axes.get_xlabel() == "workers"
+    assert "links by hand" in figure.get_supxlabel() and "no stragglers" in figure.get_supxlabel()
+
+
+def test_workers_that_do_not_fill_nodes_are_refused():
+    task = find("language_model", small("language_model"))
+    with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
+        scaling(task, machines(2, 2), [3], {"chosen": {}})
+
+
+# Survey --------------------------------------------------------------------------------------------------------------
+
+
+def look(rank, workers):
+    told = []
+    effort = replace(THOROUGH, sizes=(1 << 10, 1 << 14), repeats=1)
+    found = survey(find("language_model", small("language_model")), 0, told.append, effort)
+    return found.topologies, found.profile.model_fingerprint, found.profile.workers, told
+
+
+def test_a_survey_finds_the_same_machines_on_every_rank_and_the_stages_of_the_model(crew):
+    one, other = crew(2).run(look)
+    assert one[:3] == other[:3]
+    (topology,) = one[0]
+    assert topology.workers == one[2] == 2
+    assert [link.request for link in topology.requests] == ["AllReduce", "AllGather", "AllToAll"]
+    assert one[3][-1] == "stages of language_model"
+
+
+# Comparison ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_folder(tmp_path, scene):
+    """A run that went as forecast."""
+    made, case = scene
+    made.save(tmp_path / "plan.json")
+    case.profile.save(tmp_path / "profile.json")
+    case.topology.save(tmp_path / "topology.json")
+    played = simulate(made, case)
+    records = [replace(record, step=step) for step in range(3) for record in played.trace.records]
+    Trace(0, tuple(records)).save(tmp_path / "trace.json")
+    sent = played.sent_bytes
+    lines = [
+        {"group": g.name, "exchange": str(g.exchange), "forecast": asdict(g.forecast),
+         "measured": {"sent_bytes": sent[g.name], "memory_bytes": g.forecast.memory_bytes, "seconds": 9.0}}
+        for g in made.groups
+    ]  # fmt: skip
+    lines.append({"group": OTHER, "exchange": "", "forecast": asdict(Forecast()),
+                  "measured": {"sent_bytes": sent["look-ups"], "memory_bytes": 0.0, "seconds": 9.0}})  # fmt: skip
+    held = made.forecast.memory_bytes
+    summary = {
+        "comparison": lines, "forecast": asdict(made.forecast), "resident_bytes": held,
+        "step_seconds": played.step_seconds,
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def edited(folder, edit):
+    summary = json.loads((folder / "summary.json").read_text())
+    edit(summary)
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def outside(found):
+    return {line.group: line.outside for line in found.lines if line.outside}
+
+
+def test_a_run_that_went_as_forecast_is_within_any_band(run_folder):
+    found = compare_run(run_folder, Band(1e-6, 1e-6, 1e-6))
+    assert found.is_within
+    assert [line.group for line in found.lines] == ["t.weight", "bucket 0", OTHER, "step"]
+
+
+@pytest.mark.parametrize(
+    ("field", "factor", "inside"),
+    [("sent_bytes", 1.03, Band(sent_bytes=0.04)), ("memory_bytes", 0.85, Band(memory_bytes=0.2))],
+)
+def test_a_group_that_differs_by_more_than_its_band_is_named_with_the_figure(run_folder, field, factor, inside):
+    def more(summary):
+        summary["comparison"][1]["measured"][field] *= factor
+
+    edited(run_folder, more)
+    assert outside(compare_run(run_folder, Band()))["bucket 0"] == (field,)
+    assert "bucket 0" not in outside(compare_run(run_folder, inside))
+
+
+def test_seconds_are_those_of_the_median_step(run_folder):
+    trace = Trace.load(run_folder / "trace.json")
+
+    def slowed(*steps):
+        records = (replace(r, seconds=2 * r.seconds) if r.step in steps else r for r in trace.records)
+        return Trace(0, tuple(records))
+
+    slowed(1).save(run_folder / "trace.json")
+    assert compare_run(run_folder, Band()).is_within
+    slowed(1, 2).save(run_folder / "trace.json")
+    assert outside(compare_run(run_folder, Band()))["bucket 0"] == ("seconds",)
+
+
+def test_a_step_slower_than_its_forecast_is_outside(run_folder):
+    edited(run_folder, lambda summary: summary.update(step_seconds=1.3 * summary["step_seconds"]))
+    assert outside(compare_run(run_folder, Band())) == {"step": ("seconds",)}
+
+
+def test_differences_below_a_hundredth_of_the_step_are_let_pass(run_folder):
+    def less(summary):
+        summary["comparison"][2]["measured"]["sent_bytes"] = 0.0
+
+    edited(run_folder, less)
+    assert compare_run(run_folder, Band()).is_within
+
+
+@pytest.mark.parametrize("name", ["plan", "trace", "summary", "topology", "profile"])
+def test_a_missing_file_is_named(run_folder, name):
+    (run_folder / f"{name}.json").unlink()
+    with pytest.raises(ValueError, match=rf"has no {name}.json; give the folder of a run that ended"):
+        compare_run(run_folder, Band())
+
+
+def test_files_of_another_run_are_refused(run_folder, scene):
+    made, case = scene
+    plan(case.profile, case.topology, constraints={"t.weight": "all_reduce"}).save(run_folder / "plan.json")
+    with pytest.raises(ValueError, match=r"not the plan of this run: they differ in t.weight by owned_rows"):
+        compare_run(run_folder, Band())
+    made.save(run_folder / "plan.json")
+    model(dense("other", 3)).save(run_folder / "profile.json")
+    with pytest.raises(ValueError, match=r"the profile is of .* give the profile.json that stands beside the plan"):
+        compare_run(run_folder, Band())
+    case.profile.save(run_folder / "profile.json")
+    Trace(0, (Record(0, "strange", "AllReduce", 0.0, 1.0, 1.0),)).save(run_folder / "trace.json")
+    with pytest.raises(ValueError, match=r"trace.json has no request of any group of the plan"):
+        compare_run(run_folder, Band())
+
+
+def test_a_broken_file_is_named(run_folder):
+    (run_folder / "summary.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"summary.json is no summary file \(KeyError"):
+        compare_run(run_folder, Band())
+
+
+def test_a_band_is_a_share():
+    with pytest.raises(ValueError, match="a band is a share between 0 and 1"):
+        Band(seconds=15)
+
+
+def test_the_topology_a_plan_is_compared_on_may_be_larger(run_folder):
+    """A plan that was given to the run has its own number of workers."""
+    larger = Topology.load(run_folder / "topology.json").of(8)
+    larger.save(run_folder / "topology.json")
+    assert compare_run(run_folder, Band()).is_within
