@@ -44,7 +44,7 @@ def said_of(topology: Topology, topology_file: Path | None) -> list[str]:
 def assumed(case: Case) -> list[str]:
     """What a simulated step takes for granted besides links and stages."""
     measured = case.topology.processor is not None
-    row = f"index work {seconds_text(case.row_seconds(1024))} a row of 1 KiB"
+    row = f"index work {case.row_seconds(1024) * 1e6:.2g} us a row of 1 KiB"
     memory = f"whole tensors at {case.memory_bytes_per_second / 1e9:.3g} GB/s"
     return [
         f"{row}, {memory} ({'measured' if measured else 'round figures'}); optimizer with "
