@@ -1,6 +1,6 @@
 """One device, many staggered micro-batches: equal to the reference bit for bit, within the schedule's memory."""
 
-from itertools import combinations
+from itertools import combinations, cycle
 
 import pytest
 import torch
@@ -184,10 +184,11 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("by", NORMS)
 def test_clipping_is_the_references_bit_for_bit(by, dtype):
-    for made in [*rings(1), *rings(3), cyclic(4, slack=2), cyclic_pipeline(3, 2, 2), cyclic_pipeline(3, 4, 3)]:
-        for clip in (Clip(TIGHT, by), Clip(LOOSE, by)):
-            if by != "global" or has_time(made):
-                assert equal(made, clip=clip, dtype=dtype), (made, clip)
+    norms = cycle((TIGHT, LOOSE))
+    for made in [cyclic(1), *rings(3)[1::2], cyclic(4, slack=2), cyclic_pipeline(3, 2, 2), cyclic_pipeline(3, 4, 3)]:
+        clip = Clip(next(norms), by)
+        if by != "global" or has_time(made):
+            assert equal(made, clip=clip, dtype=dtype), (made, clip)
     assert equal(cyclic(3, slack=3), clip=Clip(TIGHT, by), drains=(2, 4), settles=(1, 3), optimizer="adagrad")
     assert equal(build("gpipe", stages=3, micro_batches=2), clip=Clip(TIGHT, by))
 
