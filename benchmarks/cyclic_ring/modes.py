@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
@@ -169,63 +170,18 @@ def _ring(transport: Transport, sizes: Sizes, slack: int) -> Mode:
 
 
 def _delayed(transport: Transport, sizes: Sizes) -> Mode:
+    """Late by one step, like a ring with slack N."""
     model = _model(sizes)
-    late = _OneStepLate(model, _sgd(model))
-    return Mode(partial(_step, model, late, _batch(transport, sizes)), late.settle)
+    optimizer = _sgd(model)
+    run = DelayedAllReduce(_late_buckets(model), optimizer, transport, transport.place.workers)
+    return Mode(partial(_step, model, optimizer, _batch(transport, sizes)), run.settle)
 
 
-class _OneStepLate:
-    """An optimizer for the plain loop that applies the last step's mean gradients: Pipe-SGD, delayed parameter update.
-
-    A bucket is all-reduced from the moment its gradients are there until the same moment of the next step: a whole
-    step's time, the most that one step of delay can give. What it makes are the weights of a ring with slack N.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._buckets: list[list[nn.Parameter]] = [[]]
-        for parameter in reversed(list(model.parameters())):
-            if sum(p.nbytes for p in self._buckets[-1]) + parameter.nbytes > LATE_BUCKET_BYTES and self._buckets[-1]:
-                self._buckets.append([])
-            self._buckets[-1].append(parameter)
-        self._under_way: list[tuple[Any, Tensor] | None] = [None] * len(self._buckets)
-        self._arrived: list[Tensor | None] = [None] * len(self._buckets)
-        self._missing = [len(bucket) for bucket in self._buckets]
-        for place, bucket in enumerate(self._buckets):
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._gradient_is_there(place))
-
-    def _gradient_is_there(self, place: int) -> None:
-        self._missing[place] -= 1
-        if self._missing[place]:
-            return
-        self._missing[place] = len(self._buckets[place])
-        self._receive(place)
-        flat = torch.cat([p.grad.view(-1) for p in self._buckets[place] if p.grad is not None])
-        self._under_way[place] = (dist.all_reduce(flat, async_op=True), flat)
-
-    def _receive(self, place: int) -> None:
-        found = self._under_way[place]
-        if found is not None:
-            found[0].wait()
-            self._arrived[place], self._under_way[place] = found[1], None
-
-    def step(self) -> None:
-        for bucket, flat in zip(self._buckets, self._arrived, strict=True):
-            if flat is None:
-                self._optimizer.zero_grad()  # the first step has no gradient older than itself
-                return
-            flat /= dist.get_world_size()
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket])):
-                parameter.grad = part.view_as(parameter)
-        self._optimizer.step()
-        self._arrived = [None] * len(self._buckets)
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
-
-    def settle(self) -> None:
-        """The reductions end; what they brought is applied when its step comes."""
-        for found in self._under_way:
-            if found is not None:
-                found[0].wait()
+def _late_buckets(model: nn.Module) -> Mapping[str, list[nn.Parameter]]:
+    """In the order in which gradients appear, none above LATE_BUCKET_BYTES unless it holds one parameter."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in reversed(list(model.parameters())):
+        if buckets[-1] and sum(p.nbytes for p in buckets[-1]) + parameter.nbytes > LATE_BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return {f"bucket {place}": bucket for place, bucket in enumerate(buckets)}

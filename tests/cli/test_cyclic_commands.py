@@ -79,18 +79,49 @@ def test_train_carries_the_schedule_out_and_resumes_with_another_number_of_micro
     assert Plan.load(tmp_path / "runs" / "mine" / "plan.json").schedule.options["micro_batches"] == 2
 
 
+def test_remedies_are_named_in_the_plan_and_held_to_their_own_reference(armillary):
+    remedies = ("--slack", "3", "--remedy", "weight_prediction", "--remedy", "stable_rate")
+    code, out, err = armillary("plan", *VISION, *CYCLIC, *remedies)
+    assert (code, err) == (0, "")
+    assert "note: remedy: weight_prediction: " in out and "note: remedy: stable_rate: " in out
+    code, out, _ = armillary("verify", "vision", *VISION[2:], *CYCLIC, *remedies, "--steps", "3")
+    assert code == 0 and "3 stages, weight_prediction and stable_rate" in out
+
+
+def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_path):
+    late = ("--schedule", "delayed_all_reduce", "--workers", "1")
+    code, out, err = armillary("plan", *VISION, *late)
+    assert (code, err) == (0, "")
+    assert "delayed_all_reduce: 1 worker, 1 stage" in out and "NOT exact: every gradient" in out
+    code, out, _ = armillary("verify", "vision", *VISION[2:], *late, "--steps", "3")
+    assert code == 0
+    rows = [line for line in out.splitlines() if "all one step late" in line]
+    assert len(rows) > 20 and all(row.rstrip().endswith("equal") and "0.0e+00" in row for row in rows)
+    code, out, err = armillary("train", *VISION, *late, "--steps", "2", "--name", "late", "--json")
+    assert (code, err, json.loads(out)["steps"]) == (0, "", 2)
+    assert Plan.load(tmp_path / "runs" / "late" / "plan.json").schedule.name == "delayed_all_reduce"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ("--schedule", "delayed_all_reduce", "--slack", "1"),
+            "delayed_all_reduce has no slack; add --schedule cyclic",
+        ),
         (("--slack", "1"), "--schedule simultaneous has no slack; add --schedule cyclic"),
         (("--clip", "1"), "--schedule simultaneous has no clip_norm; add --schedule cyclic"),
+        (("--schedule", "delayed_all_reduce", "--clip", "0"), "clip wants a positive norm"),
         ((*CYCLIC[:4], "--micro-batches", "2", "--clip", "1"), "(slack=1 is enough)"),
         ((*CYCLIC[:4], "--clip", "0"), "clip wants a positive norm"),
         ((*CYCLIC[:4], "--clip", "1", "--clip-by", "all"), "one of global, stage, previous"),
         ((*CYCLIC[:4], "--clip-by", "stage"), "clip_by=stage wants a clip_norm"),
-        (("--schedule", "spiral"), "there are simultaneous, cyclic"),
+        (("--schedule", "spiral"), "there are simultaneous, cyclic, delayed_all_reduce"),
         ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring"),
         ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
+        ((*CYCLIC[:4], "--remedy", "prayer"), "no remedy 'prayer'; there are error_feedback, nesterov"),
+        (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "a ring has no stable_rate"),
+        (("--remedy", "stable_rate"), "--schedule simultaneous has no remedies"),
         ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
         ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),
         ((*CYCLIC[:4], "--lazy", "0.weight"), "lazy have no effect"),
@@ -106,6 +137,7 @@ def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, option
 def test_help_names_every_option_of_a_schedule_with_its_default(armillary, command):
     _, out, _ = armillary(command, "--help")
     said = " ".join(out.replace("│", " ").split())
-    for option in ("--schedule", "--mode", "--slack", "--stages", "--micro-batches", "--cut", "--clip", "--clip-by"):
+    options = ("--schedule", "--mode", "--slack", "--stages", "--micro-batches", "--cut", "--remedy", "--clip")
+    for option in (*options, "--clip-by"):
         assert option in said
     assert "(default: ring)" in said and "NOT exact" in said

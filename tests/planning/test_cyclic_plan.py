@@ -60,6 +60,19 @@ def test_a_stale_plan_says_that_it_is_not_exact_and_a_fresh_one_that_it_is(mode,
     assert "NOT exact" not in str(planned("ring", 1)) and "NOT exact" not in str(planned("pipeline", 1))
 
 
+def test_remedies_are_printed_and_what_they_remember_is_held():
+    plain, made = planned("one_device", 1, slack=2), planned("one_device", 1, slack=2, remedies=["error_feedback"])
+    assert "remedies=['error_feedback']" in str(made) and "remedy: error_feedback: stages with stale weights" in str(
+        made
+    )
+    assert Plan.from_json(made.to_json()) == made and "remedy" not in str(plain)
+    for before, after in zip(plain.groups, made.groups, strict=True):
+        assert after.forecast.memory_bytes - before.forecast.memory_bytes == 4 * 100 * len(after.parameters)
+    fresh = planned("pipeline", 1, remedies=["stable_rate", "weight_prediction"])
+    assert "no weight read is old, so stable_rate, weight_prediction change nothing" in str(fresh)
+    assert [g.forecast for g in fresh.groups] == [g.forecast for g in planned("pipeline", 1).groups]
+
+
 def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
     assert planned("ring", 2, flops=(300, 100, 100, 100)).schedule.options["points"] == ["b"]
     assert planned("ring", 2, points=["d"]).schedule.options["points"] == ["d"]

@@ -114,6 +114,7 @@ def verify_job(rank, world, cases):
 
 VIT = {"architecture": "vit", "width": 16, "depth": 2}
 BATCH_NORM = {"norm": "batch"}
+REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,8 @@ BATCH_NORM = {"norm": "batch"}
     [
         (1, [(VIT, {**ONE, "micro_batches": 3}), (BATCH_NORM, {**ONE, "slack": 1, "stages": 3}), (VIT, ROUND)]),
         (2, [(VIT, UP), (BATCH_NORM, {**UP, "slack": 3, "micro_batches": 3})]),
+        (1, [(VIT, {**ONE, "slack": 2, "remedies": list(REMEDIES)})]),
+        (2, [(VIT, {**UP, "remedies": list(REMEDIES)})]),
         (2, [(VIT, ROUND), (BATCH_NORM, {**ROUND, "slack": 2, "stages": 3})]),
         (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
         (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
@@ -137,12 +140,12 @@ def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look
 
 def verify_against_another_rule(rank, world, wish):
     """The reference is told another slack than the run."""
-    real = cyclic_verify.read_options
-    cyclic_verify.read_options = lambda options, count: dataclasses.replace(real(options, count), slack=1)
+    real = cyclic_verify.read_choice
+    cyclic_verify.read_choice = lambda choice, count: dataclasses.replace(real(choice, count), slack=1)
     try:
         return verify_job(rank, world, [(VIT, wish)])[0]
     finally:
-        cyclic_verify.read_options = real
+        cyclic_verify.read_choice = real
 
 
 @pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND)])
@@ -158,7 +161,7 @@ def verify_against_one_bit(rank, world):
 
     def turned(case):
         truths = real(case)
-        weight = next(iter(truths[0].values()))
+        weight = next(iter(truths.states[0].values()))
         weight.flatten()[0] = torch.nextafter(weight.flatten()[0], torch.tensor(torch.inf, dtype=weight.dtype))
         return truths
 
@@ -217,6 +220,25 @@ def resume(rank, world, made, path):
     run, first = driven(made, path)
     trained(run, range(first, 5))
     return export_cyclic(run)
+
+
+def test_with_remedies_too_a_run_goes_on_from_a_checkpoint_as_the_one_that_wrote_it(crew, tmp_path):
+    with_all = {"slack": 2, "remedies": list(REMEDIES)}
+    one, up = {**ONE, **with_all}, {**UP, **with_all}
+    path, uninterrupted = crew(1).run(save_on_the_way, plan_of(one, 1), str(tmp_path))[0]
+    for processes, options in ((1, one), (2, up)):
+        assert same(crew(processes).run(resume, plan_of(options, processes), path)[0], uninterrupted), options
+    assert not same(crew(1).run(resume, plan_of({**ONE, "slack": 2}, 1), path)[0], uninterrupted)
+
+
+def drive_without_momentum(rank, world, made):
+    model = model_of()
+    with pytest.raises(ValueError, match="rank 0: weight_prediction wants momentum to go by"):
+        drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
+
+
+def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
+    crew(1).run(drive_without_momentum, plan_of({**ONE, "remedies": ["weight_prediction"]}, 1))
 
 
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])

@@ -24,7 +24,18 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import (
+    Clip,
+    ClipBy,
+    Cut,
+    MicroBatches,
+    Mode,
+    Remedies,
+    Schedule,
+    Scheduled,
+    Slack,
+    Stages,
+)  # fmt: skip
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.profile_table import aligned
@@ -53,6 +64,7 @@ def plan_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    remedy: Remedies = [],  # noqa: B006
     clip: Clip = None,
     clip_by: ClipBy = "",
     topology_file: TopologyFile = None,
@@ -67,7 +79,7 @@ def plan_command(
     With --topology nothing is measured and no worker is started: the file says what is planned for. With --profile the
     model is not run. `armillary measure` writes both files.
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
@@ -77,7 +89,7 @@ def plan_command(
         subject = subject_of(task, seed)
         decided = decide(subject, granted)
         if rank() == 0:
-            found = () if granted.is_cyclic else _candidates(decided, granted, assumptions_of(subject.optimizer))
+            found = () if granted.owns_loop else _candidates(decided, granted, assumptions_of(subject.optimizer))
             if json:
                 print(as_json({**vars(decided), "candidates": found}))
             else:

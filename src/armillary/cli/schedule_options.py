@@ -7,16 +7,19 @@ import typer
 
 from armillary.cli.workers import DEFAULT_WORKERS
 from armillary.facts.plan import Choice
+from armillary.schedules.chosen import LOOP_OWNERS
+from armillary.schedules.remedies.remedy import remedies
 from armillary.session.decide import Wishes
 
-__all__ = ["Clip", "ClipBy", "Cut", "MicroBatches", "Mode", "Schedule", "Scheduled", "Slack", "Stages"]
+__all__ = ["Clip", "ClipBy", "Cut", "MicroBatches", "Mode", "Remedies", "Schedule", "Scheduled", "Slack", "Stages"]
 
 DEFAULT_MODE = "ring"
 Schedule = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="simultaneous: all workers at once. cyclic: staggered; weights up to one step old, NOT exact.",
+        help="simultaneous: all workers at once. cyclic: staggered; weights up to one step old, NOT exact. "
+        "delayed_all_reduce: at once, while the last step's gradients are under way; weights one step old, NOT exact.",
     ),
 ]
 Mode = Annotated[
@@ -46,16 +49,22 @@ Cut = Annotated[
     list[str],
     typer.Option(metavar="PATH", help="Of cyclic: module that begins the next stage. (default: by cost) Repeatable."),
 ]
+Remedies = Annotated[
+    list[str],
+    typer.Option(
+        "--remedy", metavar="NAME", help=f"Of cyclic, against old weights: {', '.join(remedies())}. Repeatable."
+    ),
+]
 Clip = Annotated[
     float | None,
-    typer.Option(metavar="NORM", help="Of cyclic: clip gradients to this. (default: not clipped)", show_default=False),
+    typer.Option(metavar="NORM", help="Clip gradients to this. (default: not clipped)", show_default=False),
 ]
 ClipBy = Annotated[
     str,
     typer.Option(
         metavar="WHICH",
-        help="Of --clip. global: the norm over all stages, exact; needs slack. stage: each stage by its own. previous: "
-        "the norm of the step before. stage and previous are NOT exact. (default: global)",
+        help="Of --clip, cyclic. global: the norm over all stages, exact; needs slack. stage: each stage by its own. "
+        "previous: the norm of the step before. stage and previous are NOT exact. (default: global)",
     ),
 ]
 
@@ -69,6 +78,7 @@ class Scheduled(NamedTuple):
     stages: int | None
     micro_batches: int | None
     cut: list[str]
+    remedies: list[str]
     clip: float | None = None
     clip_by: str = ""
 
@@ -81,22 +91,24 @@ class Scheduled(NamedTuple):
         Raises:
             ValueError: an option that has no meaning with the others.
         """
-        if self.name not in ("simultaneous", "cyclic"):
-            raise ValueError(f"--schedule: no schedule {self.name!r}; there are simultaneous, cyclic")
+        if self.name not in ("simultaneous", *LOOP_OWNERS):
+            raise ValueError(f"--schedule: no schedule {self.name!r}; there are simultaneous, {', '.join(LOOP_OWNERS)}")
         options = {
             "mode": self.mode, "slack": self.slack, "stages": self.stages, "micro_batches": self.micro_batches,
-            "points": self.cut, "clip_by": self.clip_by,
+            "points": self.cut, "remedies": self.remedies, "clip_by": self.clip_by,
         }  # fmt: skip
         given = {key: value for key, value in options.items() if value}
-        if self.clip is not None:  # a norm of 0 is refused, not taken for none
-            given["clip_norm"] = self.clip
+        clipped = {} if self.clip is None else {"clip_norm": self.clip}  # a norm of 0 is refused, not taken for none
+        foreign = [*given, *clipped] if self.name == "simultaneous" else list(given)
+        if self.name != "cyclic" and foreign:
+            raise ValueError(f"--schedule {self.name} has no {', '.join(foreign)}; add --schedule cyclic")
         if self.name == "simultaneous":
-            if given:
-                raise ValueError(f"--schedule simultaneous has no {', '.join(given)}; add --schedule cyclic")
             return wishes
         if wishes.plan is not None:
             raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
+        if self.name == "delayed_all_reduce":
+            return replace(wishes, schedule=Choice(self.name, clipped))
         given.setdefault("mode", DEFAULT_MODE)
         if given["mode"] == "one_device":
             given.setdefault("micro_batches", workers or DEFAULT_WORKERS)
-        return replace(wishes, schedule=Choice("cyclic", given))
+        return replace(wishes, schedule=Choice("cyclic", {**given, **clipped}))

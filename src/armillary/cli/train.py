@@ -22,7 +22,18 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import (
+    Clip,
+    ClipBy,
+    Cut,
+    MicroBatches,
+    Mode,
+    Remedies,
+    Schedule,
+    Scheduled,
+    Slack,
+    Stages,
+)  # fmt: skip
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -52,6 +63,7 @@ def train_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    remedy: Remedies = [],  # noqa: B006
     clip: Clip = None,
     clip_by: ClipBy = "",
     plan_file: PlanFile = None,
@@ -69,7 +81,7 @@ def train_command(
     Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
     """
     stem = Path(workload).stem
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
@@ -77,12 +89,10 @@ def train_command(
         folder = folder_of_all(runs, stem, name, resume)
         count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
-        events = train_cyclic(task, settings) if granted.is_cyclic else train(task, settings)
+        events = train_cyclic(task, settings) if granted.owns_loop else train(task, settings)
         if not json and rank() == 0:
             show(events, count, task.unit, folder)
-            return 0
-        ended = drain(events)
-        if rank() == 0:
+        elif (ended := drain(events)) and rank() == 0:
             print(as_json({"workload": task.name, "folder": folder, **vars(ended)}))
         return 0
 

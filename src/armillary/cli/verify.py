@@ -19,7 +19,18 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import Clip, ClipBy, Cut, MicroBatches, Mode, Schedule, Scheduled, Slack, Stages
+from armillary.cli.schedule_options import (
+    Clip,
+    ClipBy,
+    Cut,
+    MicroBatches,
+    Mode,
+    Remedies,
+    Schedule,
+    Scheduled,
+    Slack,
+    Stages,
+)  # fmt: skip
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -49,6 +60,7 @@ def verify_command(
     stages: Stages = None,
     micro_batches: MicroBatches = None,
     cut: Cut = [],  # noqa: B006
+    remedy: Remedies = [],  # noqa: B006
     clip: Clip = None,
     clip_by: ClipBy = "",
     plan_file: PlanFile = None,
@@ -58,21 +70,22 @@ def verify_command(
     """Trains WORKLOAD in one process and on the workers, in float64, and compares every tensor.
 
     Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
-    With --schedule cyclic both follow that schedule, and every bit must be equal.
+    With --schedule both follow that schedule, and every bit must be equal (but not with delayed_all_reduce on three or
+    more workers, which gloo does not sum in their order).
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, clip, clip_by)
+    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, not full)
         granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
         transport = Transport()
         joined = None
-        if one_batch and granted.is_cyclic:
-            raise ValueError("--one-batch: a cyclic schedule keeps micro-batches apart; drop it")
+        if one_batch and granted.owns_loop:
+            raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
         if one_batch:
             size = task.batch_size * transport.place.workers
             joined = workload_of(workload, [*options, f"batch_size={size}"], corpus, not full)
-        if granted.is_cyclic:
+        if granted.owns_loop:
             found = verify_cyclic(task, wishes=granted, steps=steps, seed=seed)
         else:
             found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)

@@ -175,7 +175,8 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     seconds = case.topology.link.seconds(sent_bytes, len(messages)) if messages else 0.0
     if mode == "ring":  # a copy and a gradient everywhere; master weights and state at home
         return Forecast(sent_bytes, load.weight_bytes * (2 + (1 + slots) / processes), seconds)
-    return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + slots) / processes, seconds)
+    remembered = sum(remedy.copies for remedy in subject.options.built_remedies()) * is_stale
+    return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + remembered + slots) / processes, seconds)
 
 
 def _messages(j: int, subject: _Subject) -> list[int]:

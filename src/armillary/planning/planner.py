@@ -21,10 +21,12 @@ from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
 from armillary.planning.cyclic_plan import plan_cyclic
+from armillary.planning.delayed_plan import plan_delayed
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
+from armillary.schedules.chosen import LOOP_OWNERS
 
 __all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "explain", "plan", "plan_by_rule"]
 
@@ -48,8 +50,8 @@ def plan(
         constraints: name, alias or glob pattern -> placement, exchange name, or a `Choice` with options.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         assumptions: what the optimizer keeps and how fast a rank's processor is.
-        schedule: "simultaneous", or "cyclic" with its options (NOT exact); then nothing is exchanged by row, and
-            constraints, lazy and mean must be left alone.
+        schedule: "simultaneous"; or "cyclic" or "delayed_all_reduce" with their options (NOT exact): then nothing is
+            exchanged by row, and constraints, lazy and mean must be left alone.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
@@ -57,7 +59,7 @@ def plan(
     case = Case(profile, topology, assumptions)
     if schedule != SIMULTANEOUS:
         _refuse_with_schedule(schedule, {"constraints": constraints, "lazy": list(lazy), "mean": mean != "workers"})
-        return plan_cyclic(case, schedule)
+        return plan_cyclic(case, schedule) if schedule.name == "cyclic" else plan_delayed(case, schedule)
     question = _question(case, constraints, lazy)
     options = menu(question)
     free = cheapest(options, topology)
@@ -110,11 +112,11 @@ def explain(
 
 def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
     """wishes: name -> what was asked, empty where nothing was."""
-    if schedule.name != "cyclic":
-        raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, cyclic")
+    if schedule.name not in LOOP_OWNERS:
+        raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, {', '.join(LOOP_OWNERS)}")
     if found := [name for name, asked in wishes.items() if asked]:
         raise ValueError(
-            f"plan: under schedule {schedule} parameters go by stage; {', '.join(found)} have no effect: drop them"
+            f"plan: under schedule {schedule} nothing goes by row; {', '.join(found)} have no effect: drop them"
         )
 
 

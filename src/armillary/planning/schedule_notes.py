@@ -17,7 +17,7 @@ from armillary.schedules.messages import NORM_BYTES, ring_messages
 from armillary.schedules.schedule import Place, Schedule
 from armillary.schedules.simultaneous import simultaneous
 
-__all__ = ["notes_on", "peak_on_one_device", "peak_over_workers"]
+__all__ = ["notes_on", "peak_on_one_device", "peak_over_workers", "running_note"]
 
 SHOWN = 3  # names of modules
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
@@ -37,8 +37,12 @@ def notes_on(
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
         )
+    remedies = options.built_remedies() if schedule.stale_share else ()
+    notes += [f"remedy: {remedy.says}" for remedy in remedies]
+    if options.remedies and not schedule.stale_share:
+        notes.append(f"no weight read is old, so {', '.join(options.remedies)} change nothing: drop them")
     if running:
-        notes.append(_running(options, running))
+        notes.append(running_note(options.mode, running))
     if options.recompute:
         notes.append("activations are those without recomputation; recomputed stages keep only their input")
     return tuple(notes)
@@ -93,9 +97,10 @@ def _clip(options: CyclicOptions) -> list[str]:
     ]
 
 
-def _running(options: CyclicOptions, running: Sequence[str]) -> str:
+def running_note(mode: str, running: Sequence[str]) -> str:
+    """What batch statistics mean; `running`: paths of modules that keep running ones."""
     names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
-    if options.mode == "ring":
+    if mode in ("ring", "delayed_all_reduce"):
         return (
             f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
             f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"

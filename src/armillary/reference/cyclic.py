@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 from armillary.schedules.random_stream import seeded
+from armillary.schedules.remedies.remedy import Remedy, stale_share
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Reference"]
@@ -72,18 +73,27 @@ class Reference:
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
+        self.remedies: Sequence[Remedy] = ()  # to be set before the first step
+        self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
+        self._made_with: list[dict[str, Any]] = []  # the optimizer's groups at the last step since the last drain
+        self._before: dict[nn.Parameter, Tensor] = {}  # mean gradients of that step
 
     def drain(self) -> None:
         """Everything before the next step has finished: it reads no older weights than its own."""
         self.drains.append(self._step)
+        self._made_with, self._before = [], {}
+        self._ahead.clear()
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """One training step; returns the loss of every micro-batch."""
         self._history[self._step] = [
             {name: p.detach().clone() for name, p in stage.named_parameters()} for stage in self.stages
         ]
+        if self._made_with:
+            self._ahead[self._step] = [self._foreseen(stage) for stage in self.stages]
         for version in [v for v in self._history if v < self._step - max(map(max, self.schedule.staleness))]:
             del self._history[version]
+            self._ahead.pop(version, None)
         losses: list[Tensor] = []
         totals: dict[nn.Parameter, Tensor] = {}
         for micro_batch, batch in enumerate(micro_batches):
@@ -95,11 +105,51 @@ class Reference:
             parameter.grad = total / self.schedule.micro_batches
         if self._clip is not None:
             self._clip_gradients(self._clip)
+        self._made_with = [dict(group) for group in self.optimizer.param_groups] if self.remedies else []
         with torch.autocast(self._device_type, enabled=False):
-            self.optimizer.step()
+            self._step_stage_by_stage() if self.remedies else self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
         return losses
+
+    def _foreseen(self, stage: nn.Module) -> dict[str, Tensor]:
+        """Weights of a stage as a remedy says that they will be a step later; as they are, if none says anything."""
+        share = stale_share(self.schedule, list(self.stages).index(stage))
+        group_of = {}
+        for group in self._made_with:
+            options = dict(group)
+            for remedy in self.remedies if share else ():
+                options |= remedy.step_options(options, share) if remedy.step_options is not None else {}
+            group_of.update(dict.fromkeys(group["params"], options))
+        found = {}
+        for name, parameter in stage.named_parameters():
+            found[name] = parameter.detach().clone()
+            for remedy in self.remedies:
+                if remedy.ahead is not None and parameter in group_of:
+                    state = self.optimizer.state.get(parameter, {})
+                    found[name] = remedy.ahead(found[name], state, group_of[parameter], 1)
+        return found
+
+    def _step_stage_by_stage(self) -> None:
+        """The whole model's step; where a stage has stale weights, a remedy may change its gradient and its options."""
+        means = {p: p.grad for stage in self.stages for p in stage.parameters() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        for j, stage in enumerate(self.stages):
+            share = stale_share(self.schedule, j)
+            usual = [dict(group) for group in self.optimizer.param_groups]
+            for parameter in stage.parameters():
+                parameter.grad = means.get(parameter)
+            for remedy in self.remedies if share else ():
+                for parameter in stage.parameters():
+                    if remedy.gradient is not None and parameter.grad is not None and parameter in self._before:
+                        parameter.grad = remedy.gradient(parameter.grad, self._before[parameter], share)
+                for group in self.optimizer.param_groups:
+                    group.update(remedy.step_options(group, share) if remedy.step_options is not None else {})
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            for group, options in zip(self.optimizer.param_groups, usual):
+                group.update(options)
+        self._before = means
 
     def _clip_gradients(self, clip: Clip) -> None:
         trained = [[p for p in stage.parameters() if p.grad is not None] for stage in self.stages]
@@ -119,7 +169,10 @@ class Reference:
         value, target = batch
         for j, stage in enumerate(self.stages):
             place = self._step, micro_batch, j
-            old = self._history[self.schedule.version(place, self.drains)][j]
+            version = self.schedule.version(place, self.drains)
+            old = self._history[version][j]
+            if version < self._step and version in self._ahead:
+                old = self._ahead[version][j]
             weights = {}
             for name, parameter in stage.named_parameters():
                 weights[name] = old[name].detach().requires_grad_(parameter.requires_grad)

@@ -16,6 +16,7 @@ from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
+from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["MODES", "CyclicOptions", "read_options"]
@@ -35,6 +36,7 @@ class CyclicOptions:
         recompute: stages that keep only their input and run again before their backward (not in a ring).
         clip_norm: that a step's mean gradient keeps at most; None: it is not clipped.
         clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
+        remedies: against stale weights, by name, in the order in which they act (not in a ring).
 
     Raises:
         ValueError: an option that its mode cannot honour; the message says what it wants.
@@ -49,6 +51,7 @@ class CyclicOptions:
     recompute: tuple[int, ...] = ()
     clip_norm: float | None = None
     clip_by: Norm | None = None
+    remedies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -69,10 +72,23 @@ class CyclicOptions:
         if self.clip_by is not None and self.clip_norm is None:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
         _refuse_late_norm(self)
+        if self.mode == "ring" and self.remedies:
+            raise ValueError(
+                f"schedule: a ring has no {', '.join(self.remedies)}: momentum and gradients of a stage are at its "
+                f"home only, and workers read weights as they pass; take one_device or pipeline, or drop remedies"
+            )
+        self.built_remedies()
 
     @property
     def clip(self) -> Clip | None:
         return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_by or "global")
+
+    def built_remedies(self) -> tuple[Remedy, ...]:
+        """
+        Raises:
+            ValueError: a name that is no remedy's.
+        """
+        return tuple(map(build_remedy, self.remedies))
 
     def schedule(self) -> Schedule:
         """

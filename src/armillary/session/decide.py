@@ -23,6 +23,7 @@ from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
+from armillary.schedules.chosen import LOOP_OWNERS
 from armillary.session.events import Decided
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.workload import Batch, Workload
@@ -52,9 +53,9 @@ class Wishes:
     mean: Mean = "workers"
 
     @property
-    def is_cyclic(self) -> bool:
+    def owns_loop(self) -> bool:
         """Whether the plan, given or to be made, has a schedule that owns the loop."""
-        return (self.plan.schedule if self.plan is not None else self.schedule).name == "cyclic"
+        return (self.plan.schedule if self.plan is not None else self.schedule).name in LOOP_OWNERS
 
 
 def open_transport() -> Transport:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from armillary.schedules.agenda import Due
 from armillary.schedules.clipping import Clip
+from armillary.schedules.remedies.remedy import Remedy
 from armillary.schedules.schedule import Place, Schedule
 
 __all__ = ["Course", "Observer"]
@@ -27,6 +28,7 @@ class Course:
         seed: with the place, fixes the random numbers of every stage of every micro-batch of every step.
         recompute: stages that keep only their input and run again before their backward.
         clip: of the mean gradient of every step.
+        remedies: against stale weights, in the order in which they act.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
     Raises:
@@ -39,6 +41,7 @@ class Course:
     recompute: frozenset[int] = frozenset()
     clip: Clip | None = None
     observe: Observer = _ignore
+    remedies: tuple[Remedy, ...] = ()
 
     def __post_init__(self) -> None:
         strange = [stage for stage in self.recompute if not 0 <= stage < self.schedule.stages]

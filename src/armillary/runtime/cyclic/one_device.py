@@ -17,6 +17,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
+from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.stage_pass import Flight, Gradients, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
@@ -49,7 +50,8 @@ class OneDevice:
         refuse_on_one_device(schedule, course.clip)
         self.schedule, self.drains = schedule, list[int]()
         self._stages, self._optimizer, self._course = stages, optimizer, course
-        self._weights = [StageWeights(stage, optimizer, schedule.micro_batches) for stage in stages]
+        steps = [RemediedStep(optimizer, schedule, stage.index, course.remedies) for stage in stages]
+        self._weights = [StageWeights(stage, step, schedule.micro_batches) for stage, step in zip(stages, steps)]
         self._agenda = Agenda(schedule, range(schedule.workers))
         self._steps = 0
         self._updates = Updates(self._weights, course.clip, self.drains)
@@ -92,6 +94,8 @@ class OneDevice:
         """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
         finished = self.settle()
         self.drains.append(self._steps)
+        for weights in self._weights:
+            weights.drain()
         return finished
 
     def _work_off(self, actions: Iterator[Due]) -> list[StepLosses]:
@@ -108,7 +112,7 @@ class OneDevice:
         target = self._targets.pop((step, micro_batch)) if last else None
         value, self._flights[place] = take_off(
             self._stages[j],
-            (version, self._weights[j].at(version)),
+            (version, self._weights[j].at(version, step - version)),
             self._values.pop(place),
             (self._course.seed, place),
             self._autocasts[step],

@@ -21,6 +21,7 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.edge import Incoming, Outgoing
 from armillary.runtime.cyclic.norm_chain import NormChain
+from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.stage_pass import Flight, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
@@ -53,7 +54,8 @@ class Pipeline:
             raise ValueError(f"pipeline: stage {stage.index} is none of the schedule's {schedule.stages}")
         self.schedule, self.drains = schedule, list[int]()
         self._stage, self._optimizer, self._course = stage, optimizer, course
-        self._weights = StageWeights(stage, optimizer, schedule.micro_batches)
+        remedied = RemediedStep(optimizer, schedule, stage.index, course.remedies)
+        self._weights = StageWeights(stage, remedied, schedule.micro_batches)
         self._agenda, self._postponed = Agenda(schedule, [stage.index]), list[Due]()
         self._steps = 0
         self._updates = Updates([self._weights], course.clip, self.drains)
@@ -124,6 +126,7 @@ class Pipeline:
         """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
         finished = self.settle()
         self.drains.append(self._steps)
+        self._weights.drain()
         return finished
 
     def _work_off(self, actions: Iterable[Due]) -> list[StepLosses]:
@@ -141,7 +144,7 @@ class Pipeline:
         target = self._targets.pop((step, micro_batch), None)
         value, self._flights[place] = take_off(
             self._stage,
-            (version, self._weights.at(version)),
+            (version, self._weights.at(version, step - version)),
             self._arrived(step, micro_batch),
             (self._course.seed, place),
             self._autocasts[step],

@@ -12,10 +12,10 @@ The model's own parameters always hold the newest version. Buffers are not versi
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.delayed_step import Options, step_with
+from armillary.runtime.cyclic.delayed_step import Options
+from armillary.runtime.cyclic.remedied_step import RemediedStep
 
 __all__ = ["Means", "StageWeights"]
 
@@ -26,10 +26,11 @@ Means = Mapping[nn.Parameter, Tensor]  # gradients, in the order of the stage's 
 class StageWeights:
     """Begins with version 0; `add` collects the gradients of a step in micro-batch order, `advance` makes a version."""
 
-    def __init__(self, stage: Stage, optimizer: Optimizer, micro_batches: int) -> None:
-        self._stage, self._optimizer, self._micro_batches = stage, optimizer, micro_batches
+    def __init__(self, stage: Stage, step: RemediedStep, micro_batches: int) -> None:
+        self._stage, self._step, self._micro_batches = stage, step, micro_batches
         self._parameters: dict[str, nn.Parameter] = dict(stage.module.named_parameters())
         self._versions: dict[int, Weights] = {0: self._leaves()}
+        self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a remedy says so
         self._sums: dict[str, Tensor] = {}
         self._own: set[str] = set()  # the sums in storage of their own
         self._summing, self._added = 0, 0  # step, micro-batches
@@ -40,8 +41,11 @@ class StageWeights:
         """The versions that can be read."""
         return tuple(self._versions)
 
-    def at(self, version: int) -> Weights:
+    def at(self, version: int, age: int = 0) -> Weights:
         """
+        Args:
+            age: how many steps older it is than the newest there will be when the step that reads it begins.
+
         Raises:
             RuntimeError: that version is not there (not yet, or no more); another one is never handed out instead.
         """
@@ -50,7 +54,7 @@ class StageWeights:
                 f"stage {self._stage.index}: version {version} of the weights is missing, there are {self.versions}; "
                 f"the schedule was not kept to"
             )
-        return self._versions[version]
+        return self._ahead.get(version, self._versions[version]) if age else self._versions[version]
 
     def add(self, step: int, micro_batch: int, gradients: Weights) -> Means | None:
         """Adds one micro-batch's gradients; with the last of the step, divides by their number.
@@ -90,9 +94,16 @@ class StageWeights:
         """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.clone()  # see Note [Versions and storage]
-        step_with(self._optimizer, gradients, options)
+        self._step.step(gradients, options)
         self.newest += 1
         self._versions[self.newest] = self._leaves()
+        if ahead := self._step.ahead(self._parameters, options):
+            self._ahead[self.newest] = ahead
+
+    def drain(self) -> None:
+        """The next step begins as the first did: it reads nothing old, and no remedy remembers anything."""
+        self._ahead.clear()
+        self._step.forget()
 
     def _means(self) -> Means:
         count = self._micro_batches
@@ -106,6 +117,7 @@ class StageWeights:
         """Drops the versions older than `before`; pending graphs keep what they need."""
         for version in [v for v in self._versions if v < min(before, self.newest)]:
             del self._versions[version]
+            self._ahead.pop(version, None)
 
     def _leaves(self) -> Weights:
         # .data, not .detach(): with a version counter of its own, see Note [Versions and storage]

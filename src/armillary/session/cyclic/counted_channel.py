@@ -1,10 +1,13 @@
-"""The transport's point-to-point messages, with what they sent and how long this process waited for them."""
+"""The transport's messages and requests, with what they sent and how long this process waited for them."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from armillary.facts.collectives import Request, sent_bytes
 from armillary.runtime.channel import Pending
 from armillary.runtime.transport import Transport
 
@@ -16,7 +19,7 @@ class CountedChannel:
     """sent_bytes: of the tensors, without the network's headers. waited_seconds: not hidden behind compute."""
 
     transport: Transport
-    sent_bytes: int = 0
+    sent_bytes: float = 0
     waited_seconds: float = 0.0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
@@ -26,7 +29,20 @@ class CountedChannel:
     def receive(self, into: Tensor, peer: int, tag: int) -> Pending:
         return _Timed(self.transport.receive(into, peer, tag), self)
 
-    def take(self) -> tuple[int, float]:
+    def start(self, request: Request, label: str) -> Callable[[], Any]:
+        place = self.transport.place
+        self.sent_bytes += sent_bytes(request, place.workers, place.rank)
+        wait = self.transport.start(request, label)
+
+        def timed() -> Any:
+            began = time.perf_counter()
+            answer = wait()
+            self.waited_seconds += time.perf_counter() - began
+            return answer
+
+        return timed
+
+    def take(self) -> tuple[float, float]:
         """Bytes and seconds since the last call."""
         taken = self.sent_bytes, self.waited_seconds
         self.sent_bytes, self.waited_seconds = 0, 0.0

@@ -1,4 +1,4 @@
-"""Carries out a plan with a cyclic schedule: `run.step(batches)` in every mode, the user's model, optimizer and loss.
+"""Carries out a plan whose schedule owns the loop: `run.step(batches)`, the user's model, optimizer and loss.
 
     plan = armillary.plan(profile, topology, schedule=Choice("cyclic", {"mode": "pipeline", "slack": 0}))
     run = armillary.drive(plan, model, optimizer, loss, batch)
@@ -12,8 +12,9 @@ Between steps micro-batches are under way, and a pipeline's process holds one st
 (clip_norm, clip_by). Autocast around `run.step` reaches the forward and the loss of its micro-batches, however late.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,13 +30,17 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
-from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.runtime.watch.untouched import untouched
+from armillary.schedules.chosen import LOOP_OWNERS, ScheduleOptions, read_choice
+from armillary.schedules.cyclic_modes import CyclicOptions
+from armillary.schedules.delayed_all_reduce import DelayedOptions
 from armillary.schedules.messages import home
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.schedule import Schedule
 from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.session.cyclic.delayed import DelayedMode, delayed_runtime, one_stage, unfit_groups
 from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode
-from armillary.session.cyclic.split_loss import SplitLoss
+from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.misfit import other_job, refuse_on_every_rank
 from armillary.session.workload import Batch
@@ -47,8 +52,9 @@ class CyclicRun:
     """A plan at work; every process makes the same calls.
 
     Args of note:
-        micro_batches: which micro-batches of a step this process hands in (a ring's worker its own, else all of them).
-        owners: for every stage, the process that has its optimizer state and its newest weights.
+        micro_batches: which micro-batches of a step this process hands in: its own in a ring and a delayed all-reduce,
+            else all of them.
+        owners: for every stage, the (first) process that has its optimizer state and its newest weights.
         names: of the parameters in the user's optimizer, as it was given.
     """
 
@@ -56,14 +62,14 @@ class CyclicRun:
         self, plan: Plan, model: nn.Module, optimizer: Optimizer, transport: Transport, stages: Sequence[Stage]
     ) -> None:
         self.plan, self.model, self.optimizer, self.transport = plan, model, optimizer, transport
-        self.options = read_options(plan.schedule.options, plan.workers)
+        self.options = read_choice(plan.schedule, plan.workers)
         self.schedule: Schedule = self.options.schedule()
         self.stages = stages
         self.channel = CountedChannel(transport)
         self.names = parameter_names(model, optimizer, {})
         self.groups = [len(group["params"]) for group in optimizer.param_groups]
-        mode, count = self.options.mode, self.options.micro_batches
-        self.micro_batches = (self.rank,) if mode == "ring" else tuple(range(count))
+        count = self.options.micro_batches
+        self.micro_batches = (self.rank,) if self.has_own_data else tuple(range(count))
         self.owners = [_owner(self.options, self.schedule, stage.index) for stage in stages]
         self.mode: Mode
         self._finished: list[StepLosses] = []
@@ -75,6 +81,11 @@ class CyclicRun:
     @property
     def workers(self) -> int:
         return self.transport.place.workers
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether every process trains on a micro-batch of its own, with running statistics of its own."""
+        return self.options.mode in ("ring", "delayed_all_reduce")
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         """One training step: a batch for each of `micro_batches`. Returns the losses of the steps now complete.
@@ -126,48 +137,71 @@ def drive(
     seed: int = 0,
     first_step: int = 0,
 ) -> CyclicRun:
-    """Puts a cyclic plan to work. Every process must call it; with one model on all of them it begins with rank 0's.
+    """Puts a plan to work whose schedule owns the loop. Every process must call it; all begin with rank 0's model.
 
     Args:
         optimizer: over the model's parameters, new or with a loaded state; it keeps its class and options.
-        loss: loss(model, batch) -> scalar mean over one micro-batch; it calls the model once and nothing else of it.
-        example: a micro-batch, to cut the model with; nothing is trained on it.
+        loss: loss(model, batch) -> scalar mean over one micro-batch; under a cyclic schedule it calls the model once
+            and nothing else of it.
+        example: a micro-batch, to cut the model with, or to try the loss on; nothing is trained on it.
         seed: with step, micro-batch and stage, fixes the random numbers of dropout and the like.
         first_step: of a resumed run: how many steps were taken before.
 
     Raises:
         ValueError: the plan, the model, the optimizer or the loss do not fit; the message says how to mend it.
     """
-    if plan.schedule.name != "cyclic":
-        raise ValueError(f"drive: the plan's schedule is {plan.schedule}; only cyclic owns the loop: use attach")
+    if plan.schedule.name not in LOOP_OWNERS:
+        raise ValueError(
+            f"drive: the plan's schedule is {plan.schedule}; only {' and '.join(LOOP_OWNERS)} own the loop: use attach"
+        )
     transport = Transport(plan.workers_per_node)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    options = read_choice(plan.schedule, plan.workers)
     complaint = next(other_job(plan, trainable, transport.place.workers), "") or _other_picture(plan)
+    if isinstance(options, DelayedOptions):
+        complaint = complaint or next(unfit_groups(plan, model), "")
+    else:
+        complaint = complaint or _unfit_optimizer(options, optimizer)
     refuse_on_every_rank("drive", plan, complaint, transport)
     begin_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, transport)
-    options = read_options(plan.schedule.options, plan.workers)
+    seed = seed_from_step(seed, first_step)
+    if isinstance(options, DelayedOptions):
+        with untouched(model), scaler_refused():
+            loss(model, example)
+        run = CyclicRun(plan, model, optimizer, transport, one_stage(model))
+        runtime = delayed_runtime(plan, options, model, optimizer, run.channel)
+        run.mode = DelayedMode(runtime, (model, optimizer, loss), (seed, run.rank))
+        return run
     split = SplitLoss(loss, model, example)
     value = split.input_of(example)
     stages = stages_of(model, value, options.points)
     refuse_other_groups(plan, stages)
     input_of = split.input_of if isinstance(model, nn.Sequential) else TracedInput(split, value).input_of
     run = CyclicRun(plan, model, optimizer, transport, stages)
-    recompute = frozenset(options.recompute)
-    course = Course(run.schedule, split.of_output, seed_from_step(seed, first_step), recompute, options.clip)
-    if options.mode == "one_device":
-        run.mode = OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
-    elif options.mode == "pipeline":
-        pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
-        run.mode = PipelineMode(pipeline, input_of, stages, transport)
-    else:
-        loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
-        run.mode = RingMode(loop, model, optimizer, loss)
+    run.mode = _cyclic_mode(run, options, (split, input_of, loss), seed)
     return run
+
+
+def _cyclic_mode(
+    run: CyclicRun, options: CyclicOptions, losses: tuple[SplitLoss, Callable[[Batch], Any], Loss], seed: int
+) -> Mode:
+    """The runtime of a mode. losses: the loss taken apart, what the first stage reads of a batch, the loss whole."""
+    split, input_of, loss = losses
+    model, optimizer, stages = run.model, run.optimizer, run.stages
+    recompute, remedies = frozenset(options.recompute), options.built_remedies()
+    course = Course(run.schedule, split.of_output, seed, recompute, options.clip, remedies=remedies)
+    if options.mode == "one_device":
+        return OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
+    if options.mode == "pipeline":
+        pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
+        return PipelineMode(pipeline, input_of, stages, run.transport)
+    loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
+    return RingMode(loop, model, optimizer, loss)
 
 
 def _other_picture(plan: Plan) -> str:
     """An edited plan must not show what it does not do."""
-    drawn = str(read_options(plan.schedule.options, plan.workers).schedule())
+    drawn = str(read_choice(plan.schedule, plan.workers).schedule())
     if plan.picture in ("", drawn):
         return ""
     return (
@@ -175,7 +209,13 @@ def _other_picture(plan: Plan) -> str:
     )
 
 
-def _owner(options: CyclicOptions, schedule: Schedule, stage: int) -> int:
+def _unfit_optimizer(options: CyclicOptions, optimizer: Optimizer) -> str:
+    """Why an optimizer cannot have a plan's remedies; empty if it can."""
+    said = [remedy.unfit(group) for remedy in options.built_remedies() for group in optimizer.param_groups]
+    return next(filter(None, said), "")
+
+
+def _owner(options: ScheduleOptions, schedule: Schedule, stage: int) -> int:
     if options.mode == "ring":
         return home(schedule, stage)
     return stage if options.mode == "pipeline" else 0

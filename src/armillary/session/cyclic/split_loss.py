@@ -17,7 +17,7 @@ from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.untouched import untouched
 from armillary.session.workload import Batch
 
-__all__ = ["SplitLoss"]
+__all__ = ["SplitLoss", "scaler_refused"]
 
 
 class SplitLoss:
@@ -33,7 +33,7 @@ class SplitLoss:
     def __init__(self, loss: Loss, model: nn.Module, example: Batch) -> None:
         self._loss, self._model = loss, model
         try:
-            with untouched(model), _scaler_refused():
+            with untouched(model), scaler_refused():
                 self._refuse_what_cannot_be_split(example)
         except AttributeError as error:
             raise ValueError(str(error)) from error
@@ -79,7 +79,7 @@ class SplitLoss:
 
 
 @contextmanager
-def _scaler_refused() -> Iterator[None]:
+def scaler_refused() -> Iterator[None]:
     """Inside, a loss that is scaled by a GradScaler is refused; a scaler that is switched off is let through."""
     scale = torch.amp.GradScaler.scale
 

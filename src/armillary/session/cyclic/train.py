@@ -1,4 +1,4 @@
-"""Trains a workload under a cyclic schedule, and tells what happens as it goes: the events of `session/train.py`.
+"""Trains a workload under a schedule that owns the loop, and tells what happens: the events of `session/train.py`.
 
 A step's losses are known when its last micro-batch has gone through, mostly a step later; progress counts those that
 are known. A checkpoint drains the schedule and is a plain single-device one.
@@ -15,8 +15,9 @@ from armillary.facts.plan import Forecast
 from armillary.facts.trace import Trace
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.saving.checkpoint import latest
-from armillary.schedules.cyclic_modes import read_options
+from armillary.schedules.chosen import read_choice
 from armillary.schedules.random_stream import seed_streams
+from armillary.session.cyclic.delayed import DelayedMode
 from armillary.session.cyclic.drive import CyclicRun, drive
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
@@ -64,7 +65,7 @@ def train_cyclic(workload: Workload, settings: Settings) -> Iterator[Event]:
 
 def _feeds(workload: Workload, decided: Decided, seed: int, loops: tuple[dict[str, Any], ...]) -> list[Feed]:
     """One for every micro-batch, where the loop that was saved for it, or for the first one, left off."""
-    count = read_options(decided.plan.schedule.options, decided.plan.workers).micro_batches
+    count = read_choice(decided.plan.schedule, decided.plan.workers).micro_batches
     if not loops:
         return [Feed(workload, (m, count), seed) for m in range(count)]
     states = [loops[m if m < len(loops) else 0]["feed"] for m in range(count)]
@@ -79,7 +80,7 @@ def _drive(subject: Subject, decided: Decided, seed: int, first_step: int) -> Cy
 
 def _micro_batches_held(run: CyclicRun) -> float:
     """Activations at a process's peak, in those of one micro-batch, as if stages kept alike."""
-    if run.options.mode == "ring":
+    if run.has_own_data:
         return 1.0
     ticks = range(2 * run.schedule.period, 4 * run.schedule.period)
     return max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages / run.workers
@@ -107,7 +108,7 @@ class _Training:
         seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
         self._count(self.run.step(mine))
         self.step += 1
-        if self.run.options.mode == "ring" or self.run.rank == 0:
+        if self.run.has_own_data or self.run.rank == 0:
             self.samples += sum(self.workload.samples(batch) for batch in mine)
 
     def _count(self, finished: list[StepLosses]) -> None:
@@ -184,7 +185,7 @@ class _Training:
         planned = Forecast()
         for group in self.run.plan.groups:
             planned += group.forecast
-        comparison = (Comparison("all stages", self.run.options.mode, planned, measured),)
+        comparison = (Comparison("all groups", self.run.options.mode, planned, measured),)
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(None)
@@ -199,10 +200,11 @@ class _Training:
 
 
 def _held_bytes(run: CyclicRun) -> float:
-    """Weights and optimizer state between two steps on this process, master copies of a ring included."""
+    """Weights and optimizer state between two steps on this process, with a ring's master copies and late gradients."""
     masters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     tensors = [*run.model.parameters(), *masters]
     for entries in run.optimizer.state.values():
         tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return float(sum(storages.values()))
+    late = run.mode.held_bytes if isinstance(run.mode, DelayedMode) else 0
+    return float(sum(storages.values()) + late)

@@ -1,19 +1,23 @@
-"""Trains a workload under a cyclic schedule and by `reference/cyclic`, and compares every tensor bit for bit.
+"""Trains a workload under a schedule that owns the loop and by `reference/cyclic`, and compares every bit.
 
 The reference is plain loops in one process; it knows no runtime. The learning rate falls half-way, which replicas that
 apply late gradients at the wrong rate do not survive; the newest weights are looked at in between, and the run is
-drained once, which the reference is told.
+drained once, which the reference is told. Where gloo sums three or more workers' gradients in an order of its own, a
+delayed all-reduce is compared to rounding instead.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.reference.cyclic import Reference
-from armillary.schedules.cyclic_modes import read_options
+from armillary.runtime.watch.probe import Loss
+from armillary.schedules.chosen import ScheduleOptions, read_choice
+from armillary.schedules.delayed_all_reduce import DelayedOptions
 from armillary.session.cyclic.drive import CyclicRun, drive
 from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import stages_of
@@ -21,8 +25,8 @@ from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.feed import Feed
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.verify import Difference, Verdict, Verification
-from armillary.session.workload import Workload
+from armillary.session.verify import ROUNDING, TOLERANCE, Difference, Verdict, Verification
+from armillary.session.workload import Batch, Workload
 
 __all__ = ["verify_cyclic"]
 
@@ -43,9 +47,13 @@ class _Case(NamedTuple):
     def half(self) -> int:
         return self.steps // 2
 
+    @property
+    def options(self) -> ScheduleOptions:
+        return read_choice(self.plan.schedule, self.plan.workers)
+
 
 def verify_cyclic(workload: Workload, *, wishes: Wishes, steps: int = 5, seed: int = 0) -> Verification:
-    """Compares in float64 with torch.equal; every rank must call it.
+    """Compares in float64; every rank must call it.
 
     Raises:
         ValueError: the schedule, the model or the loss do not fit.
@@ -55,28 +63,37 @@ def verify_cyclic(workload: Workload, *, wishes: Wishes, steps: int = 5, seed: i
     case = _Case(double, plan, steps, seed)
     run = _train(case)
     truths = by_rank_zero(run.transport, lambda: _truths(case))
-    truth = truths[run.rank if len(truths) > 1 else 0]
+    truth = truths.states[run.rank if len(truths.states) > 1 else 0]
     with run.newest():
         mine = dict(_state(run.model))
     apart = [_apart(mine[name], truth[name]) for name in truth]
     largest = run.transport.agree_largest(apart)
     run.transport.close()
-    options = read_options(plan.schedule.options, plan.workers)
-    said = f"cyclic, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
-    if options.clip is not None:
-        said += f", clipped at {options.clip.max_norm:g} by {options.clip.by}"
+    options = case.options
+    tolerance = TOLERANCE if isinstance(options, DelayedOptions) and plan.workers > 2 else 0.0
     differences = []
     for name, difference in zip(truth, largest, strict=True):
-        verdict: Verdict = "equal" if difference == 0.0 else "differs"
-        differences.append(Difference(name, said, options.mode, difference, verdict))
-    return Verification(workload.name, plan.workers, steps, 0.0, tuple(differences))
+        verdict: Verdict = "equal" if difference <= tolerance else "differs"
+        if tolerance and name in truths.quiet:
+            verdict = "no gradient"
+        differences.append(Difference(name, _said(options), options.mode, difference, verdict))
+    return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences))
+
+
+def _said(options: ScheduleOptions) -> str:
+    if isinstance(options, DelayedOptions):
+        said = f"all one step late, {options.micro_batches} micro-batches"
+    else:
+        said = f"cyclic, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
+        said += f", {' and '.join(options.remedies)}" if options.remedies else ""
+    return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
 def _train(case: _Case) -> CyclicRun:
     torch.manual_seed(case.seed)
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
-    count = read_options(case.plan.schedule.options, case.plan.workers).micro_batches
+    count = case.options.micro_batches
     example = next(Feed(case.workload, (0, count), case.seed))
     run = drive(case.plan, model, optimizer, case.workload.loss, example, seed=case.seed)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
@@ -93,36 +110,84 @@ def _train(case: _Case) -> CyclicRun:
     return run
 
 
-def _truths(case: _Case) -> list[dict[str, Tensor]]:
-    """What every process must hold at the end; one for all but where workers keep buffers of their own."""
+class _Truths(NamedTuple):
+    """What every process must hold at the end: one for all, but where workers keep buffers of their own.
+
+    quiet: parameters whose gradient was zero but for rounding at every step.
+    """
+
+    states: list[dict[str, Tensor]]
+    quiet: frozenset[str]
+
+
+def _truths(case: _Case) -> _Truths:
     torch.manual_seed(case.seed)
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
-    options = read_options(case.plan.schedule.options, case.plan.workers)
+    options = case.options
     feeds = [Feed(case.workload, (m, options.micro_batches), case.seed) for m in range(options.micro_batches)]
-    example = next(Feed(case.workload, (0, options.micro_batches), case.seed))
-    split = SplitLoss(case.workload.loss, model, example)
-    stages = [stage.module for stage in stages_of(model, split.input_of(example), options.points)]
-    copies = range(options.micro_batches) if options.mode == "ring" else None
-    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, copies, options.clip)
+    reference, input_of = _reference(case, model, optimizer)
+    norms: dict[str, float] = {}
+    optimizer.register_step_pre_hook(lambda *_: norms.update(_larger(norms, model)))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
     for step in range(case.steps):
         if step == case.half + 1:
             reference.drain()
         batches = [next(feed) for feed in feeds]
-        reference.step([(split.input_of(batch), batch) for batch in batches])
+        reference.step([(input_of(batch), batch) for batch in batches])
         scheduler.step()
-    if copies is None:
-        return [dict(_state(model))]
+    limit = ROUNDING * max(norms.values())
+    quiet = frozenset(name for name, norm in norms.items() if norm <= limit)
+    if not reference.buffers:
+        return _Truths([dict(_state(model))], quiet)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     truths = []
     for own in reference.buffers:
         truth = dict(_state(model))
-        for stage, buffers in zip(stages, own, strict=True):
+        for stage, buffers in zip(reference.stages, own, strict=True):
             local = dict(stage.named_buffers())
             truth |= {names[id(local[name])]: buffer for name, buffer in buffers.items() if id(local[name]) in names}
         truths.append(truth)
-    return truths
+    return _Truths(truths, quiet)
+
+
+def _reference(case: _Case, model: nn.Module, optimizer: Optimizer) -> tuple[Reference, Callable[[Batch], Any]]:
+    """The truth at its start, and what its first stage reads of a batch."""
+    options, workload = case.options, case.workload
+    copies = range(options.micro_batches)
+    if isinstance(options, DelayedOptions):
+        whole = [_Whole(model, workload.loss)]
+        reference = Reference(whole, optimizer, options.schedule(), _given, case.seed, copies, options.clip)
+        return reference, lambda batch: batch
+    split = SplitLoss(workload.loss, model, next(Feed(workload, (0, options.micro_batches), case.seed)))
+    example = split.input_of(next(Feed(workload, (0, options.micro_batches), case.seed)))
+    stages = [stage.module for stage in stages_of(model, example, options.points)]
+    own = copies if options.mode == "ring" else None
+    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
+    reference.remedies = options.built_remedies()
+    return reference, split.input_of
+
+
+class _Whole(nn.Module):
+    """A model and its loss as one stage, from a batch to the loss."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+def _given(loss: Tensor, batch: Batch) -> Tensor:
+    """The loss of a loss."""
+    return loss
+
+
+def _larger(norms: Mapping[str, float], model: nn.Module) -> dict[str, float]:
+    """The larger of each known norm and that of the gradient now."""
+    now = {name: 0.0 if p.grad is None else float(p.grad.norm()) for name, p in model.named_parameters()}
+    return {name: max(norm, norms.get(name, 0.0)) for name, norm in now.items()}
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

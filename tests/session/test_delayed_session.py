@@ -1,0 +1,335 @@
+"""Laws of driving a delayed all-reduce: the reference's weights whatever the model; looks, checkpoints, bytes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from armillary.cli.find import find, small
+from armillary.facts.plan import Choice
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.reference.cyclic import Reference
+from armillary.runtime.saving.saved import REST
+from armillary.runtime.watch.profiler import profile
+from armillary.schedules.delayed_all_reduce import delayed_all_reduce
+from armillary.schedules.simultaneous import simultaneous
+from armillary.session.attach import attach
+from armillary.session.cyclic import verify
+from armillary.session.cyclic.drive import drive
+from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
+from armillary.session.cyclic.train import _held_bytes, train_cyclic
+from armillary.session.cyclic.verify import verify_cyclic
+from armillary.session.decide import Wishes
+from armillary.session.events import Ended, Resumed, Saved
+from armillary.session.train import Settings
+from staged_models import same
+
+WIDTH, ROWS = 4, 3
+LATE = Choice("delayed_all_reduce")
+CLIPPED = Choice("delayed_all_reduce", {"clip_norm": 0.05})
+
+
+def model_of(dropout=0.0):
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)]
+    return nn.Sequential(*blocks).double()
+
+
+def optimizer_of(model):
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
+
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def with_penalty(model, batch):
+    """Reads the weights besides the output, as no stage could."""
+    return loss(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def batch_of(step, micro_batch):
+    draw = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + micro_batch))
+    return draw.double().unbind()
+
+
+def plan_of(choice, processes):
+    link = Link(1e-4, 1e8)
+    facts = profile(model_of(), [batch_of(0, 0)] * processes, loss, workers=processes)
+    return plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=choice)
+
+
+def driven(made, path=None, dropout=0.0):
+    model = model_of(dropout)
+    optimizer = optimizer_of(model)
+    first = load_plain(Path(path), model, optimizer)[0] if path else 0
+    return drive(made, model, optimizer, loss, batch_of(0, 0), first_step=first), first
+
+
+def trained(run, steps):
+    losses = []
+    for step in steps:
+        losses += run.step([batch_of(step, micro_batch) for micro_batch in run.micro_batches])
+    return losses
+
+
+def truth(workers, steps, drains=(), dropout=0.0):
+    model = model_of(dropout)
+    optimizer = optimizer_of(model)
+    reference = Reference([model], optimizer, delayed_all_reduce(workers), functional.mse_loss)
+    for step in range(steps):
+        if step in drains:
+            reference.drain()
+        reference.step([batch_of(step, micro_batch) for micro_batch in range(workers)])
+    return dict(model.state_dict()), optimizer.state_dict()
+
+
+def alike(these, those):
+    """Bit for bit, whatever nests the tensors."""
+    if isinstance(these, torch.Tensor):
+        return torch.equal(these, those)
+    if isinstance(these, dict):
+        return these.keys() == those.keys() and all(alike(these[key], those[key]) for key in these)
+    if isinstance(these, list | tuple):
+        return len(these) == len(those) and all(map(alike, these, those))
+    return these == those
+
+
+# Equality with the reference
+
+
+def verify_job(rank, world, cases):
+    torch.set_num_threads(1)
+    found = []
+    for name, options, choice in cases:
+        task = find(name, {**small(name), **options})
+        found.append(verify_cyclic(task, wishes=Wishes(schedule=choice), steps=4))
+    return found
+
+
+VIT = ("vision", {"architecture": "vit", "width": 16, "depth": 2})
+BATCH_NORM = ("vision", {"norm": "batch"})
+UNCUT = ("language_model", {})  # no tracer cuts it into stages; its weights are drawn from, looked up and tied
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [(1, [(*BATCH_NORM, CLIPPED)]), (2, [(*VIT, LATE), (*BATCH_NORM, CLIPPED), (*UNCUT, LATE)])],
+)
+def test_one_and_two_workers_train_as_the_reference_does_bit_for_bit(crew, processes, cases):
+    answers = crew(processes).run(verify_job, cases)
+    for found in answers[0]:
+        assert found.is_equal and found.tolerance == 0.0, str(found)
+        assert found.workers == processes and len(found.differences) > 5
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_judged(crew):
+    (found,) = crew(4).run(verify_job, [(*VIT, LATE)])[0]
+    assert found.is_equal and found.tolerance == 1e-10, str(found)
+    verdicts = [one.verdict for one in found.differences]
+    assert verdicts.count("equal") > 20 > verdicts.count("no gradient")
+
+
+def verify_against_another_rule(rank, world, rule):
+    """The reference is told another rule than the run."""
+    kept = verify._truths, verify.Reference
+    if rule == "fresh":
+        verify.Reference = lambda stages, optimizer, schedule, *rest: Reference(
+            stages, optimizer, simultaneous(schedule.workers), *rest
+        )
+    else:
+        verify._truths = lambda case: kept[0](case._replace(plan=dataclasses.replace(case.plan, schedule=LATE)))
+    try:
+        return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
+    finally:
+        verify._truths, verify.Reference = kept
+
+
+@pytest.mark.parametrize("rule", ["fresh", "unclipped"])
+def test_another_rule_is_not_called_equal(crew, rule):
+    for found in crew(2).run(verify_against_another_rule, rule):
+        assert not found.is_equal and "NOT equal" in str(found)
+
+
+# Looking, and saving
+
+
+def look(rank, world, made):
+    run, _ = driven(made, dropout=0.3)
+    seen, losses = [], []
+    for step in range(4):
+        losses += trained(run, [step])
+        with run.newest():
+            seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
+    return seen, [one.step for one in losses], export_cyclic(run)
+
+
+def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew):
+    answers = crew(2).run(look, plan_of(LATE, 2))
+    for seen, steps, _ in answers:
+        assert steps == list(range(4))
+        for step, weights in enumerate(seen):
+            assert alike(weights, truth(2, step + 1, dropout=0.3)[0]), step
+    model, optimizer = truth(2, 4, dropout=0.3)
+    assert alike(answers[0][2], {"model": model, "optimizer": optimizer}) and answers[1][2] is None
+
+
+def save_on_the_way(rank, world, made, folder):
+    run, _ = driven(made)
+    trained(run, range(3))
+    path = save_cyclic(run, Path(folder), 3, [{"step": 3, "feed": {}}] * 2, keep=1)
+    trained(run, range(3, 6))
+    return str(path), export_cyclic(run)
+
+
+def resume(rank, world, made, path):
+    run, first = driven(made, path)
+    trained(run, range(first, 6))
+    return export_cyclic(run)
+
+
+SAME_RULE = [
+    (1, Choice("cyclic", {"mode": "one_device", "micro_batches": 2, "slack": 2})),
+    (2, Choice("cyclic", {"mode": "ring", "slack": 2})),
+    (2, Choice("cyclic", {"mode": "pipeline", "slack": 2})),
+    (2, LATE),
+]
+
+
+def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_in_plain_torch(crew, tmp_path):
+    """All one step late and without dropout, the modes follow one rule; one writes, each goes on."""
+    path, uninterrupted = crew(2).run(save_on_the_way, plan_of(LATE, 2), str(tmp_path))[0]
+    model, optimizer = truth(2, 6, drains=(3,))
+    assert alike(uninterrupted, {"model": model, "optimizer": optimizer})
+    for processes, choice in SAME_RULE:
+        assert alike(crew(processes).run(resume, plan_of(choice, processes), path)[0], uninterrupted), choice
+    saved = torch.load(Path(path) / REST, weights_only=True)
+    assert alike(dict(saved["model"]), truth(2, 3)[0])
+
+
+def test_it_goes_on_from_a_checkpoint_of_a_ring(crew, tmp_path):
+    ring = plan_of(SAME_RULE[1][1], 2)
+    path, uninterrupted = crew(2).run(save_on_the_way, ring, str(tmp_path))[0]
+    assert alike(crew(2).run(resume, plan_of(LATE, 2), path)[0], uninterrupted)
+
+
+# What is forecast
+
+
+def count(rank, world, made):
+    run, _ = driven(made)
+    trained(run, range(4))
+    run.drain()
+    held, waited = _held_bytes(run), run.channel.waited_seconds
+    return run.channel.take()[0] / 4, held, waited > 0
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 100])
+def test_the_bytes_forecast_are_the_bytes_sent_and_held(crew, bucket_bytes):
+    made = plan_of(Choice("delayed_all_reduce", {"bucket_bytes": bucket_bytes}), 2)
+    assert len(made.groups) == (1 if bucket_bytes == 0 else 4)
+    for sent, held, has_waited in crew(2).run(count, made):
+        assert sent == sum(group.forecast.sent_bytes for group in made.groups) and has_waited
+        planned = sum(group.forecast.memory_bytes for group in made.groups)
+        flags, step_counts = 8 * 8, 8 * 4  # one per parameter; flags are behind gradients only, Adam counts its steps
+        assert held == planned - 3 * flags + step_counts
+
+
+# What is refused, and what is not
+
+
+def misuse(rank, world, made):
+    said = []
+    owned = dataclasses.replace(made.groups[0], exchange=Choice("owned_dense", {"owner": 0}))
+    for attempt in (
+        lambda: attach(made, model_of(), torch.optim.SGD(model_of().parameters(), lr=0.1)),
+        lambda: driven(made.with_group(owned)),
+        lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"slack": 1}))),
+        lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"clip_norm": -1.0}))),
+        lambda: driven(made)[0].step([batch_of(0, 0)] * 2),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_misuse_is_answered_with_what_to_do(crew):
+    for said in crew(2).run(misuse, plan_of(LATE, 2)):
+        owns, exchange, strange, negative, batches = said
+        assert "carry it out with armillary.drive" in owns and "knows all_reduce only" in exchange
+        assert "may have clip_norm and bucket_bytes; got slack" in strange and "clip wants a positive norm" in negative
+        assert "hands in micro-batches" in batches and "got 2 batches" in batches
+
+
+def scaled(rank, world, made):
+    model, scaler = model_of(), torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="scaled by a GradScaler"):
+        drive(made, model, optimizer_of(model), lambda *given: scaler.scale(loss(*given)), batch_of(0, 0))
+
+
+def test_a_loss_under_a_scaler_is_refused_since_its_scale_would_be_another_steps(crew):
+    crew(1).run(scaled, plan_of(LATE, 1))
+
+
+def penalised(rank, world, made):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    run = drive(made, model, optimizer, with_penalty, batch_of(0, 0))
+    trained(run, range(3))
+    run.drain()
+    return [p.detach() for p in model.parameters()]
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model_of()
+
+    def forward(self, batch):
+        return with_penalty(self.model, batch)
+
+
+def test_a_loss_that_no_stage_could_see_is_trained_too(crew):
+    whole = Whole()
+    reference = Reference([whole], optimizer_of(whole.model), delayed_all_reduce(2), lambda value, _: value)
+    for step in range(3):
+        reference.step([(batch_of(step, m), None) for m in range(2)])
+    for got in crew(2).run(penalised, plan_of(LATE, 2)):
+        assert same(got, [p.detach() for p in whole.parameters()])
+
+
+# The training run
+
+
+def train_job(rank, world, folder, steps, is_resumed):
+    torch.set_num_threads(1)
+    task = find("vision", {**small("vision"), "batch_size": 8})
+    wishes = Wishes(schedule=CLIPPED)
+    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
+    return list(train_cyclic(task, settings))
+
+
+def last_model(folder):
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return torch.load(newest / REST, weights_only=True)["model"]
+
+
+def test_training_tells_what_it_does_and_resumes_to_the_same_weights(crew, tmp_path):
+    whole = crew(2).run(train_job, str(tmp_path / "whole"), 12, False)
+    ended = whole[0][-1]
+    assert isinstance(ended, Ended) and [type(event) for event in whole[0]].count(Saved) == 2
+    measured, forecast = ended.comparison[0].measured, ended.comparison[0].forecast
+    assert measured.sent_bytes == pytest.approx(forecast.sent_bytes)
+    crew(2).run(train_job, str(tmp_path / "half"), 6, False)
+    going_on = crew(2).run(train_job, str(tmp_path / "half"), 12, True)
+    assert [event.step for event in going_on[1] if isinstance(event, Resumed)] == [6]
+    assert alike(dict(last_model(tmp_path / "half")), dict(last_model(tmp_path / "whole")))
