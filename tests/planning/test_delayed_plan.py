@@ -4,7 +4,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from planning_cases import LINKS_ONLY, dense, machines, model
 
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile_table import bytes_text
@@ -14,6 +13,7 @@ from armillary.planning.planner import plan
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.schedule import parse
+from planning_cases import LINKS_ONLY, dense, machines, model
 
 LATE = Choice("delayed_all_reduce")
 
