@@ -190,6 +190,13 @@ def test_rows_that_were_profiled_with_other_workers_are_noted():
     assert plan(one_table(0.01, workers=4), machines(4)).notes == ()
 
 
+def test_a_parameter_that_forward_writes_into_is_not_called_exact():
+    normed = replace(table("t", refusals=("max_norm rewrites rows",)), is_rewritten=True)
+    assert any("NOT exact: forward writes into t" in note for note in plan(model(normed), machines(4)).notes)
+    alone = replace(normed, rows=row_facts(workers=1))
+    assert plan(model(alone, workers=1), machines(1)).notes == ()
+
+
 def test_compute_is_in_the_forecast():
     profile = model(dense(), seconds=0.3)
     made = plan(profile, machines(4))

@@ -222,6 +222,7 @@ def test_options_that_need_the_whole_batch_are_refused_with_a_reason(option: dic
     fact = table(lambda m, ids: m.table(ids), **option)
     assert (fact.reads, fact.shardable) == ("rows", False)
     assert next(iter(option)) in fact.refusals[0]
+    assert fact.is_rewritten == ("max_norm" in option)
 
 
 def test_max_norm_of_a_bag_is_refused_and_the_table_left_as_it_was() -> None:

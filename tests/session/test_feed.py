@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from armillary.reference.serial import train_step
+from armillary.session.decide import first_batches
 from armillary.session.feed import Feed, leaves, shard, stream_seed
 from armillary.session.parallelize import measure
 from armillary.session.plot import plot
@@ -51,6 +52,13 @@ def test_a_feed_resumes_after_as_many_examples_on_any_number_of_workers(workers)
 def test_a_worker_without_data_is_an_error_and_not_an_endless_loop():
     with pytest.raises(ValueError, match="rank 3: counting has no training batch for worker 3 of 4"):
         next(Feed(Counting(2), (3, 4), 0))
+
+
+def test_a_worker_without_data_is_named_before_anything_is_planned():
+    with pytest.raises(
+        ValueError, match=r"counting: batches\('train', worker, 4, seed\) gives workers \[2, 3\] nothing"
+    ):
+        first_batches(Counting(2), 4, 3, 0)
 
 
 def test_random_streams_differ_between_steps_and_workers_and_repeat():

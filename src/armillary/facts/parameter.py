@@ -86,6 +86,7 @@ class ParameterFact:
         dense_readers: the operations that read or write it whole.
         refusals: why its rows cannot live with owners, though it be read by row.
         arrival: its place in the order in which the first batch's gradients became final; None without one.
+        is_rewritten: whether forward or backward write into it, as max_norm does.
         rows: present exactly when `reads` is "rows".
     """
 
@@ -101,6 +102,7 @@ class ParameterFact:
     refusals: tuple[str, ...] = ()
     arrival: int | None = None
     rows: RowFacts | None = None
+    is_rewritten: bool = False
 
     def __post_init__(self) -> None:
         if self.reads not in get_args(Reads):

@@ -157,6 +157,11 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
         )
     if whole := sorted(name for name in question.lazy if chosen[name].update == "exact"):
         notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")
+    if topology.workers > 1 and (written := [fact.name for fact in profile.parameters if fact.is_rewritten]):
+        notes.append(
+            f"NOT exact: forward writes into {', '.join(written)} (max_norm does), on each worker by what that one "
+            "read, so the workers' copies drift apart"
+        )
     if unread := [fact.name for fact in question.trained if fact.arrival is None]:
         notes.append(f"no gradient was seen in the profile: {', '.join(unread)}")
     return tuple(notes)

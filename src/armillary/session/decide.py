@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Choice, Plan, model_fingerprint
+from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
@@ -40,7 +40,7 @@ class Wishes:
         constraints: parameter name or pattern -> placement or exchange.
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
-        schedule: of the plan to make.
+        schedule, mean: of the plan to make.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Wishes:
     topology: Topology | None = None
     profile: Profile | None = None
     schedule: Choice = SIMULTANEOUS
+    mean: Mean = "workers"
 
     @property
     def is_cyclic(self) -> bool:
@@ -107,6 +108,7 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
             topology,
             constraints=wishes.constraints,
             lazy=wishes.lazy,
+            mean=wishes.mean,
             assumptions=assumptions_of(subject.optimizer),
             schedule=wishes.schedule,
         )
@@ -133,6 +135,11 @@ def _refuse_other_model(found: Profile, model: nn.Module) -> None:
 def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> list[Batch]:
     """What all workers draw in their first steps: step by step, worker by worker."""
     drawn = [list(islice(workload.batches("train", worker, workers, seed), steps)) for worker in range(workers)]
+    if empty := [worker for worker, batches in enumerate(drawn) if not batches]:
+        raise ValueError(
+            f"{workload.name}: batches('train', worker, {workers}, seed) gives workers {empty} nothing; take fewer "
+            "workers, a smaller batch_size or more data"
+        )
     return [batch for together in zip(*drawn, strict=False) for batch in together]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.facts.plan import Mean
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
@@ -34,17 +35,18 @@ def parallelize(
     *,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Iterable[str] = (),
+    mean: Mean = "workers",
 ) -> Run:
     """Plans for this job and attaches the plan; the training loop stays as it was. Every rank must call it.
 
     Args:
         batches: a few, at least one per worker, as one worker sees them; rank 0's are looked at, none is trained on.
         loss: loss(model, batch) -> scalar tensor.
-        constraints, lazy: as in `plan`.
+        constraints, lazy, mean: as in `plan`; "weights" means that the loop declares them (`run.weigh`).
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
     """
     few = list(batches)
-    decided = decide(Subject(model, optimizer, loss, lambda _: few), Wishes(constraints, tuple(lazy)))
+    decided = decide(Subject(model, optimizer, loss, lambda _: few), Wishes(constraints, tuple(lazy), mean=mean))
     return attach(decided.plan, model, optimizer)

@@ -153,4 +153,5 @@ def _fact(
         refusals=tuple(sorted(reading.refusals)),
         arrival=arrival,
         rows=rows,
+        is_rewritten=reading.is_rewritten,
     )

@@ -69,6 +69,7 @@ class Reading:
     gathers: set[str] = field(default_factory=set)
     dense: set[str] = field(default_factory=set)
     refusals: set[str] = field(default_factory=set)
+    is_rewritten: bool = False
     pending: list[Lookups] = field(default_factory=list)
 
 
@@ -134,6 +135,7 @@ class WatchReads(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for name in self._touched_in(bound.get(argument.name)):
+                    self.readings[name].is_rewritten = True
                     self.before_write(self.readings[name].parameter)
         if func.is_view:
             return
