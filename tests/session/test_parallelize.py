@@ -55,4 +55,4 @@ def test_wishes_are_in_the_plan_and_training_is_that_of_one_process(crew):
     for far, (mean, exchange, note) in crew(2).run(train):
         assert far < 1e-10
         assert (mean, exchange) == ("weights", "owned_rows")
-        assert note == "lazy was allowed but is not used, since they travel whole: lin.weight, lin.bias"
+        assert note == "lazy was allowed but is not used, since they travel whole: lin.bias, lin.weight"
