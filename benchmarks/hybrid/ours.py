@@ -37,6 +37,7 @@ def ours(sizes: Sizes, mbit_per_second: float) -> Mapping[str, Callable[[], Step
     """Every mode by name, ready to be built; all ranks must build the same ones in the same order."""
     return {
         "owned_rows": partial(forced, sizes, Choice("owned_rows"), sgd),
+        "owned_rows_ahead": partial(forced, sizes, Choice("owned_rows"), sgd, look_ahead="rows"),
         "gather_rows": partial(forced, sizes, Choice("gather_rows"), sgd),
         "all_reduce": partial(forced, sizes, Choice("all_reduce"), sgd),
         "owned_dense": partial(forced, sizes, Choice("owned_dense"), sgd),
@@ -46,14 +47,14 @@ def ours(sizes: Sizes, mbit_per_second: float) -> Mapping[str, Callable[[], Step
     }
 
 
-def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, update: str = "exact") -> Step:
+def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, update: str = "exact", look_ahead: str = "none") -> Step:
     """Both tables by one exchange, the rest by all-reduce; groups in the order their gradients arrive."""
     model = seeded_model(sizes, sparse=False)
     entry = row_exchanges().get(exchange.name)
     placement = entry.make(**exchange.options).placement if entry else "replicated"
     dense = tuple(name for name, _ in model.named_parameters() if name not in TABLES)
     last, first = (
-        Group(name, (name,), placement, exchange, update=update if entry else "exact")  # type: ignore[arg-type]
+        Group(name, (name,), placement, exchange, update=update if entry else "exact", look_ahead=look_ahead)  # type: ignore[arg-type]
         for name in reversed(TABLES)
     )
     middle = Group("dense", dense, "replicated", Choice("all_reduce"))
@@ -89,7 +90,9 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _step(decided: Plan, model: LanguageModel, optimize: Optimize, sizes: Sizes) -> Step:
     optimizer = optimize(model.parameters())
     run = attach(decided, model, optimizer)
-    step = partial(train, model, optimizer, batches(sizes, dist.get_rank()))
+    stream = batches(sizes, dist.get_rank())
+    looks_ahead = any(group.look_ahead != "none" for group in decided.groups)
+    step = partial(train, model, optimizer, run.batches(stream) if looks_ahead else stream)
     return partial(_keep, run, step)
 
 

@@ -3,6 +3,7 @@
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.look_ahead import looking_ahead
 from armillary.planning.planner import plan
 from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
@@ -26,6 +27,7 @@ __all__ = [
     "export",
     "latest",
     "load",
+    "looking_ahead",
     "measure",
     "parallelize",
     "plan",

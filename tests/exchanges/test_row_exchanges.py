@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place, RowTraffic, build_row, row_exchanges
+from armillary.exchanges.exchange import Place, RowTraffic, Staying, build_row, row_exchanges
 from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
-from armillary.facts.collectives import AllReduce
+from armillary.facts.collectives import AllReduce, AllToAll
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 from armillary.reference.lockstep import OutOfStep
@@ -78,6 +78,79 @@ def test_reads_are_the_rows_and_pushes_are_the_sums(name, options, workers, per_
             torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
     if exchange.placement == "row_sharded":
         torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
+
+
+def count_requests(program, counted):
+    """The program itself; adds one to counted[0] for each request."""
+    answer = None
+    while True:
+        try:
+            request = program.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        counted[0] += 1
+        answer = yield request
+
+
+def pull_both_ways(exchange, whole, ids, place, is_void):
+    """A pull, and the same in two goes; the shard has changed in between where rows do not stay."""
+    owned = exchange.ownership(ROWS, place)
+    mine = place.rank in owned.owners
+    shard = whole[owned.ids(place.rank)] if mine else whole[:0].clone()
+    keys = owned.keys(ids).unique()
+    asked = tuple(owned.counts(keys))
+    ones = (1,) * place.workers
+    served = tuple((yield AllToAll(torch.tensor(asked), ones, ones)).tolist())
+    pulls, earlies = [0], [0]
+    pulled = yield from count_requests(exchange.pull(keys, asked, served, shard, owned, place), pulls)
+    early = None
+    if exchange.pull_early is not None:
+        moving = torch.ones_like(shard) if is_void else (torch.arange(len(shard)) % 2 == 0)[:, None].to(shard)
+        before = shard - moving
+        program = exchange.pull_early(
+            keys, asked, served, before, owned, place, Staying(lambda rows: rows % 2 == 1, lambda: is_void)
+        )
+        requests = count_requests(program, earlies)
+        answer = None
+        while True:
+            try:
+                request = requests.send(answer)
+            except StopIteration as stop:
+                early = stop.value
+                break
+            answer = yield request
+            if earlies[0] == 3:  # what stays put has left; now the step moves the others
+                before.copy_(shard)
+    return pulled, early, pulls[0], earlies[0], keys
+
+
+@pytest.mark.parametrize("is_void", [False, True])
+@pytest.mark.parametrize(("workers", "per_node"), SHAPES)
+@pytest.mark.parametrize(("name", "options"), [c for c in CASES if row_exchanges()[c[0]].make().pull_requests])
+def test_a_pull_in_two_goes_brings_the_rows_as_they_are_in_the_end(name, options, workers, per_node, is_void):
+    exchange = build_row(name, **options)
+    whole, reads, _ = scene(workers, 5, empty=True)
+    programs = [
+        pull_both_ways(exchange, whole, reads[rank][0], Place(rank, workers, per_node), is_void)
+        for rank in range(workers)
+    ]
+    for rank, (pulled, early, pulls, earlies, keys) in enumerate(lockstep.run(programs, per_node)[0]):
+        assert pulls == exchange.pull_requests
+        assert torch.equal(pulled.rows, whole[reads[rank][0].unique()][_order(exchange, reads[rank][0], keys, workers)])
+        if early is not None:
+            assert earlies == 4
+            assert torch.equal(early.rows, pulled.rows)
+            assert all(map(_same, early.ticket, pulled.ticket))
+
+
+def _order(exchange, ids, keys, workers):
+    """Where the rows of sorted keys stand among the sorted ids."""
+    owned = exchange.ownership(ROWS, Place(0, workers))
+    return torch.argsort(owned.keys(ids.unique()))
+
+
+def _same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize(("workers", "per_node"), SHAPES)

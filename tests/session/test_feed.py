@@ -9,9 +9,10 @@ import torch
 
 from armillary.reference.serial import train_step
 from armillary.session.decide import first_batches
-from armillary.session.feed import Feed, leaves, shard, stream_seed
+from armillary.session.feed import Feed, shard, stream_seed
 from armillary.session.parallelize import measure
 from armillary.session.plot import plot
+from armillary.session.source import leaves
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

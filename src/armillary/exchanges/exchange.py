@@ -26,7 +26,8 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic", "build_dense",
+    "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic",
+    "Staying", "build_dense",
     "build_row", "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
 ]  # fmt: skip
 
@@ -100,6 +101,17 @@ class DenseExchange(NamedTuple):
     oracle: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
+class Staying(NamedTuple):
+    """What a pull in two goes asks of the runtime.
+
+    which: local rows (n,) -> (n,) bool, those that should not move before they are read.
+    is_void: whether some did after all, and all rows must be sent again; the same answer on every rank.
+    """
+
+    which: Callable[[Tensor], Tensor]
+    is_void: Callable[[], bool]
+
+
 class RowExchange(NamedTuple):
     """How the rows of one table, and the gradients of those rows, cross the workers.
 
@@ -111,6 +123,10 @@ class RowExchange(NamedTuple):
     push_requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
     legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups; skew: load of the
         busiest owner over the mean owner's.
+    pull_requests: how many requests a pull makes, the same on every rank. The first of them must not read the shard,
+        so that it may be made before the rows are final (look-ahead).
+    pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay
+        put until they are read; those rows; the others. None where there is no such program.
     """
 
     placement: str
@@ -119,6 +135,8 @@ class RowExchange(NamedTuple):
     push: Callable[[Sequence[Tensor], Sequence[Any], Ownership, Place], Program[tuple[Tensor, Tensor]]]
     push_requests: int
     legs: Callable[[RowTraffic, float, Topology], Legs]
+    pull_requests: int
+    pull_early: Callable[..., Program[Pulled]] | None = None
 
     def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
         """Payload bytes per rank and step, pull and push together, mean over ranks."""

@@ -63,4 +63,4 @@ def gather_rows() -> RowExchange:
         rows = others * traffic.distinct_rows * (traffic.row_bytes + ID_BYTES)
         return Legs((), (counts, Leg("everyone", rows, 2)))
 
-    return RowExchange("replicated", ownership, pull, push, 3, legs)
+    return RowExchange("replicated", ownership, pull, push, 3, legs, 0)

@@ -7,7 +7,8 @@ idle. So a rank that never reads a table never blocks the rest, and evaluation o
 The header every rank sends to every other carries the wish, how many rows it wants of the receiver, whether their
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
 their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
-tables nobody learns from, and leave them alone as one process does.
+tables nobody learns from, and leave them alone as one process does. With look-ahead it also says which of the look-ups
+that were foreseen it has made, since those need no round, and of which of the next batch it sent rows that moved.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,14 @@ from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.topology import Topology
 
-__all__ = ["FLAGS", "HEADER_BYTES", "Round", "Table", "Wish", "look_up", "round_leg"]
+__all__ = [
+    "FLAGS", "FORESEEN", "HEADER_BYTES", "Round", "Table", "Wish", "foreseen_of_each", "look_up", "outlook_bytes",
+    "round_leg",
+]  # fmt: skip
 
-HEADER_BYTES = 5 * 8  # five float64: exact for every integer below 2**53
+HEADER_BYTES = 7 * 8  # seven float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
+FORESEEN = 52  # look-ups of a batch that may be foreseen: their bits travel in one float64
 _IDLE, _FINISHED = 0, -1
 
 
@@ -46,6 +51,8 @@ class Wish(NamedTuple):
     table: index of a table; or "idle" (this rank is in its backward), or "finished" (it will train no more).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
+    foreseen: bits of the foreseen look-ups this rank has made (see `runtime/hybrid/look_ahead.py`); moved: of those of
+        the next batch for which it has sent rows that moved since.
     """
 
     table: int | Literal["idle", "finished"]
@@ -54,6 +61,8 @@ class Wish(NamedTuple):
     step: int
     weight: float = 1.0
     flags: int = 0
+    foreseen: int = 0
+    moved: int = 0
 
 
 class Round(NamedTuple):
@@ -61,7 +70,8 @@ class Round(NamedTuple):
 
     table: index of the table that was served, or None when no rank wished for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
-    weights: the weight each rank declared. flags: those of all ranks together, when no rank wished for a table.
+    weights: the weight each rank declared; foreseen, moved: the bits each sent. flags: those of all ranks together,
+        when no rank wished for a table.
     """
 
     table: int | None
@@ -69,6 +79,8 @@ class Round(NamedTuple):
     mine: bool
     needs_gradient: bool
     weights: tuple[float, ...]
+    foreseen: tuple[int, ...]
+    moved: tuple[int, ...]
     flags: int = 0
 
 
@@ -88,16 +100,21 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     if isinstance(wish.table, int):
         asked = tuple(tables[wish.table].ownership.counts(wish.keys))
     mine = torch.tensor(
-        [[code, wish.needs_gradient, count, wish.step, wish.weight] for count in asked], dtype=torch.float64
+        [[code, wish.needs_gradient, count, wish.step, wish.weight, wish.foreseen, wish.moved] for count in asked],
+        dtype=torch.float64,
     )
     ones = (1,) * place.workers
     headers = (yield AllToAll(mine, ones, ones)).tolist()
     wanted = [int(header[0]) for header in headers]
-    weights = tuple(header[4] for header in headers)
+    said = (
+        tuple(header[4] for header in headers),
+        tuple(int(header[5]) for header in headers),
+        tuple(int(header[6]) for header in headers),
+    )
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
         flags = reduce(or_, (int(header[2]) for header in headers))
-        return Round(None, None, False, False, weights, flags)
+        return Round(None, None, False, False, *said, flags)
     # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])
@@ -105,7 +122,17 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     asks = (headers[place.rank][0], headers[place.rank][1]) == chosen
     keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
     pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
-    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, weights)
+    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, *said)
+
+
+def foreseen_of_each(tables: int) -> int:
+    """How many look-ups of each of so many tables may be foreseen in one batch."""
+    return min(4, FORESEEN // max(1, tables))
+
+
+def outlook_bytes(tables: int) -> int:
+    """What a rank sends each other rank once a step to say which look-ups it expects: bits, and a count for each."""
+    return 8 * (1 + min(tables, FORESEEN) * foreseen_of_each(tables))
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.facts.collectives import AllToAll, Program
@@ -65,6 +65,24 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         rows = yield AllToAll(shard.index_select(0, wanted), served, asked)
         return Pulled(rows, Ticket(asked, served, wanted))
 
+    def pull_early(
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place,
+        stay: Staying,
+    ) -> Program[Pulled]:  # fmt: skip
+        local = (keys % owned.capacity if len(owned.owners) > 1 else keys).to(torch.int32)
+        wanted = (yield AllToAll(local, asked, served)).long()
+        staying = stay.which(wanted)
+        coming = (yield AllToAll(staying.to(torch.uint8), served, asked)).bool()
+        early = yield AllToAll(shard.index_select(0, wanted[staying]), _chosen(staying, served), _chosen(coming, asked))
+        if stay.is_void():
+            staying, coming, early = torch.zeros_like(staying), torch.zeros_like(coming), early[:0]
+        late = yield AllToAll(
+            shard.index_select(0, wanted[~staying]), _chosen(~staying, served), _chosen(~coming, asked)
+        )
+        rows = late.new_empty((len(coming), *late.shape[1:]))
+        rows[coming], rows[~coming] = early, late
+        return Pulled(rows, Ticket(asked, served, wanted))
+
     def push(
         gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
     ) -> Program[tuple[Tensor, Tensor]]:
@@ -79,7 +97,12 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         pull = Leg("everyone", rows * (traffic.row_bytes + ID_BYTES), 2 * traffic.lookups)
         return Legs((pull,), (Leg("everyone", rows * traffic.row_bytes, 1),))
 
-    return RowExchange("row_sharded", ownership, pull, push, 1, legs)
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early)
+
+
+def _chosen(mask: Tensor, counts: Counts) -> Counts:
+    """How many are chosen in each rank's piece."""
+    return tuple(int(piece.sum()) for piece in mask.split(list(counts)))
 
 
 def merge_rows(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,7 @@ def owned_rows_by_node(order: str = "modulo") -> RowExchange:
             push.append(Leg(links, skew * rows * traffic.row_bytes, 1))
         return Legs(tuple(pull), tuple(push))
 
-    return RowExchange("row_sharded", ownership, pull, push, 2, legs)
+    return RowExchange("row_sharded", ownership, pull, push, 2, legs, 6)
 
 
 def _counts(asked: Counts, scope: Scope) -> Program[Counts]:

@@ -21,11 +21,18 @@ __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
 Mean = Literal["workers", "weights"]
 Update = Literal["exact", "lazy", "stale"]
+LookAhead = Literal["none", "ids", "rows"]
 
 UPDATES = {
     "exact": "every row moves as in one process",
     "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
     "stale": "NOT exact: gradients are taken at weights at most one step old, see staleness in the picture",
+}
+
+LOOK_AHEADS = {
+    "ids": "in a loop over run.batches, ids of foreseen look-ups go two batches early, their rows right after the "
+    "step; exact",
+    "rows": "as ids, and rows that no rank touches at a step go before it; exact",
 }
 
 
@@ -70,6 +77,7 @@ class Group:
     """Parameters that cross the workers together.
 
     `update` says which rows of a table the optimizer step moves (see `UPDATES`); a dense group is always exact.
+    `look_ahead` says what of a table's pulls leaves one batch early in a loop over `run.batches` (see `LOOK_AHEADS`).
     `reason` is the planner's sentence for the reader.
     """
 
@@ -80,6 +88,7 @@ class Group:
     update: Update = "exact"
     forecast: Forecast = Forecast()
     reason: str = ""
+    look_ahead: LookAhead = "none"
 
     def __post_init__(self) -> None:
         if not self.parameters:
@@ -88,6 +97,11 @@ class Group:
             raise ValueError(f"plan: group {self.name!r} is row_sharded and must hold one table, got {self.parameters}")
         if self.update not in UPDATES:
             raise ValueError(f"plan: group {self.name!r}: update {self.update!r} is none of {sorted(UPDATES)}")
+        if self.look_ahead != "none" and (self.look_ahead not in LOOK_AHEADS or self.placement != "row_sharded"):
+            raise ValueError(
+                f"plan: group {self.name!r} is {self.placement}: look_ahead {self.look_ahead!r}; want none, or for a "
+                f"row_sharded group one of {sorted(LOOK_AHEADS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -169,7 +183,12 @@ class Plan:
             f"{machines}; schedule {self.schedule}; mean over {divisor}"
         )
         lines = [_line(group) for group in self.groups]
-        table = plan_table(title, lines, self.compute_seconds, UPDATES, self.notes)
+        ahead = [
+            f"look-ahead {kind} ({meaning}): {', '.join(names)}"
+            for kind, meaning in LOOK_AHEADS.items()
+            if (names := [group.name for group in self.groups if group.look_ahead == kind])
+        ]
+        table = plan_table(title, lines, self.compute_seconds, UPDATES, (*ahead, *self.notes))
         return f"{table}\n\n{self.picture}" if self.picture else table
 
     def to_json(self) -> str:

@@ -25,7 +25,7 @@ from armillary.facts.collectives import AllGather, AllReduce, Program, Request, 
 from armillary.facts.trace import Record
 from armillary.runtime.order import asked, disagreement
 
-__all__ = ["Transport", "start_process_group", "stop_process_group"]
+__all__ = ["Transport", "Wait", "start_process_group", "stop_process_group"]
 
 Wait = Callable[[], Any]
 

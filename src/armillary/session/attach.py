@@ -76,6 +76,7 @@ def _table(
     )
     fields: dict[str, Any] = {
         "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
+        "look_ahead": group.look_ahead,
         "reads": _unattached, "norms": _unattached,
     }  # fmt: skip
     if shard is None:

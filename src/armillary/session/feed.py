@@ -11,13 +11,14 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from armillary.runtime.agreement import checksum
 from armillary.runtime.transport import Transport
+from armillary.session.source import leaves
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "device_of", "leaves", "shard", "stream_seed"]
+__all__ = ["Feed", "alike_ranks", "device_of", "shard", "stream_seed"]
 
 Item = TypeVar("Item")
 
@@ -96,17 +97,6 @@ class Feed:
         """Goes on where `state` left off; with other batches or workers, after as many examples (rounded down)."""
         drawn = state["examples"] // (workload.batch_size * place[1])
         return cls(workload, place, seed, state["epoch"], drawn)
-
-
-def leaves(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, in order, whatever tuples, lists and dictionaries hold them."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaves(value)]
-    if isinstance(batch, list | tuple):
-        return [leaf for value in batch for leaf in leaves(value)]
-    return []
 
 
 def alike_ranks(batch: Batch, transport: Transport) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
-from armillary.runtime.hybrid.row_update import steps_by_row
+from armillary.runtime.hybrid.row_update import leaves_untouched_rows, steps_by_row
 from armillary.runtime.transport import Transport
 
 __all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank"]
@@ -106,6 +106,22 @@ def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer)
             f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "
             f"row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
         )
+    elif complaint := _early_complaint(group, exchange, optimizer, options):
+        yield complaint
+
+
+def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, options: Mapping[str, Any]) -> str:
+    """Rows may go before a step only if the optimizer leaves alone those without a gradient."""
+    if group.look_ahead != "rows":
+        return ""
+    if exchange.pull_early is None:
+        return f"group {group.name!r}: {group.exchange} cannot send rows before the step; set look_ahead='ids'"
+    if group.update == "lazy" or leaves_untouched_rows(optimizer, dict(options)):
+        return ""
+    return (
+        f"group {group.name!r}: {type(optimizer).__name__} with these options moves rows that get no gradient, so none "
+        "can be sent before the step; set look_ahead='ids'"
+    )
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.runtime.hybrid.executor import Executor
+from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
 from armillary.runtime.hybrid.table import RowTable
 from armillary.session.misfit import options_of
+from armillary.session.source import Source, leaves
 
 __all__ = ["Run"]
 
@@ -93,21 +95,30 @@ class Run:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
+        If the plan looks ahead, the loader may be two batches ahead of the loop (see `Source` for the loaders that are
+        not). A loop that saves its place in the data must then save that of the batch it holds: iterate over pairs
+        of a batch and its place.
+
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        source = iter(loader)
-        batch: Batch | None = next(source, None)
+        ahead = self.executor.look_ups.look_ahead
+        source = Source(loader, DEPTH if ahead.is_on else 0)
+        batch: Batch | None = source.take()
         if batch is None:
             raise ValueError(f"run.batches: rank {self.rank} has no batch; give every rank at least one")
         last = batch
+        ahead.begin()
         try:
             while self._is_any(batch is not None):
                 last = batch if batch is not None else last
                 self.executor.stand_by(batch is None)
+                if ahead.is_on:
+                    ahead.turn(leaves(last), leaves(source.glance()), self.executor.look_ups.moved)
                 yield last
-                batch = next(source, None) if batch is not None else None
+                batch = source.take() if batch is not None else None
         finally:
+            ahead.stop()
             self.executor.stand_by(False)
 
     def _is_any(self, mine: bool) -> bool:
@@ -116,6 +127,7 @@ class Run:
         if not look_ups.pulled:
             return bool(self.transport.agree_largest([float(mine)])[0])
         look_ups.serve_until("idle", float(mine))
+        look_ups.look_ahead.close(look_ups.foreseen)
         return any(look_ups.weights)
 
     def finish(self) -> None:

@@ -17,9 +17,10 @@ from torch.autograd import Variable
 from armillary.exchanges.exchange import DenseExchange
 from armillary.facts.collectives import AllReduce, Program
 from armillary.runtime.hybrid.bucket import Bucket
+from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.transport import Transport, Wait
+from armillary.runtime.transport import Transport
 
 __all__ = ["DenseUnit", "Executor", "RowUnit"]
 
@@ -47,34 +48,6 @@ class RowUnit:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [self.table.parameter]
-
-
-@dataclass(eq=False)
-class Flight:
-    """A program under way. left: requests it has still to make after the one in flight."""
-
-    program: Program[Any]
-    label: str
-    left: int
-    wait: Wait | None = None
-    result: Any = None
-
-    def resume(self, transport: Transport, answer: Any) -> None:
-        try:
-            self.wait = transport.start(self.program.send(answer), self.label)
-        except StopIteration as stop:
-            self.wait, self.result = None, stop.value
-
-    def advance(self, transport: Transport) -> None:
-        """Waits for the answer and makes the next request."""
-        if self.left > 0 and self.wait is not None:
-            self.left -= 1
-            self.resume(transport, self.wait())
-
-    def land(self, transport: Transport) -> Any:
-        while self.wait is not None:
-            self.resume(transport, self.wait())
-        return self.result
 
 
 @dataclass(eq=False)
@@ -190,7 +163,7 @@ class Executor:
 
     def _launch(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
-            self.look_ups.serve_until("idle", self.declared_weight)
+            self.look_ups.meet_in_backward(self.declared_weight)
         for flight in self.flights:
             flight.advance(self.transport)
         with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
+from armillary.runtime.hybrid.look_ahead import LookAhead
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
 
@@ -26,10 +27,13 @@ class LookUps:
         self.tables = list(tables)
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
+        self.look_ahead = LookAhead(self.pulled, transport)
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
         self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
+        self.foreseen: tuple[int, ...] = (0,) * transport.place.workers
+        self.moved = self.foreseen
         self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,19 +51,24 @@ class LookUps:
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         learns = torch.is_grad_enabled() and table.requires_grad
         needs_gradient = learns and not self.is_phantom
-        with torch.no_grad():
-            if table.is_pulled:
-                rows = self._pull(table, keys, needs_gradient)
-            else:
-                pulled = self._read_copy(table, keys)
-                rows = pulled.rows
-                if needs_gradient:
-                    table.pending.append(LookUp(rows, pulled.ticket))
-        if needs_gradient:
-            self._await_gradient(table, table.pending[-1])
+        waiting = self.look_ahead.take(table, keys) if needs_gradient else None
+        if waiting is None:
+            with torch.no_grad():
+                rows = self._fetch(table, keys, needs_gradient)
+            waiting = table.pending[-1] if needs_gradient else None
+        if waiting is not None:
+            rows = self._await_gradient(table, waiting)
         elif learns:  # the backward runs as everywhere, but its gradient stays here
             rows.requires_grad_().register_post_accumulate_grad_hook(lambda _: self.on_gradient(table))
         return rows, inverse
+
+    def _fetch(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
+        if table.is_pulled:
+            return self._pull(table, keys, needs_gradient)
+        pulled = self._read_copy(table, keys)
+        if needs_gradient:
+            table.pending.append(LookUp(pulled.rows, pulled.ticket))
+        return pulled.rows
 
     def _refuse_out_of_range(self, table: RowTable, ids: Tensor) -> None:
         if not ids.numel():
@@ -117,9 +126,10 @@ class LookUps:
         rows = outcome.pulled.rows if outcome.mine and wish.needs_gradient else None
         self.pulled[outcome.table].pending.append(LookUp(rows, outcome.pulled.ticket))
 
-    def _await_gradient(self, table: RowTable, waiting: LookUp) -> None:
-        assert waiting.rows is not None
-        waiting.rows.requires_grad_()
+    def _await_gradient(self, table: RowTable, waiting: LookUp) -> Tensor:
+        rows = waiting.rows
+        assert rows is not None
+        rows.requires_grad_()
 
         def arrived(_: Tensor) -> None:
             if waiting.is_pushed:
@@ -131,20 +141,37 @@ class LookUps:
             waiting.has_gradient = True
             self.on_gradient(table)
 
-        waiting.rows.register_post_accumulate_grad_hook(arrived)
+        rows.register_post_accumulate_grad_hook(arrived)
+        return rows
+
+    def meet_in_backward(self, weight: float) -> None:
+        """Every rank is in its backward: no rank will look up for it any more."""
+        self.serve_until("idle", weight)
+        self.look_ahead.close(self.foreseen)
+        self.look_ahead.send_masks()
 
     def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"; learns what they
         declare."""
         nothing = torch.empty(0, dtype=torch.int64)
         self.learned = []
+        foreseen, moved = self.look_ahead.made, self.look_ahead.moved
         for first in range(0, len(self.pulled), FLAGS):
             spoken_of = self.pulled[first : first + FLAGS]
             mine = sum(table.is_learned << place for place, table in enumerate(spoken_of))
             outcome = self._serve(
-                Wish(state, nothing.to(spoken_of[0].shard.device), False, self.transport.step, weight, mine)
+                Wish(
+                    state,
+                    nothing.to(spoken_of[0].shard.device),
+                    False,
+                    self.transport.step,
+                    weight,
+                    mine,
+                    foreseen,
+                    moved,
+                )
             )
-            self.weights = outcome.weights
+            self.weights, self.foreseen, self.moved = outcome.weights, outcome.foreseen, outcome.moved
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
     def _serve(self, wish: Wish) -> Round:

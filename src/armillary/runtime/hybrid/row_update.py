@@ -37,7 +37,7 @@ def close_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
     if rows is None:
         return
     window = table.parameter.detach()
-    table.shard.index_copy_(0, rows, window)
+    table.put_back(window)
     state = optimizer.state.get(table.parameter, {})
     for name, value in list(state.items()):
         if not isinstance(value, Tensor) or value.shape != window.shape or value.dim() == 0:

@@ -54,6 +54,7 @@ class RowTable:
     requires_grad: bool
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
+    look_ahead: str = "none"  # "ids" or "rows": the plan lets its look-ups be foreseen (see `look_ahead.py`)
     pending: list[LookUp] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class RowTable:
         held = self.shard.new_empty((0, *self.shape[1:])) if self.has_window else self.shard
         self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
         self.window_rows: Tensor | None = None  # local rows that the window holds
+        self.forget_moves()
 
     @classmethod
     def owning(cls, whole: Tensor, exchange: RowExchange, place: Place, **fields: Any) -> "RowTable":
@@ -147,6 +149,26 @@ class RowTable:
             tickets.append(look_up.ticket)
         self.forget(self.pending)
         return gradients, tickets
+
+    # What moved since rows were sent before a step.
+    def forget_moves(self) -> None:
+        self.moved, self.version = torch.empty(0, dtype=torch.int64), self.shard._version
+
+    def put_back(self, window: Tensor) -> None:
+        """A step has moved the window's rows."""
+        assert self.window_rows is not None
+        is_known = self.shard._version == self.version
+        self.shard.index_copy_(0, self.window_rows, window)
+        if is_known:  # nothing else has written to the shard
+            self.version = self.shard._version
+        if self.look_ahead == "rows":
+            self.moved = torch.cat([self.moved.to(self.window_rows), self.window_rows]).unique()
+
+    def have_moved(self, rows: Tensor) -> bool:
+        """Whether any of these local rows has, since `forget_moves`."""
+        if not len(rows) or (self.shard._version == self.version and not len(self.moved)):
+            return False
+        return self.shard._version != self.version or bool(torch.isin(rows, self.moved).any())
 
     def deposit(self, rows: Tensor, sums: Tensor) -> None:
         """Adds merged gradients of local rows: (k,), (k, *row shape)."""

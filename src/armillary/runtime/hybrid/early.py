@@ -1,0 +1,97 @@
+"""One foreseen look-up on its way, on every rank: those that expect to make it and those that only serve."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Counts, Pulled, Staying
+from armillary.facts.collectives import Program
+from armillary.runtime.hybrid.flight import Flight
+from armillary.runtime.hybrid.table import LookUp, RowTable
+from armillary.runtime.transport import Transport
+
+__all__ = ["Early"]
+
+# Requests of `pull_early` still to be made, once ...
+MASKED = 2  # ... it is told which rows stay put
+SENT = 1  # ... those have been sent
+
+
+@dataclass(eq=False)
+class Early:
+    """A look-up of table rows, expected in the batch `before` was foreseen one batch earlier of the same table.
+
+    Args of note:
+        number, bit: its place among the expected look-ups of its table, and of all.
+        keys: sorted distinct, none where this rank only serves. asked, served: rows of and for every rank.
+        planned: by rank, whether it expects to make it.
+        may_send: whether rows of the table may be sent before a step at all.
+    """
+
+    table: RowTable
+    number: int
+    bit: int
+    keys: Tensor
+    asked: Counts
+    served: Counts
+    planned: tuple[bool, ...]
+    before: Sequence["Early"]
+    may_send: bool
+    look_up: LookUp = field(default_factory=lambda: LookUp(None, None))
+    pulled: Pulled | None = None
+    is_taken: bool = False
+    is_void: bool = False  # rows sent before the step have moved after all
+    wanted: Tensor | None = None  # local rows that are asked of this rank
+    sent: Tensor | None = None  # those that were sent before the step
+
+    def __post_init__(self) -> None:
+        table = self.table
+        where = (self.keys, self.asked, self.served, table.shard, table.ownership, table.place)
+        if self.goes_early:
+            assert table.exchange.pull_early is not None
+            staying = Staying(self._stays, lambda: self.is_void)
+            self.flight = Flight(table.exchange.pull_early(*where, staying), table.name, 3)
+        else:
+            self.flight = Flight(table.exchange.pull(*where), table.name, table.exchange.pull_requests - 1)
+
+    @property
+    def goes_early(self) -> bool:
+        return self.table.look_ahead == "rows"
+
+    @property
+    def is_mine(self) -> bool:
+        return self.planned[self.table.place.rank]
+
+    def _stays(self, rows: Tensor) -> Tensor:
+        """Which of these local rows no rank should touch in the batch before, as far as that was foreseen."""
+        self.wanted = rows
+        known = [early.wanted for early in self.before if all(early.planned) and early.wanted is not None]
+        if not self.may_send or not known or len(known) < len(self.before):
+            staying = torch.zeros_like(rows, dtype=torch.bool)
+        else:
+            staying = torch.isin(rows, torch.cat(known), invert=True)
+        self.sent = rows[staying]
+        return staying
+
+    @property
+    def has_moved(self) -> bool:
+        return self.sent is not None and self.table.have_moved(self.sent)
+
+    def advance(self, transport: Transport, left: int) -> None:
+        """Makes the next request if more than `left` are to be made."""
+        if self.flight.left > left:
+            self.flight.advance(transport)
+
+    def land(self, transport: Transport) -> Pulled:
+        if self.pulled is None:
+            self.pulled, self.flight.result = self.flight.land(transport), None
+        return self.pulled
+
+    def ticket_of(self, has_come: Sequence[bool]) -> Program[Pulled]:
+        """A pull by those ranks alone that made the look-up; the rows that come with it are theirs already."""
+        asks, table = has_come[self.table.place.rank], self.table
+        keys, asked = (self.keys, self.asked) if asks else (self.keys[:0], (0,) * len(has_come))
+        served = tuple(count if come else 0 for count, come in zip(self.served, has_come, strict=True))
+        return table.exchange.pull(keys, asked, served, table.shard, table.ownership, table.place)

@@ -1,0 +1,131 @@
+"""The batches of a loader, of which a few may be drawn before their turn, so that look-ahead knows what comes.
+
+Drawing early must change nothing, and a loader can be anything. So the first draws are made at their turn and watched:
+a loader that moves a global random state, or writes into the batch it gave before, is never drawn early. Nor is one
+that tells its place (`state_dict`): a loop that saved it would skip a batch after a resume.
+"""
+
+import random
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Source", "leaves"]
+
+Batch = TypeVar("Batch")
+
+WATCHED_DRAWS = 2  # besides the first, which opens the loader
+
+
+class Source(Generic[Batch]):
+    """depth: how many batches may be drawn before their turn. Not seen by the watch: a loader that depends on what the
+    loop does between two batches."""
+
+    def __init__(self, loader: Iterable[Batch], depth: int):
+        self.source = iter(loader)
+        self.depth = 0 if hasattr(loader, "state_dict") else depth
+        self.drawn = 0
+        self.given: deque[Batch | None] = deque(maxlen=depth or 1)  # to the loop, the last ones
+        self.early: deque[Batch | None] = deque()  # drawn before their turn; None is the end
+        self.error: BaseException | None = None  # that an early draw met; raised at its turn
+
+    def take(self) -> Batch | None:
+        """The next batch, None at the end.
+
+        Raises:
+            Whatever the loader raises.
+        """
+        if self.early:
+            batch = self.early.popleft()
+        elif self.error is not None:
+            raise self.error
+        elif self.depth and 0 < self.drawn <= WATCHED_DRAWS:
+            batch = self._watched()
+        else:
+            batch = next(self.source, None)
+        self.drawn += 1
+        self.given.append(batch)
+        return batch
+
+    def glance(self) -> Batch | None:
+        """The batch `depth` after the one taken last; None where there is none, or none is drawn before its turn.
+
+        Raises:
+            RuntimeError: a draw wrote into a batch that was given before.
+        """
+        if self.drawn <= WATCHED_DRAWS:
+            return None
+        while len(self.early) < self.depth and self.error is None and self._goes_on():
+            self._draw_early()
+        return self.early[-1] if 0 < self.depth == len(self.early) else None
+
+    def _goes_on(self) -> bool:
+        return (self.early or self.given)[-1] is not None
+
+    def _draw_early(self) -> None:
+        given = [self.given[-1], *self.early]
+        before, versions = _random_states(), _versions(given)
+        try:
+            batch = next(self.source, None)
+        except Exception as error:
+            self.error = error
+            return
+        self.early.append(batch)
+        if versions != _versions(given):
+            raise RuntimeError(
+                "run.batches: the loader wrote into a batch it had given before, which the loop still needs; give "
+                "fresh tensors, or set look_ahead='none' in the plan's groups"
+            )
+        if not _alike(before, _random_states()):
+            self.depth = 0
+            warnings.warn(
+                f"run.batches: the loader drew from a global random state for its batch {self.drawn + len(given) - 1}, "
+                "before the loop needed it, so random numbers may fall otherwise than without look-ahead; no more are "
+                "drawn ahead. Give the loader a generator of its own",
+                stacklevel=4,
+            )
+
+    def _watched(self) -> Batch | None:
+        """A draw at its turn, that may show that no draw can be made before its turn."""
+        held = leaves(list(self.given))
+        before, copies = _random_states(), [leaf.clone() for leaf in held]
+        batch = next(self.source, None)
+        is_quiet = _alike(before, _random_states())
+        if not is_quiet or not all(torch.equal(leaf, copy) for leaf, copy in zip(held, copies, strict=True)):
+            self.depth = 0
+        return batch
+
+
+def leaves(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, in order, whatever tuples, lists and dictionaries hold them."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves(value)]
+    if isinstance(batch, list | tuple):
+        return [leaf for value in batch for leaf in leaves(value)]
+    return []
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor was written to; inference tensors do not count."""
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves(batch)]
+
+
+def _random_states() -> tuple[Tensor, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+
+
+def _alike(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
+    numpys = one[2]["state"], other[2]["state"]
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and numpys[0]["pos"] == numpys[1]["pos"]
+        and np.array_equal(numpys[0]["key"], numpys[1]["key"])
+    )

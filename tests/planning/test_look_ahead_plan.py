@@ -1,0 +1,60 @@
+"""A plan that looks ahead says of which table what goes early, and forecasts what that sends."""
+
+from dataclasses import replace
+
+import pytest
+
+from armillary.exchanges.look_up import HEADER_BYTES
+from armillary.facts.plan import Choice, Plan
+from armillary.planning.look_ahead import NOTE, looking_ahead
+from armillary.planning.planner import plan
+from armillary.planning.pricing import ADAM, SGD
+from planning_cases import dense, machines, model, table
+
+PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), dense("head", arrival=1))
+OWNED = {"one": Choice("owned_rows"), "two": Choice("owned_rows", {"order": "hashed"})}
+
+
+def made(constraints=OWNED, assumptions=SGD, lazy=()):
+    return plan(PROFILE, machines(), constraints=constraints, assumptions=assumptions, lazy=lazy)
+
+
+def kinds(of):
+    return {group.name: group.look_ahead for group in of.groups if group.name in ("one", "two")}
+
+
+def test_rows_go_before_a_step_only_where_they_stay_put():
+    assert kinds(looking_ahead(made(), PROFILE, machines(), SGD)) == {"one": "rows", "two": "rows"}
+    assert kinds(looking_ahead(made(assumptions=ADAM), PROFILE, machines(), ADAM)) == {"one": "ids", "two": "ids"}
+    lazy = made(assumptions=ADAM, lazy=["two"])
+    assert kinds(looking_ahead(lazy, PROFILE, machines(), ADAM)) == {"one": "ids", "two": "rows"}
+
+
+def test_the_plan_says_which():
+    ahead = looking_ahead(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines(), ADAM)
+    text = str(ahead).splitlines()
+    assert any(line.startswith("note: look-ahead ids (") and line.endswith("): one") for line in text)
+    assert any(line.startswith("note: look-ahead rows (") and line.endswith("): two") for line in text)
+    assert f"note: {NOTE}" in text
+    assert Plan.from_json(ahead.to_json()) == ahead
+
+
+def test_other_exchanges_have_nothing_to_foresee():
+    gathered = made({"one": "gather_rows", "two": "replicated"})
+    assert looking_ahead(gathered, PROFILE, machines(), SGD) == gathered
+
+
+def test_a_foreseen_look_up_needs_no_header_and_a_step_one_round_and_an_outlook_more():
+    before, after = made(assumptions=ADAM), looking_ahead(made(assumptions=ADAM), PROFILE, machines(), ADAM)
+    outlook = 8 * (1 + 2 * 4)
+    more = 3 * (HEADER_BYTES + outlook - 3 * HEADER_BYTES)
+    assert after.forecast.sent_bytes == pytest.approx(before.forecast.sent_bytes + more)
+    assert after.forecast.memory_bytes == before.forecast.memory_bytes
+
+
+def test_only_tables_owned_by_row_can_look_ahead():
+    group = next(group for group in made().groups if group.placement == "replicated")
+    with pytest.raises(ValueError, match="is replicated: look_ahead 'ids'; want none"):
+        replace(group, look_ahead="ids")
+    with pytest.raises(ValueError, match="look_ahead 'all'; want none, or for a row_sharded group one of"):
+        replace(made().group_of("one"), look_ahead="all")

@@ -1,0 +1,462 @@
+"""Look-ahead changes nothing: trained with it and without, every number is the same bit for bit, whatever loops do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
+from armillary.facts.plan import Choice
+from armillary.session.attach import attach
+from armillary.session.checkpoint import load, save
+from beside import plan_of
+from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+
+STEPS = 9
+UNFORESEEN = 4  # three batches are watched and learned from; the next could not be asked for two batches early
+V = 500
+ROWS = {
+    "owned_rows": (Choice("owned_rows"), 1),
+    "hashed": (Choice("owned_rows", {"order": "hashed"}), 1),
+    "one_owner": (Choice("owned_rows", {"owners": 1}), 1),
+    "by_node": (Choice("owned_rows_by_node"), 2),
+}
+
+
+def started(rows, optimizer_name, look_ahead, workers, **fields):
+    torch.manual_seed(7)
+    model = Mixed()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    choice, per_node = ROWS[rows]
+    plan = plan_for(model, workers, choice, Choice("all_reduce"), workers_per_node=per_node, **fields)
+    run = attach(ahead_of(plan, look_ahead), model, optimizer, check_order=look_ahead != "none")
+    return run, model, optimizer
+
+
+def ahead_of(plan, look_ahead):
+    groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
+    return replace(plan, groups=tuple(groups))
+
+
+def count_rounds(run):
+    """Look-ups that this rank made by a round of their own."""
+    made, pull = [], run.executor.look_ups._pull
+
+    def counted(table, keys, needs_gradient):
+        made.append((table.name, needs_gradient))
+        return pull(table, keys, needs_gradient)
+
+    run.executor.look_ups._pull = counted
+    return made
+
+
+def plain_step(run, model, optimizer, batch, step):
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    optimizer.step()
+
+
+def clip(run, model, optimizer, batch, step):
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+
+
+def accumulate(run, model, optimizer, batch, step):
+    if step % 2 == 0:
+        optimizer.zero_grad()
+        with run.no_sync():
+            loss(model, batch).backward()
+    else:
+        loss(model, batch).backward()
+        optimizer.step()
+
+
+def accumulate_in_turns(run, model, optimizer, batch, step):
+    loss(model, batch).backward()
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_before_forward(run, model, optimizer, batch, step):
+    """What was sent for this batch is older than the rows by the time it is read."""
+    optimizer.step()
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+
+
+def wrong_on_one_rank(run, model, optimizer, batch, step):
+    """Rank 1 masks ids in place between two batches: now and then, and in the end always."""
+    if run.rank == 1 and (step in (4, 5) or step > 6):
+        batch["ids"][::2] = step
+    plain_step(run, model, optimizer, batch, step)
+
+
+def transposed(run, model, optimizer, batch, step):
+    """The same rows in another order and shape."""
+    batch = {**batch, "other": batch["other"].flip(0), "sampled": batch["sampled"].flip(0)}
+    plain_step(run, model, optimizer, batch, step)
+
+
+def drawn_inside(run, model, optimizer, batch, step):
+    """What is sampled in the loop cannot be foreseen."""
+    torch.manual_seed(100 * step + run.rank)
+    plain_step(run, model, optimizer, {**batch, "sampled": torch.randint(0, 23, (5,)).unique()}, step)
+
+
+def two_look_ups_swapped(run, model, optimizer, batch, step):
+    """On the rank whose gradients are added to those of another, so that their order shows."""
+    if step in (5, 7) and run.rank == 1:
+        batch = {**batch, "ids": batch["other"], "other": batch["ids"]}
+    plain_step(run, model, optimizer, batch, step)
+
+
+def two_passes_of_a_batch(run, model, optimizer, batch, step):
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    (2 * loss(model, batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (loss(model, batch) + loss(model, batch)).backward()
+    optimizer.step()
+
+
+def evaluate_between(run, model, optimizer, batch, step):
+    with torch.no_grad():
+        for extra in range((step + run.rank) % 3):
+            loss(model, batch_of(90 + extra, step))
+    plain_step(run, model, optimizer, batch, step)
+    with torch.no_grad():
+        for extra in range((step + run.rank) % 2):
+            loss(model, batch_of(80 + extra, step))
+
+
+def evaluate_all(run, model, optimizer, batch, step):
+    """Ends in `finish`, before the forward and after the step."""
+    for _ in range(2):
+        with torch.no_grad():
+            loss(model, batch_of(90 + run.rank, step))
+        run.finish()
+        if _ == 0:
+            plain_step(run, model, optimizer, batch, step)
+
+
+def weights_are_set(run, model, optimizer, batch, step):
+    """A load between the moment the rows were sent and the forward."""
+    if step == 5:
+        model.load_state_dict({"emb.weight": torch.full((23, 4), 0.25)}, strict=False)
+    plain_step(run, model, optimizer, batch, step)
+
+
+LOOPS = [
+    plain_step, clip, accumulate, accumulate_in_turns, step_before_forward, wrong_on_one_rank, transposed, drawn_inside,
+    two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set,
+]  # fmt: skip
+
+
+def batches_of(rank, kind):
+    count = STEPS - (rank if kind == "uneven_counts" else 0)
+    size = 6 - (rank if kind == "uneven_sizes" else 0)
+    return [
+        batch_of(rank, step, size, reads_bag=kind != "bag_unread_by_some" or bool((rank + step) % 3))
+        for step in range(count)
+    ]
+
+
+def train(rank, workers, loop, rows, optimizer, kind, look_ahead):
+    fields = {"update": "lazy"} if kind == "lazy" else {"mean": "weights"} if kind == "weights" else {}
+    run, model, optimizer = started(rows, optimizer, look_ahead, workers, **fields)
+    rounds = count_rounds(run)
+    for step, batch in enumerate(run.batches(batches_of(rank, kind))):
+        if kind == "weights":
+            run.weigh(1.0 + rank + step)
+        loop(run, model, optimizer, batch, step)
+    found = state_of(run, model, optimizer)
+    run.finish()
+    run.transport.close()
+    return found, len([name for name, is_pushed in rounds if is_pushed])
+
+
+def state_of(run, model, optimizer):
+    """Every number that training leaves behind."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters() if name not in run.tables}
+    found |= {name: table.shard.clone() for name, table in run.tables.items()}
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        found |= {f"{number} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    for name, held in run.held.items():
+        found |= {f"{name} {key}": value.clone() for key, value in held.items()}
+    return found
+
+
+def with_and_without(rank, workers, *case):
+    """(names that differ, look-ups with gradient by a round of their own without and with look-ahead)."""
+    *case, look_ahead = case
+    torch.set_default_dtype(torch.float64)  # tells more orders of addition apart than it hides
+    try:
+        plain, before = train(rank, workers, *case, "none")
+        ahead, after = train(rank, workers, *case, look_ahead)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert plain.keys() == ahead.keys()
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])], before, after
+
+
+@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("adagrad", "rows")])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_every_loop_leaves_the_same_numbers(crew, loop, optimizer, look_ahead):
+    for differing, before, after in crew(2).run(with_and_without, loop, "owned_rows", optimizer, "", look_ahead):
+        assert differing == []
+        assert after <= before
+        if loop is not step_before_forward:
+            assert after < before
+
+
+KINDS = ["uneven_counts", "uneven_sizes", "bag_unread_by_some", "weights", "lazy"]
+
+
+@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("sgd", "rows")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_the_batches_are(crew, kind, optimizer, look_ahead):
+    optimizer = "adam" if kind == "lazy" else optimizer
+    for differing, before, after in crew(3).run(with_and_without, plain_step, "hashed", optimizer, kind, look_ahead):
+        assert differing == []
+        assert after < before
+
+
+CASES = [
+    *[("owned_rows", name, 2, "ids") for name in ("sgd", "momentum_decay", "adamw_groups")],
+    *[("owned_rows", name, 2, "rows") for name in ("sgd", "sgd_fused", "adagrad")],
+    ("hashed", "sgd", 3, "rows"), ("one_owner", "momentum_decay", 2, "ids"), ("one_owner", "adagrad", 3, "rows"),
+    ("by_node", "adam", 4, "ids"), ("owned_rows", "adam", 1, "ids"), ("owned_rows", "sgd", 1, "rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "optimizer", "workers", "look_ahead"), CASES)
+def test_whatever_the_optimizer_and_the_owners(crew, rows, optimizer, workers, look_ahead):
+    for differing, before, after in crew(workers).run(with_and_without, plain_step, rows, optimizer, "", look_ahead):
+        assert differing == []
+        assert after == before * UNFORESEEN // STEPS
+
+
+class Dropping(Mixed):
+    """Draws from the global random stream in its forward."""
+
+    def forward(self, batch):
+        return super().forward(batch) * torch.rand(())
+
+
+def random_loader(rank, sources):
+    """Augments from the same stream: the order in which the two draw is part of the result."""
+    for batch in batches_of(rank, ""):
+        noise = {"torch": lambda: float(torch.rand(())), "none": lambda: 0.0}[sources]()
+        yield {**batch, "bag_weights": batch["bag_weights"] * (1 + noise)}
+
+
+def train_randomly(rank, workers, sources, look_ahead):
+    run, model, optimizer = started("owned_rows", "sgd", look_ahead, workers)
+    model.__class__ = Dropping
+    rounds = count_rounds(run)
+    torch.manual_seed(rank)
+    for step, batch in enumerate(run.batches(random_loader(rank, sources))):
+        plain_step(run, model, optimizer, batch, step)
+    found = state_of(run, model, optimizer)
+    run.finish()
+    run.transport.close()
+    return found, len(rounds)
+
+
+def randomly_with_and_without(rank, workers, sources):
+    (plain, before), (ahead, after) = (train_randomly(rank, workers, sources, way) for way in ("none", "rows"))
+    return all(torch.equal(plain[name], ahead[name]) for name in plain), after < before
+
+
+@pytest.mark.parametrize(("sources", "is_ahead"), [("torch", False), ("none", True)])
+def test_random_numbers_fall_as_they_would(crew, sources, is_ahead):
+    assert crew(2).run(randomly_with_and_without, sources) == [(True, is_ahead)] * 2
+
+
+def leave_loops(rank, workers, look_ahead):
+    """Loops left at every moment, others begun, a plain loop in between."""
+    run, model, optimizer = started("owned_rows", "adagrad", look_ahead, workers)
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        if step == 5:
+            break  # before the forward
+        plain_step(run, model, optimizer, batch, step)
+    for step, batch in enumerate(batches_of(rank, "")[:2]):
+        plain_step(run, model, optimizer, batch, step)
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        if step == 4:
+            loss(model, batch)
+            break  # after the forward
+        plain_step(run, model, optimizer, batch, step)
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        if step == 4:
+            break  # after the step
+    kept = run.batches(batches_of(rank, ""))
+    for _ in range(6):
+        plain_step(run, model, optimizer, next(kept), 0)
+    for step, batch in enumerate(batches_of(rank, "")[:3]):  # while `kept` still lives
+        plain_step(run, model, optimizer, batch, step)
+    found = state_of(run, model, optimizer)
+    run.finish()
+    run.transport.close()
+    return found
+
+
+def leave_with_and_without(rank, workers, look_ahead):
+    plain, ahead = leave_loops(rank, workers, "none"), leave_loops(rank, workers, look_ahead)
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])]
+
+
+@pytest.mark.parametrize("look_ahead", ["ids", "rows"])
+def test_a_loop_may_be_left_at_any_moment_and_others_begun(crew, look_ahead):
+    assert crew(2).run(leave_with_and_without, look_ahead) == [[], []]
+
+
+def save_half_way(rank, workers, folder):
+    """Saves in the middle of a loop that is one batch ahead; another run goes on from there."""
+
+    def pairs(first):
+        return [(batch, step + 1) for step, batch in enumerate(batches_of(rank, ""))][first:]
+
+    run, model, optimizer = started("owned_rows", "adam", "ids", workers)
+    for step, (batch, place) in enumerate(run.batches(pairs(0))):
+        plain_step(run, model, optimizer, batch, step)
+        if place == 5:
+            path = save(run, folder, loop={"place": place})
+    unbroken = state_of(run, model, optimizer)
+    run.finish()
+    run.transport.close()
+    run, model, optimizer = started("owned_rows", "adam", "ids", workers)
+    first = load(run, path)["place"]
+    for step, (batch, _) in enumerate(run.batches(pairs(first))):
+        plain_step(run, model, optimizer, batch, first + step)
+    resumed = state_of(run, model, optimizer)
+    run.finish()
+    run.transport.close()
+    return first, [name for name in unbroken if not torch.equal(unbroken[name], resumed[name])]
+
+
+def test_a_checkpoint_saved_in_the_loop_goes_on_bit_for_bit(crew, tmp_path):
+    assert crew(2).run(save_half_way, str(tmp_path)) == [(5, [])] * 2
+
+
+class Sliced(nn.Module):
+    """Each word predicts the next; targets and negatives in one look-up, columns in others, some ids drawn inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(V, 4), nn.Embedding(V, 4)
+        self.column, self.drawn = nn.Embedding(V, 4), nn.Embedding(V, 4)
+
+    def forward(self, sentences, negatives, features):
+        states = self.words(sentences[:, :-1].t()).flatten(0, 1)
+        rows = self.out(torch.cat([sentences[:, 1:].reshape(-1), negatives]))
+        inside = self.drawn(torch.randint(0, V, (9,)))
+        return (states @ rows.T).square().mean() + self.column(features[:, 2]).sum() + inside.sum()
+
+
+def foresee(rank, workers):
+    torch.manual_seed(3)
+    model = Sliced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = plan_of(model, workers, {f"{name}.weight": "owned_rows" for name in ("words", "out", "column", "drawn")})
+    run = attach(ahead_of(plan, "rows"), model, optimizer, check_order=True)
+    rounds = count_rounds(run)
+    stream = torch.Generator().manual_seed(rank)
+    loader = [[torch.randint(0, V, size, generator=stream) for size in ((6, 8), (20,), (6, 5))] for _ in range(STEPS)]
+    by_step = []
+    for batch in run.batches(loader):
+        rounds.clear()
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+        by_step.append(sorted(name.split(".")[0] for name, _ in rounds))
+    run.finish()
+    run.transport.close()
+    return by_step
+
+
+def test_slices_columns_and_concatenations_are_foreseen_and_ids_drawn_inside_are_not(crew):
+    everything = ["column", "drawn", "out", "words"]
+    assert crew(2).run(foresee) == [[everything] * UNFORESEEN + [["drawn"]] * (STEPS - UNFORESEEN)] * 2
+
+
+def count_bytes(rank, workers, look_ahead):
+    run, model, optimizer = started("owned_rows", "sgd", look_ahead, workers)
+    run.transport.recording = True
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+    sent = sum(record.sent_bytes for record in run.take_trace().records)
+    away = 0
+    for batch in batches_of(rank, "")[UNFORESEEN:]:
+        for ids, table in READS:
+            keys = run.tables[table].ownership.keys(batch[ids]).unique()
+            away += len(keys) - run.tables[table].ownership.counts(keys)[rank]
+    run.finish()
+    run.transport.close()
+    return sent, away
+
+
+READS = [
+    ("ids", "emb.weight"), ("bag", "bag.weight"), ("ids", "shared.weight"), ("other", "shared.weight"),
+    ("sampled", "soft"), ("sampled", "bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("look_ahead", ["ids", "rows"])
+def test_counted_bytes_are_those_of_the_formula(crew, look_ahead):
+    """A header less per foreseen look-up, an outlook more per step, and where rows go early a byte per row."""
+    workers = 3
+    plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, look_ahead)
+    headers = len(READS) * (STEPS - UNFORESEEN) * HEADER_BYTES * (workers - 1)
+    outlooks = STEPS * outlook_bytes(5) * (workers - 1)
+    masks = sum(away for _, away in ahead) if look_ahead == "rows" else 0  # sent by whoever serves the rows
+    before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
+    assert after == pytest.approx(before + workers * (outlooks - headers) + masks, rel=1e-12)
+
+
+def refused(rank, workers):
+    errors = []
+    for rows, optimizer in (("owned_rows", "adam"), ("by_node", "sgd")):
+        with pytest.raises(ValueError, match="set look_ahead='ids'") as caught:
+            started(rows, optimizer, "rows", workers)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_rows_that_would_move_are_refused_before_the_first_step(crew):
+    for moving, other in crew(2).run(refused):
+        assert "group 'soft': Adam with these options moves rows that get no gradient" in moving
+        assert "owned_rows_by_node cannot send rows before the step; set look_ahead='ids'" in other
+
+
+def send_early(rank, workers, loop):
+    """(rows sent before a step, rows sent again since they had moved), by table."""
+    run, model, optimizer = started("owned_rows", "sgd", "rows", workers)
+    ahead, early, again = run.executor.look_ups.look_ahead, {}, {}
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        for one in ahead.now.earlies:
+            counted = again if one.is_void else early
+            counted[one.table.name] = counted.get(one.table.name, 0) + len(one.sent)
+        loop(run, model, optimizer, batch, step)
+    run.finish()
+    run.transport.close()
+    return early, again
+
+
+def test_rows_that_stay_put_go_early_and_only_those(crew):
+    tables = {"emb.weight", "bag.weight", "shared.weight", "soft", "bias"}
+    for early, again in crew(2).run(send_early, plain_step):
+        assert set(early) == tables and all(early.values())
+        assert not again
+
+
+def test_rows_that_moved_after_all_are_sent_again(crew):
+    """A step of two batches moves rows of both, and only the later was thought of."""
+    assert any(any(again.values()) for _, again in crew(2).run(send_early, accumulate))
