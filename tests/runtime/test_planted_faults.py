@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import ring_loop, versions
+from armillary.runtime.cyclic import remedied_step, ring_loop
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
@@ -168,7 +168,7 @@ EVERYWHERE = [
     (Schedule, "version", no_drain),
 ]
 STORES = [
-    (versions, "step_with", rate_of_the_wall),
+    (remedied_step, "step_with", rate_of_the_wall),
     (StageWeights, "_leaves", parameters_in_the_graph),
     (StageWeights, "__init__", one_micro_batch_short),
     (StageWeights, "add", scaled_and_back),
