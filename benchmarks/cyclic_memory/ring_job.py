@@ -32,6 +32,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transport = Transport()
+    transport.open_lanes()
     model = shapes()["ViT-B/16"].model()
     step, end = (_ring if options.mode == "ring" else _ddp)(model, options.samples, transport)
     if options.pace_seconds:

@@ -31,6 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     transport = Transport()
+    transport.open_lanes()
     makers = contenders(transport.place.rank, options.micro_batches, transport)
     running = {name: make() for name, make in makers.items()}
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in running}

@@ -27,6 +27,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     transport = Transport()
+    transport.open_lanes()
     sizes = Sizes(options.batch, options.stages, options.waiting_seconds)
     makers = modes(transport, sizes)
     running = {name: makers[name]() for name in options.modes.split(",")}

@@ -7,8 +7,8 @@ the sum when it is there and gets the last worker's gradient instead: a + b is b
 there to the workers in the order in which they use them. The home is the first worker that can read weights
 the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
 slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
-uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, half
-of the slack after it could, and may send two.
+uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, five
+eighths of the slack after it could, and may send two.
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, one number more travels. In a ring the last worker
 makes every sum (none is finished at a home then), so it knows the norm after its last backward and sends it to every
@@ -89,9 +89,10 @@ def sum_path(schedule: Schedule, stage: int, clip: Clip | None = None) -> tuple[
 def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
     """The home's action before which it steps the optimizer with the gradient of the step before.
 
-    Its own forward of that stage if the weights are wanted at once; else half of the time until they are
-    later, so that the gradient's hop to the home and the weights' hop from it have equal slack. Where the sum is made
-    at the home there is no such hop, and the weights have all of it. A `clip` that waits for the norm over all stages
+    Its own forward of that stage if the weights are wanted at once; else five eighths of the time until they are
+    later: the gradient's hop to the home and the weights' hop from it have about equal slack, and with two workers the
+    weights leave just after the sums of the home's own backward, not among them. Where the sum is made at the home
+    there is no such hop, and the weights have all of it. A `clip` that waits for the norm over all stages
     moves it to where that is known.
 
     Raises:
@@ -103,7 +104,7 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
     if clip is not None and clip.waits:
         could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
-    latest = could + hops * max(0, wanted - could) // 2
+    latest = could + hops * max(0, wanted - could) * 5 // 8
     fitting = [action for action in schedule.ticks[start] if could <= action.start <= wanted]
     if not fitting:
         raise ValueError(

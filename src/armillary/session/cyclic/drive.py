@@ -172,6 +172,7 @@ def drive(
         runtime = delayed_runtime(plan, options, model, optimizer, run.channel)
         run.mode = DelayedMode(runtime, (model, optimizer, loss), (seed, run.rank))
         return run
+    transport.open_lanes()
     split = SplitLoss(loss, model, example)
     value = split.input_of(example)
     stages = stages_of(model, value, options.points)
