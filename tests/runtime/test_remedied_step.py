@@ -8,6 +8,7 @@ from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.registry import build
@@ -96,6 +97,19 @@ def test_one_device_is_the_reference_bit_for_bit(names):
     late = cyclic(3, slack=3)
     wishes = {"drains": (2, 5), "dtype": torch.float32}
     assert same(by_one_device(late, names, settles=(1, 4), **wishes), by_reference(late, names, **wishes))
+
+
+def test_a_dropped_residual_is_seen(monkeypatch):
+    """Planted fault: what error feedback keeps for the next step is lost."""
+    schedule = cyclic(3, slack=1)
+    truth, step = by_reference(schedule, ("error_feedback",)), RemediedStep.step
+
+    def forgetful(self, means, options):
+        step(self, means, options)
+        self._before = {}
+
+    monkeypatch.setattr(RemediedStep, "step", forgetful)
+    assert not same(by_one_device(schedule, ("error_feedback",)), truth)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "nadam", "nesterov"])
