@@ -287,7 +287,7 @@ def test_no_cast_of_weights_is_kept_beyond_a_stages_forward():
     )
     with torch.autocast("cpu", torch.bfloat16):
         run.step(data(1, 2, torch.float32)[0])
-        read = run._weights[0].at(0)["0.weight"]
+        read = run._weights[0].read(0, 0, 0)["0.weight"]
         with torch.no_grad():
             read.zero_()
             assert not nn.functional.linear(torch.ones(1, 5), read).any()
@@ -311,3 +311,14 @@ def test_what_does_not_fit_the_schedule_is_refused():
         OneDevice(as_stages(stages), optimizer, Course(cyclic(2), squared_error)).step(data(1, 3)[0])
     with pytest.raises(ValueError, match=r"cannot recompute stages \[2\]; the schedule has 2"):
         Course(cyclic(2), squared_error, recompute=frozenset({1, 2}))
+
+
+def test_only_a_stage_that_is_read_old_is_copied_for_its_next_version():
+    """Of the cyclic schedule at slack 0, the last stage is never read old."""
+    stages = stages_of(3)
+    run = OneDevice(as_stages(stages), OPTIMIZERS["sgd"](stages.parameters()), Course(cyclic(3), squared_error))
+    places = [stage[0].weight.data_ptr() for stage in stages]
+    for batches in data(4, 3):
+        run.step(batches)
+    run.settle()
+    assert [stage[0].weight.data_ptr() == place for stage, place in zip(stages, places)] == [False, False, True]

@@ -218,7 +218,7 @@ def test_a_missing_version_raises_and_no_other_is_handed_out():
     stages = stages_of(1)
     store = StageWeights(as_stages(stages)[0], OPTIMIZERS["sgd"](stages.parameters()), micro_batches=2)
     with pytest.raises(RuntimeError, match=r"stage 0: version 1 of the weights is missing, there are \(0,\)"):
-        store.at(1)
+        store.read(1, 0, 1)
 
 
 def test_swapping_data_under_a_graph_goes_wrong_without_an_error():

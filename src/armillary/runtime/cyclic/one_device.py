@@ -112,7 +112,7 @@ class OneDevice:
         target = self._targets.pop((step, micro_batch)) if last else None
         value, self._flights[place] = take_off(
             self._stages[j],
-            (version, self._weights[j].at(version, step - version)),
+            (version, self._weights[j].read(step, micro_batch, version)),
             self._values.pop(place),
             (self._course.seed, place),
             self._autocasts[step],

@@ -144,7 +144,7 @@ class Pipeline:
         target = self._targets.pop((step, micro_batch), None)
         value, self._flights[place] = take_off(
             self._stage,
-            (version, self._weights.at(version, step - version)),
+            (version, self._weights.read(step, micro_batch, version)),
             self._arrived(step, micro_batch),
             (self._course.seed, place),
             self._autocasts[step],

@@ -3,8 +3,10 @@
 Note [Versions and storage]. A version is a set of leaf tensors of its own, handed to the stage by `functional_call`;
 graphs hold these leaves, never the model's parameters. The newest version's leaves share the parameters' storage.
 Before the optimizer steps, the parameters get new storage and the leaves keep the old one, so a pending backward never
-sees a change; an old version's memory goes when the last graph and this store have dropped it. (`parameter.data =
-other` is only harmless because no graph holds the parameter; with one that does it corrupts gradients silently.)
+sees a change; an old version's memory goes when the last graph and this store have dropped it. Only where no backward
+is pending and no forward to come reads the newest version do the parameters keep their storage, which saves a copy of
+the stage. (`parameter.data = other` is only harmless because no graph holds the parameter; with one that does it
+corrupts gradients silently.)
 
 The model's own parameters always hold the newest version. Buffers are not versioned.
 """
@@ -34,6 +36,8 @@ class StageWeights:
         self._sums: dict[str, Tensor] = {}
         self._own: set[str] = set()  # the sums in storage of their own
         self._summing, self._added = 0, 0  # step, micro-batches
+        self._reading: dict[tuple[int, int], int] = {}  # versions, by step and micro-batch in flight
+        self._first_wanted = 0  # version: no forward to come reads an older one
         self.newest = 0
 
     @property
@@ -41,10 +45,8 @@ class StageWeights:
         """The versions that can be read."""
         return tuple(self._versions)
 
-    def at(self, version: int, age: int = 0) -> Weights:
-        """
-        Args:
-            age: how many steps older it is than the newest there will be when the step that reads it begins.
+    def read(self, step: int, micro_batch: int, version: int) -> Weights:
+        """For a forward; its backward may read them, too, until `add` has its gradients.
 
         Raises:
             RuntimeError: that version is not there (not yet, or no more); another one is never handed out instead.
@@ -54,7 +56,8 @@ class StageWeights:
                 f"stage {self._stage.index}: version {version} of the weights is missing, there are {self.versions}; "
                 f"the schedule was not kept to"
             )
-        return self._ahead.get(version, self._versions[version]) if age else self._versions[version]
+        self._reading[step, micro_batch] = version
+        return self._ahead.get(version, self._versions[version]) if step > version else self._versions[version]
 
     def add(self, step: int, micro_batch: int, gradients: Weights) -> Means | None:
         """Adds one micro-batch's gradients; with the last of the step, divides by their number.
@@ -73,6 +76,7 @@ class StageWeights:
                 f"stage {self._stage.index}: gradient of step {step}, micro-batch {micro_batch} came when "
                 f"step {self._summing}, micro-batch {self._added} was due"
             )
+        self._reading.pop((step, micro_batch), None)
         for name, gradient in gradients.items():
             if name in self._own:
                 self._sums[name].add_(gradient)
@@ -92,8 +96,12 @@ class StageWeights:
 
     def advance(self, gradients: Means, options: Options) -> None:
         """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.clone()  # see Note [Versions and storage]
+        if self.newest >= self._first_wanted or self.newest in self._reading.values():
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.clone()  # see Note [Versions and storage]
+        else:
+            del self._versions[self.newest]
+            self._ahead.pop(self.newest, None)
         self._step.step(gradients, options)
         self.newest += 1
         self._versions[self.newest] = self._leaves()
@@ -114,7 +122,8 @@ class StageWeights:
         }
 
     def forget(self, before: int) -> None:
-        """Drops the versions older than `before`; pending graphs keep what they need."""
+        """No forward to come reads a version older than `before`; pending graphs keep what they need."""
+        self._first_wanted = before
         for version in [v for v in self._versions if v < min(before, self.newest)]:
             del self._versions[version]
             self._ahead.pop(version, None)
