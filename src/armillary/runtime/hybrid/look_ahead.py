@@ -35,7 +35,7 @@ from armillary.facts.collectives import AllToAll
 from armillary.runtime.hybrid.early import MASKED, SENT, Early
 from armillary.runtime.hybrid.habits import Habits
 from armillary.runtime.hybrid.table import LookUp, RowTable
-from armillary.runtime.transport import Transport
+from armillary.runtime.transport import Transport, Wait
 
 __all__ = ["DEPTH", "LookAhead"]
 
@@ -107,12 +107,14 @@ class LookAhead:
         for early in self.coming[0].earlies:
             early.is_void = bool(reduce(or_, moved) >> early.bit & 1)
             self.upset |= {early.table.name} if early.is_void else set()
-        self.coming.append(self._announce(last_leaves))
+        wanted, heard = self._announce(last_leaves)
         self.now = self.coming.pop(0)
-        self._send_rows()
+        self._send_late()  # what the forward waits for travels while the counts are still on their way
+        self.coming.append(self._agree(wanted, heard()))
+        self._send_early()
 
-    def _announce(self, leaves: Sequence[Tensor]) -> Ahead:
-        """Counts, then ids. Every rank learns what the others expect."""
+    def _announce(self, leaves: Sequence[Tensor]) -> tuple[dict[int, Tensor], Wait]:
+        """Sends the counts of what is expected of a batch. Returns its keys by bit, and the wait for the others'."""
         workers = self.transport.place.workers
         counts = torch.zeros(workers, 1 + len(self.tables) * self.each, dtype=torch.int64)
         wanted: dict[int, Tensor] = {}
@@ -122,7 +124,10 @@ class LookAhead:
                 counts[:, 1 + bit] = torch.tensor(table.ownership.counts(keys))
         counts[:, 0] = sum(1 << bit for bit in wanted)
         ones = (1,) * workers
-        heard = self.transport.start(AllToAll(counts, ones, ones), "look-ahead")()
+        return wanted, self.transport.start(AllToAll(counts, ones, ones), "look-ahead")
+
+    def _agree(self, wanted: dict[int, Tensor], heard: Tensor) -> Ahead:
+        """Every rank knows what the others expect; the ids leave."""
         masks = heard[:, 0].tolist()
         ahead = Ahead()
         for bit in range(len(self.tables) * self.each):
@@ -146,9 +151,9 @@ class LookAhead:
         """Right after an idle round; does nothing where it has been done."""
         self._advance(self.coming[-1], MASKED)
 
-    def _send_rows(self) -> None:
-        """Of the batch at hand all that have not been sent; of the next those that stay put. Every request that a
-        look-up needs is made here; it has only to wait for the last."""
+    def _send_late(self) -> None:
+        """Of the batch at hand all rows that have not been sent. Every request that a look-up needs has been made then;
+        it has only to wait for the last."""
         while any(early.flight.left for early in self.now.earlies):
             for early in self.now.earlies:
                 early.advance(self.transport, 0)
@@ -156,6 +161,9 @@ class LookAhead:
             early.before = ()
             early.table.pending.append(early.look_up)
         self.now.stamp = self._stamp()
+
+    def _send_early(self) -> None:
+        """Of the next batch the rows that stay put."""
         self._advance(self.coming[0], MASKED)  # there was no backward since its ids left
         self._advance(self.coming[0], SENT)
         for table in self.tables:
