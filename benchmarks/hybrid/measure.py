@@ -34,10 +34,11 @@ class Rounds:
     rounds: int = 3
     warm_steps: int = 2
     timed_steps: int = 6
+    first_steps: int = 0  # of every mode, before all rounds: where modes learn from their steps and stay alive
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.warm_steps < 0 or self.timed_steps < 1:
-            raise ValueError(f"measure: want rounds and timed_steps >= 1, warm_steps >= 0, got {self}")
+        if self.rounds < 1 or min(self.warm_steps, self.first_steps) < 0 or self.timed_steps < 1:
+            raise ValueError(f"measure: want rounds and timed_steps >= 1, warm_steps and first_steps >= 0, got {self}")
 
 
 @dataclass
@@ -71,6 +72,10 @@ def interleave(factories: Mapping[str, Factory], rounds: Rounds, lend: Lend) -> 
     """
     names = list(factories)
     blocks = []
+    for name in names if rounds.first_steps else ():
+        with lend(name) as built:
+            for _ in range(rounds.first_steps):
+                built.step()
     for index in range(rounds.rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
