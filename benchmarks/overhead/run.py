@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     out = HERE / "results" / f"{options.workers}_workers.json"
+    out.parent.mkdir(exist_ok=True)
     launch = [
         sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={options.workers}", "-m", "benchmarks.overhead.job",
