@@ -79,7 +79,7 @@ def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
     monkeypatch.setattr(index_timer, "merge_rows", clocked("merge_rows", None))
     monkeypatch.setattr(torch.Tensor, "index_select", clocked("index_select", None))
     monkeypatch.setattr(torch.Tensor, "index_add_", clocked("index_add_", None))
-    found = index_timer.processor(torch.device("cpu"), 1, list)
+    found = index_timer.processor(torch.device("cpu"), 1e-3, list)
     for rate, factor in ((found.gather, 1), (found.merge, 2), (found.add, 3)):
         assert rate.row_seconds == pytest.approx(factor * 1e-8, rel=1e-3)
         assert rate.byte_seconds == pytest.approx(factor * 1e-9, rel=1e-3)

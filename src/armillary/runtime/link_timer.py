@@ -8,7 +8,7 @@ Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ class Effort:
 
     Args of note:
         kinds: of requests, by name. sizes: bytes of the tensors, ascending. repeats: per size; the median counts.
-        longest_seconds: for one kind on one side; a slow link is measured with fewer large messages.
+        longest_seconds: for one kind on one side; a slow link is measured with fewer large messages, yet with as many
+            sizes as it takes to tell its speed from its latency.
     """
 
     kinds: tuple[str, ...]
@@ -40,7 +41,8 @@ class Effort:
     longest_seconds: float
 
 
-QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 16, 1 << 20, 1 << 22), 5, 1.0)
+QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 7, 1.0)
+FEWEST_SIZES = 3
 THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 9, 8.0)
 
 
@@ -60,11 +62,19 @@ def request_link(
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
         budget -= spent * effort.repeats
-        if len(times) > 1 and budget < spent * effort.repeats * larger / size:
+        if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * effort.repeats:
             break
     line = fit(amounts, times)
     latency, byte = line.costs
     return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), line.residual)
+
+
+def _foreseen(amounts: Sequence[tuple[float, float]], times: Sequence[float], factor: float) -> float:
+    """Seconds of a request so many times the size of the last one, by what was measured so far. A small request is
+    nearly all latency, so that a multiple of its time would forbid sizes that take hardly longer."""
+    latency, byte = fit(amounts, times).costs
+    messages, sent = amounts[-1]
+    return messages * latency + factor * sent * byte
 
 
 def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.device) -> Request:
