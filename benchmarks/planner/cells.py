@@ -13,12 +13,12 @@ __all__ = ["SPEEDS", "WORKERS", "WORKLOADS", "Cell", "grid"]
 
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "language_model": {
-        "corpus": "synthetic", "vocabulary": 10_000, "width": 64, "hidden": 64, "length": 10, "batch_size": 16,
-        "negatives": 256,
+        "corpus": "synthetic", "vocabulary": 10_000, "width": 64, "hidden": 128, "length": 10, "batch_size": 16,
+        "negatives": 512,
     },
     "translation": {"language": "de", "width": 32, "hidden": 64, "batch_size": 8, "longest": 20},
-    "recommender": {"data": "latent_factors", "rows": 50_000, "width": 16, "hidden": 64, "batch_size": 64},
-    "vision": {"data": "patterns", "norm": "group", "width": 12, "batch_size": 8},
+    "recommender": {"data": "latent_factors", "rows": 50_000, "width": 16, "hidden": 384, "batch_size": 64},
+    "vision": {"data": "patterns", "norm": "group", "width": 16, "batch_size": 4},
 }  # fmt: skip
 WORKERS = (2, 4, 8)
 SPEEDS = (100.0, 1000.0, 0.0)  # Mbit/s of every link; 0 leaves links unshaped: they are as fast as the processor

@@ -19,7 +19,9 @@ WARM_STEPS, TIMED_STEPS = 1, 4
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 16
 
 
-def by_turns(lend: Lend, seconds: Mapping[str, float], always: set[str], budget_seconds: float) -> dict[str, list[float]]:
+def by_turns(
+    lend: Lend, seconds: Mapping[str, float], always: set[str], budget_seconds: float
+) -> dict[str, list[float]]:
     """Seconds a step, one a turn, of every plan that is near the best; of all ranks, from barrier to barrier.
 
     Args:

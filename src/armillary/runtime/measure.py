@@ -17,6 +17,7 @@ from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Link, RequestLink, Topology
 from armillary.runtime.index_timer import processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
+from armillary.runtime.overlap_timer import hidden_share
 from armillary.runtime.transport import Transport
 
 __all__ = ["free_memory_bytes", "measure", "workers_per_node"]
@@ -67,8 +68,10 @@ def measure(
             told(f"{kind} {side} nodes: {_link_text(found[-1].link)}")
     rates = processor(device, BLOCK_SECONDS, transport.agree_largest)
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
+    share = hidden_share(transport) if backend == "gloo" else 1.0
+    told(f"overlap: {share:.0%} of a request hides behind compute")
     inside, between = _links(found, rates)
-    return Topology(place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates)
+    return Topology(place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share)
 
 
 def _links(found: list[RequestLink], rates: Processor) -> tuple[Link, Link]:
