@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from armillary.planning.pricing import Case
 from armillary.planning.rivals import CHOSEN, by_simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.transport import start_process_group
-from armillary.session.attach import attach
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
-from benchmarks.hybrid.measure import Lend, Rounds, Step, all_alive, interleave, rehearse
+from benchmarks.hybrid.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import machine
 from benchmarks.planner.cells import WORKLOADS
 from benchmarks.planner.contenders import AGAIN, contenders
+from benchmarks.planner.trained import trained
 from benchmarks.planner.turns import ALONE, by_turns
 
 DRAWN = 6  # batches of a rank, again and again
@@ -46,8 +45,8 @@ def main() -> None:
     plans = contenders(decided, assumptions)
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
-    factories = {name: partial(_trained, workload, plan, batches) for name, plan in plans.items()}
-    factories[ALONE] = partial(_trained, workload, None, batches)
+    factories = {name: partial(trained, workload, plan, batches) for name, plan in plans.items()}
+    factories[ALONE] = partial(trained, workload, None, batches)
     rehearse({CHOSEN: factories[CHOSEN]})
     lend = all_alive(factories)
     first = interleave(factories, Rounds(1, 2, 3), lend)
@@ -102,28 +101,6 @@ def _fullest(lend: Lend, name: str) -> int:
         held = torch.tensor(built.held_bytes)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return int(held)
-
-
-def _trained(workload: Any, plan: Plan | None, batches: list[Any]) -> Step:
-    """A new model under that plan; without one it learns alone, and only waits for the others."""
-    torch.manual_seed(0)
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters())
-    run = None if plan is None else attach(plan, model, optimizer)
-    stream = cycle(batches)
-
-    def step() -> float:
-        batch = next(stream)
-        optimizer.zero_grad(set_to_none=True)
-        loss = workload.loss(model, batch)
-        value = float(loss.detach())
-        loss.backward()
-        optimizer.step()
-        if run is None:
-            dist.barrier()
-        return value
-
-    return step
 
 
 def _forecast(plan: Plan, case: Case) -> dict[str, Any]:
