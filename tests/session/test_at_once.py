@@ -29,21 +29,28 @@ def loss(model, batch):
     return model(batch).sum()
 
 
-def stepped(rank, workers, seconds, failing):
+def stepped(rank, workers, seconds, failing, failing_step=0):
     transport = open_transport()
     torch.manual_seed(0)
     model, batch = nn.Sequential(Slow(seconds[rank])), torch.ones(2, 3)
     model[0].layer.weight.grad = torch.full((3, 3), 7.0)
     before = profile(model, [batch] * workers, loss, workers=workers)
 
+    steps = iter(range(100))
+
     def draw():
-        if rank == failing:
+        if rank == failing and not failing_step:
             raise LookupError("no data here")
         return batch
 
+    def failing_loss(model, batch):
+        if next(steps) == failing_step and rank == failing and failing_step:
+            raise LookupError("no data here")
+        return loss(model, batch)
+
     stream = torch.get_rng_state()
     try:
-        found = timed_at_once(before, model, draw, loss, transport)
+        found = timed_at_once(before, model, draw, failing_loss, transport)
     except ValueError as error:
         return str(error)
     finally:
@@ -61,7 +68,7 @@ def test_all_ranks_wait_for_the_slowest_so_its_times_count(crew):
     assert sum(stage.forward_seconds for stage in slow.stages) >= 0.030
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_draws_nothing_stops_every_rank_by_name(crew, failing):
-    answers = crew(2).run(stepped, (0.0, 0.0), failing)
+@pytest.mark.parametrize(("failing", "step"), [(0, 0), (1, 0), (1, 3)])
+def test_a_rank_that_cannot_draw_or_step_stops_every_rank_by_name(crew, failing, step):
+    answers = crew(2).run(stepped, (0.0, 0.0), failing, step)
     assert answers == [f"profile: a step failed on rank {failing}: LookupError: no data here"] * 2

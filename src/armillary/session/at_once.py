@@ -34,16 +34,18 @@ def timed_at_once(
     Raises:
         ValueError: a rank drew no batch or its step failed; on every rank.
     """
-    steps: list[StageTimes] = []
-    trouble = ""
-    try:
+    batch: Any = None
+
+    def warm_up() -> list[StageTimes]:
+        nonlocal batch
         batch = draw()
-        _timed(found, model, batch, loss)  # warms up
-    except Exception as error:  # the others wait at the barrier
-        trouble = f"{type(error).__name__}: {error}"
+        return [_timed(found, model, batch, loss)]
+
+    _, trouble = _tried(warm_up)
     transport.barrier()
+    steps: list[StageTimes] = []
     if not trouble:
-        steps = [_timed(found, model, batch, loss) for _ in range(TIMED_STEPS)]
+        steps, trouble = _tried(lambda: [_timed(found, model, batch, loss) for _ in range(TIMED_STEPS)])
     everyones = transport.share((trouble, steps))
     if failed := [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyones) if said]:
         raise ValueError(f"profile: a step failed on {failed[0]}")
@@ -53,6 +55,14 @@ def timed_at_once(
         forward, backward = (sum(step[stage.name][way] for step in slowest) / TIMED_STEPS for way in (0, 1))
         stages.append(replace(stage, forward_seconds=forward, backward_seconds=backward))
     return replace(found, stages=tuple(stages))
+
+
+def _tried(work: Callable[[], list[StageTimes]]) -> tuple[list[StageTimes], str]:
+    """What came of it, and what went wrong: a rank that fails must not leave the others waiting for it."""
+    try:
+        return work(), ""
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"
 
 
 def _timed(found: Profile, model: nn.Module, batch: Any, loss: Loss) -> StageTimes:
