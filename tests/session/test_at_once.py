@@ -63,7 +63,7 @@ def stepped(rank, workers, seconds, failing, failing_step=0):
 def test_all_ranks_wait_for_the_slowest_so_its_times_count(crew):
     first, second = crew(2).run(stepped, (0.002, 0.030), None)
     assert first == second
-    assert 0.030 <= sum(stage.forward_seconds for stage in first.stages) < 0.120
+    assert sum(stage.forward_seconds for stage in first.stages) >= 0.030
     (slow,) = crew(2).run(stepped, (0.030, 0.002), None)[:1]
     assert sum(stage.forward_seconds for stage in slow.stages) >= 0.030
 
