@@ -262,3 +262,17 @@ def test_another_model_and_another_schedule_are_refused():
         simulate(made, replace(case, profile=staged(("a", 1.0, 1.0, [dense("a.weight", 3)]))))
     with pytest.raises(ValueError, match="schedule cyclic is not simulated"):
         simulate(replace(made, schedule=Choice("cyclic")), case)
+
+
+def test_what_compute_cannot_hide_of_a_push_takes_the_processor():
+    """The second layer's bucket takes 1 s of link; a quarter of it, 0.25 s, delays the first layer's backward. With
+    nothing hidden it is as if backward waited, and the first layer's own bucket is waited for once, not twice."""
+    topology = replace(machines(2, megabits=8.0, latency=0.0), hidden_share=0.75)
+    case = Case(two_layers(), topology, LINKS_ONLY)
+    buckets = [replace(g, parameters=(n,), name=n) for g in separate(*_both(case)).groups for n in g.parameters]
+    made = replace(separate(*_both(case)), groups=tuple(buckets))
+    wire = (MB + 4) / MB
+    assert simulate(made, case).step_seconds == pytest.approx(10 + wire / 4 + wire)
+    for share, seconds in ((1.0, 10 + wire), (0.0, 10 + 2 * wire)):
+        other = replace(case, topology=replace(topology, hidden_share=share))
+        assert simulate(made, other).step_seconds == pytest.approx(seconds)

@@ -62,6 +62,35 @@ def test_a_slow_link_is_not_asked_for_large_messages(shaped, monkeypatch):
     assert found.link.bytes_per_second == pytest.approx(1e5, rel=1e-6)
 
 
+def test_a_link_of_long_latency_is_still_asked_for_messages_that_tell_its_speed(shaped, monkeypatch):
+    """30 ms an all-reduce of any size: eight times the size does not take eight times as long."""
+    monkeypatch.setitem(LINKS, "AllReduce", Link(5e-3, 1e9))
+    found = request_link(shaped, "AllReduce", "between", 4, QUICK, torch.device("cpu"))
+    assert shaped.largest >= 1 << 20
+    assert found.link.bytes_per_second == pytest.approx(1e9, rel=1e-3)
+
+
+def test_the_compute_before_a_request_is_not_the_links(shaped, monkeypatch):
+    def computed(*_):
+        shaped.now += 1e-4
+
+    monkeypatch.setattr(link_timer.torch, "mm", computed)
+    found = request_link(shaped, "AllToAll", "between", 4, QUICK, torch.device("cpu"))
+    assert found.link.latency_seconds == pytest.approx(LINKS["AllToAll"].latency_seconds, rel=1e-6)
+
+
+def test_work_that_waits_for_its_turn_counts_with_its_waits(monkeypatch):
+    """1 ms a call, and 30 ms more every tenth: the median call would be a quarter of what a call takes."""
+    now, calls = [0.0], [0]
+
+    def work():
+        calls[0] += 1
+        now[0] += 0.001 + (0.03 if calls[0] % 10 == 0 else 0.0)
+
+    monkeypatch.setattr(index_timer.time, "perf_counter", lambda: now[0])
+    assert index_timer._Timer(0.2, list, torch.device("cpu")).seconds(work) == pytest.approx(0.004, rel=0.05)
+
+
 def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
     """A made-up clock: gather, merge and add cost 1, 2, 3 ns a byte and 10, 20, 30 ns a row, in this order."""
     now, calls = [0.0], {"index_select": 1, "merge_rows": 2, "index_add_": 3}
@@ -79,7 +108,7 @@ def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
     monkeypatch.setattr(index_timer, "merge_rows", clocked("merge_rows", None))
     monkeypatch.setattr(torch.Tensor, "index_select", clocked("index_select", None))
     monkeypatch.setattr(torch.Tensor, "index_add_", clocked("index_add_", None))
-    found = index_timer.processor(torch.device("cpu"), 1, list)
+    found = index_timer.processor(torch.device("cpu"), 1e-3, list)
     for rate, factor in ((found.gather, 1), (found.merge, 2), (found.add, 3)):
         assert rate.row_seconds == pytest.approx(factor * 1e-8, rel=1e-3)
         assert rate.byte_seconds == pytest.approx(factor * 1e-9, rel=1e-3)
@@ -98,6 +127,6 @@ def test_every_rank_gets_the_same_topology_and_it_survives_a_file(crew, tmp_path
     assert [(one.request, one.side) for one in found.requests] == [("AllReduce", "inside"), ("AllToAll", "inside")]
     assert found.inside == found.requests[0].link and found.link_of("AllToAll", "inside") == found.requests[1].link
     assert found.processor.memory_bytes_per_second > 1e7 and found.processor.merge.seconds(1000, 512) > 0
-    assert len(told) == 3 and told[0].startswith("AllReduce inside nodes: ")
+    assert len(told) == 4 and told[0].startswith("AllReduce inside nodes: ")
     found.save(tmp_path / "topology.json")
     assert Topology.load(tmp_path / "topology.json") == found

@@ -85,7 +85,8 @@ def _show(found: Survey, files: list[Path]) -> None:
         console.print(_links(topology))
         if topology.processor is not None:
             console.print(_rates(topology.processor))
-        console.print(f"memory: {bytes_text(topology.memory_bytes)} a worker\n")
+        console.print(f"memory: {bytes_text(topology.memory_bytes)} a worker")
+        console.print(f"overlap: {topology.hidden_share:.0%} of a request hides behind compute\n")
     if found.profile is not None:
         console.print(str(found.profile), soft_wrap=True)
     console.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)

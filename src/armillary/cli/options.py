@@ -17,7 +17,8 @@ from armillary.session.workload import Workload
 
 __all__ = [
     "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Seed", "Set",
-    "TopologyFile", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes", "workload_of",
+    "TopologyFile", "Trials", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes",
+    "workload_of",
 ]  # fmt: skip
 
 WorkloadName = Annotated[
@@ -57,6 +58,9 @@ TopologyFile = Annotated[
 ProfileFile = Annotated[
     Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
 ]
+Trials = Annotated[
+    int, typer.Option(help="Times so many of the best plans before step 0 and carries out the fastest; 0: none.")
+]
 
 
 def workload_of(name: str, settings: Sequence[str], corpus: str, is_small: bool) -> Workload:
@@ -77,6 +81,7 @@ def wishes(
     exchanges: Sequence[str],
     plan_file: Path | None,
     topology_file: Path | None,
+    trials: int = 0,
 ) -> Wishes:
     """
     Raises:
@@ -90,7 +95,7 @@ def wishes(
     if plan is not None and (constraints or lazy):
         raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
     topology = None if topology_file is None else read_topology(topology_file)
-    return Wishes(constraints, tuple(lazy), plan, topology)
+    return Wishes(constraints, tuple(lazy), plan, topology, trials=trials)
 
 
 def read_plan(path: Path) -> Plan:

@@ -17,6 +17,7 @@ from armillary.cli.options import (
     Seed,
     Set,
     TopologyFile,
+    Trials,
     Workers,
     WorkloadName,
     wishes,
@@ -68,6 +69,7 @@ def train_command(
     clip_by: ClipBy = "",
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
+    trials: Trials = 0,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str, typer.Option(help="Of this run's folder. (default: the workload's name, numbered)")] = "",
     resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
@@ -85,7 +87,7 @@ def train_command(
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
-        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
+        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file, trials), workers)
         folder = folder_of_all(runs, stem, name, resume)
         count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)

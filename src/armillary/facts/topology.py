@@ -67,6 +67,8 @@ class Topology:
         inside: link between two ranks of a node; between: link between ranks of different nodes.
         memory_bytes: what one rank may hold. backend: "gloo" or "nccl"; they are priced as different machines.
         requests: where measured, the links as single kinds of request find them. processor: where measured.
+        hidden_share: of a request's time, what compute can hide; the rest takes the processor from it. 1 where nobody
+            measured it.
     """
 
     nodes: int
@@ -77,12 +79,15 @@ class Topology:
     backend: str = "gloo"
     requests: tuple[RequestLink, ...] = ()
     processor: Processor | None = None
+    hidden_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.workers_per_node < 1:
             raise ValueError(
                 f"topology: want at least one node of one worker, got {self.nodes} x {self.workers_per_node}"
             )
+        if not 0 <= self.hidden_share <= 1:
+            raise ValueError(f"topology: hidden_share is a share between 0 and 1, got {self.hidden_share}")
         if self.memory_bytes <= 0:
             raise ValueError(f"topology: memory_bytes must be positive, got {self.memory_bytes}")
 

@@ -2,8 +2,9 @@
 
 All ranks do the same in a simultaneous schedule, so one rank stands for any number of them: the one whose link is
 busiest. Tables are pulled before the stage that reads them; gradients are packed and pushed, in the plan's order, as
-backward makes them; what an exchange brought is merged and the optimizer steps when backward is over, as
-`runtime/hybrid/executor` does. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
+backward makes them, and take the processor for what compute cannot hide of them; what an exchange brought is merged and
+the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Exchanges are not run: their requests and
+bytes are those of pricing (design 2.2).
 
 Departures: one request at a time on a link; what belongs to one exchange is not interleaved with another's; a stage's
 gradients appear in the order of arrival, each after a part of the stage's backward in proportion to the elements read.
@@ -160,6 +161,9 @@ class _Player:
         done = self.clock.send(group.name, "push", does.push)
         if not self.overlap:
             self.clock.wait(group.name, done)
+        else:  # what compute cannot hide of it takes the processor
+            shown = 1 - self.case.topology.hidden_share
+            self.clock.work(group.name, "carry", shown * sum(request.seconds for request in does.push))
         self.waiting.append((group, began, done, does))
 
     def _fetch(self, name: str, action: str, requests: tuple[Request, ...]) -> None:

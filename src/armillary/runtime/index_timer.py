@@ -1,12 +1,15 @@
 """Times index work on this device: rows gathered out of a table, equal rows merged, rows added into a table.
 
 What `exchanges/owned_rows` does with rows is timed with its own functions, on drawn ids, so that the figures are those
-of the code that will run. All ranks should call this at once: they share cores, caches and memory in training too.
+of the code that will run. All ranks do the same work at once: they share cores, caches and memory in training too.
+
+Where ranks are more than cores they take turns, and a call that is shorter than a turn looks as fast as on an idle
+machine. So calls are timed in blocks that take many turns, and it is their mean that counts, not their median.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -23,22 +26,24 @@ TABLE_BYTES = 1 << 24  # more than caches hold, as tables worth splitting are
 ITEM_BYTES = 4
 SHARED = 2  # ranks that ask an owner for the same row, on average
 COPIED_BYTES = 1 << 25
+MOST_CALLS = 1000
 
 Agree = Callable[[Sequence[float]], list[float]]
 
 
-def processor(device: torch.device, repeats: int, agree: Agree) -> Processor:
+def processor(device: torch.device, block_seconds: float, agree: Agree) -> Processor:
     """The rates of this device.
 
     Args:
-        repeats: per kind and size; the median counts.
-        agree: this rank's times -> those to be used, the same on every rank (the slowest rank's).
+        block_seconds: of a rank alone, for each kind and size.
+        agree: this rank's times -> those to be used, the same on every rank (the slowest rank's); ranks go on together.
     """
     sizes = list(product(ROWS, WIDTHS))
-    works = [_works(rows, width, repeats, device) for rows, width in sizes]
+    timer = _Timer(block_seconds, agree, device)
+    works = [_works(rows, width, timer) for rows, width in sizes]
     source = torch.ones(COPIED_BYTES // ITEM_BYTES, device=device)
     target = torch.ones_like(source)
-    copied = _median(lambda: target.copy_(source), repeats, device)
+    copied = timer.seconds(lambda: target.copy_(source))
     agreed = agree([*(seconds for kind in zip(*works) for seconds in kind), copied])
     amounts = [(1.0, float(rows), float(rows * width * ITEM_BYTES)) for rows, width in sizes]
     count = len(sizes)
@@ -46,17 +51,17 @@ def processor(device: torch.device, repeats: int, agree: Agree) -> Processor:
     return Processor(gather, merge, add, memory_bytes_per_second=2 * COPIED_BYTES / agreed[-1])
 
 
-def _works(rows: int, width: int, repeats: int, device: torch.device) -> tuple[float, float, float]:
+def _works(rows: int, width: int, timer: "_Timer") -> tuple[float, float, float]:
     """Seconds to gather, merge and add so many rows of so many elements."""
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), timer.device
     table = torch.ones(TABLE_BYTES // ITEM_BYTES // width, width, device=device)  # zeros would share one page
     ids = torch.randint(len(table), (rows,), generator=generator).to(device)
     twice = torch.randint(max(1, rows // SHARED), (rows,), generator=generator).to(device)
     gradients = torch.ones(rows, width, device=device)
     return (
-        _median(lambda: table.index_select(0, ids), repeats, device),
-        _median(lambda: merge_rows(twice, gradients), repeats, device),
-        _median(lambda: table.index_add_(0, ids, gradients), repeats, device),
+        timer.seconds(lambda: table.index_select(0, ids)),
+        timer.seconds(lambda: merge_rows(twice, gradients)),
+        timer.seconds(lambda: table.index_add_(0, ids, gradients)),
     )
 
 
@@ -66,13 +71,23 @@ def _rate(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> RowRa
     return RowRate(call, row, byte, line.residual)
 
 
-def _median(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Of `repeats` runs after one that warms up; on an accelerator each waits for the device."""
-    spent = []
-    for _ in range(repeats + 1):
+@dataclass(frozen=True)
+class _Timer:
+    block_seconds: float
+    agree: Agree
+    device: torch.device
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Mean of a block of calls after one that warms up. Every rank makes as many, and begins with the others."""
+        self._block(work, 1)
+        (once,) = self.agree([self._block(work, 1)])
+        calls = min(MOST_CALLS, max(1, round(self.block_seconds / once)))
+        return self._block(work, calls) / calls
+
+    def _block(self, work: Callable[[], object], calls: int) -> float:
         began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent.append(time.perf_counter() - began)
-    return max(statistics.median(spent[1:]), 1e-9)
+        for _ in range(calls):
+            work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return max(time.perf_counter() - began, 1e-9)

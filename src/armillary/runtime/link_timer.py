@@ -3,13 +3,17 @@
 Requests differ: an all-reduce waits for 2 (N - 1) messages one after another, an all-to-all posts all its pieces at
 once, and backends differ in what they make of either. So each is timed and fitted by itself.
 
+A request is timed as training makes it: after a little compute, without a barrier before it. Right after a barrier
+every rank is awake and waits; after compute ranks come one by one, and where they share cores some still wait for one.
+
 Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
 """
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +35,8 @@ class Effort:
 
     Args of note:
         kinds: of requests, by name. sizes: bytes of the tensors, ascending. repeats: per size; the median counts.
-        longest_seconds: for one kind on one side; a slow link is measured with fewer large messages.
+        longest_seconds: for one kind on one side; a slow link is measured with fewer large messages, yet with as many
+            sizes as it takes to tell its speed from its latency.
     """
 
     kinds: tuple[str, ...]
@@ -40,7 +45,10 @@ class Effort:
     longest_seconds: float
 
 
-QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 16, 1 << 20, 1 << 22), 5, 1.0)
+QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 7, 1.0)
+FEWEST_SIZES = 3
+WIDTH, PRODUCTS = 128, 20
+SHORTEST_SECONDS = 1e-6
 THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 9, 8.0)
 
 
@@ -54,17 +62,26 @@ def request_link(
     messages = {"AllReduce": 2 * (ranks - 1), "AllGather": ranks - 1, "AllToAll": 1}[kind]
     amounts, times = [], []
     budget = effort.longest_seconds
+    computed = _compute_seconds(transport, effort.repeats, device)
     for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
         request = _request(kind, size, ranks, SCOPES[side], device)
-        spent = transport.agree_largest([_seconds(transport, request, effort.repeats)])[0]
+        spent = transport.agree_largest([_seconds(transport, request, effort.repeats, computed)])[0]
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
         budget -= spent * effort.repeats
-        if len(times) > 1 and budget < spent * effort.repeats * larger / size:
+        if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * effort.repeats:
             break
     line = fit(amounts, times)
     latency, byte = line.costs
     return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), line.residual)
+
+
+def _foreseen(amounts: Sequence[tuple[float, float]], times: Sequence[float], factor: float) -> float:
+    """Seconds of a request so many times the size of the last one, by what was measured so far. A small request is
+    nearly all latency, so that a multiple of its time would forbid sizes that take hardly longer."""
+    latency, byte = fit(amounts, times).costs
+    messages, sent = amounts[-1]
+    return messages * latency + factor * sent * byte
 
 
 def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.device) -> Request:
@@ -77,17 +94,35 @@ def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.devic
     return AllToAll(torch.zeros(piece * ranks, device=device), (piece,) * ranks, (piece,) * ranks, scope)
 
 
-def _seconds(transport: Transport, request: Request, repeats: int) -> float:
-    """Median of a few repeats after one that warms up; on an accelerator each waits for the device."""
-    spent = []
+def _seconds(transport: Transport, request: Request, repeats: int, computed: float) -> float:
+    """Median of a few repeats after one that warms up, less the compute before each; on an accelerator each waits for
+    the device."""
+    transport.barrier()
+    marks = [time.perf_counter()]
     for _ in range(repeats + 1):
-        transport.barrier()
-        began = time.perf_counter()
+        _compute(request.tensor.device)
         transport.complete(_asking(request), "measure")
         if request.tensor.device.type == "cuda":
             torch.cuda.synchronize(request.tensor.device)
-        spent.append(time.perf_counter() - began)
-    return statistics.median(spent[1:])
+        marks.append(time.perf_counter())
+    return max(statistics.median(after - before for before, after in pairwise(marks[1:])) - computed, SHORTEST_SECONDS)
+
+
+def _compute(device: torch.device) -> None:
+    """About a millisecond of a core."""
+    if device.type == "cpu":
+        matrix = torch.ones(WIDTH, WIDTH)
+        for _ in range(PRODUCTS):
+            torch.mm(matrix, matrix)
+
+
+def _compute_seconds(transport: Transport, repeats: int, device: torch.device) -> float:
+    """Of one such piece, with all ranks at it: the mean, since ranks that share cores take turns."""
+    transport.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        _compute(device)
+    return transport.agree_largest([(time.perf_counter() - began) / repeats])[0]
 
 
 def _asking(request: Request) -> Program[Tensor]:

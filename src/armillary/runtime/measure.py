@@ -17,12 +17,13 @@ from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Link, RequestLink, Topology
 from armillary.runtime.index_timer import processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
+from armillary.runtime.overlap_timer import hidden_share
 from armillary.runtime.transport import Transport
 
 __all__ = ["free_memory_bytes", "measure", "workers_per_node"]
 
 CACHES = ("inactive_file ", "active_file ")  # pages of files: counted as used, given back when needed
-INDEX_REPEATS = 5
+BLOCK_SECONDS = 0.02  # of a rank alone: several turns of a scheduler
 CPU = torch.device("cpu")
 
 
@@ -65,10 +66,12 @@ def measure(
         for kind in effort.kinds:
             found.append(request_link(transport, kind, side, ranks, effort, device))
             told(f"{kind} {side} nodes: {_link_text(found[-1].link)}")
-    rates = processor(device, INDEX_REPEATS, transport.agree_largest)
+    rates = processor(device, BLOCK_SECONDS, transport.agree_largest)
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
+    share = hidden_share(transport) if backend == "gloo" else 1.0
+    told(f"overlap: {share:.0%} of a request hides behind compute")
     inside, between = _links(found, rates)
-    return Topology(place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates)
+    return Topology(place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share)
 
 
 def _links(found: list[RequestLink], rates: Processor) -> tuple[Link, Link]:

@@ -11,21 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.exchanges.exchange import Place
 from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
-from armillary.planning.pricing import Assumptions
+from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.rivals import CHOSEN, by_simulation, rivals
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.chosen import LOOP_OWNERS
+from armillary.session.at_once import timed_at_once
 from armillary.session.events import Decided
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.trials import fastest
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["Subject", "Wishes", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
@@ -42,6 +46,8 @@ class Wishes:
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
         schedule, mean: of the plan to make.
+        trials: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
+            with a schedule that owns the loop is never timed.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -51,6 +57,7 @@ class Wishes:
     profile: Profile | None = None
     schedule: Choice = SIMULTANEOUS
     mean: Mean = "workers"
+    trials: int = 0
 
     @property
     def owns_loop(self) -> bool:
@@ -70,7 +77,8 @@ def open_transport() -> Transport:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be trained. draw: workers -> some batches, in the order of `profile`; only rank 0 draws."""
+    """What is to be trained. draw: workers -> some batches, at least one each, in the order of `profile`; rank 0 looks
+    at all of them, every rank is timed with its own."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -97,27 +105,58 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
     """
     transport = open_transport()
     topology = wishes.topology or measure(transport)
+    found = wishes.profile or _profiled(subject, topology, transport)
 
-    def think() -> tuple[str, str]:
-        workers, per_node = topology.workers, topology.workers_per_node
-        found = wishes.profile or profile(
-            subject.model, subject.draw(workers), subject.loss, workers=workers, workers_per_node=per_node
-        )
-        _refuse_other_model(found, subject.model)
-        chosen = wishes.plan or make_plan(
-            found,
-            topology,
-            constraints=wishes.constraints,
-            lazy=wishes.lazy,
-            mean=wishes.mean,
-            assumptions=assumptions_of(subject.optimizer),
-            schedule=wishes.schedule,
-        )
-        return found.to_json(), chosen.to_json()
-
-    profile_json, plan_json = by_rank_zero(transport, think)
+    plans = {
+        name: Plan.from_json(text)
+        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, wishes)).items()
+    }
+    chosen = next(iter(plans.values()))
+    if len(plans) > 1:
+        model, optimizer, loss = subject.model, subject.optimizer, subject.loss
+        chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport)
     transport.close()
-    return Decided(Profile.from_json(profile_json), topology, Plan.from_json(plan_json))
+    return Decided(found, topology, chosen)
+
+
+def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishes) -> dict[str, str]:
+    """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
+    _refuse_other_model(found, subject.model)
+    if wishes.plan is not None:
+        return {CHOSEN: wishes.plan.to_json()}
+    taken = assumptions_of(subject.optimizer)
+    wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean}
+    if wishes.trials < 2 or wishes.owns_loop:
+        made = make_plan(
+            found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule, **wanted
+        )
+        return {CHOSEN: made.to_json()}
+    plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
+    best = by_simulation(plans, Case(found, topology, taken))[: wishes.trials]
+    return {name: plans[name].to_json() for name in best}
+
+
+def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
+    """What rank 0 sees of the model, with the stage times that the ranks of this job find together."""
+
+    def look() -> str:
+        batches = subject.draw(topology.workers)
+        per_node = topology.workers_per_node
+        seen = profile(subject.model, batches, subject.loss, workers=topology.workers, workers_per_node=per_node)
+        return seen.to_json()
+
+    found = Profile.from_json(by_rank_zero(transport, look))
+    if transport.place.workers == 1:  # what is planned for are other machines
+        return found
+    return timed_at_once(found, subject.model, lambda: _own(subject, transport.place), subject.loss, transport)
+
+
+def _own(subject: Subject, place: Place) -> Batch:
+    """A batch of this rank; its first, where it has fewer than ranks."""
+    batches = list(subject.draw(place.workers))
+    if not batches:
+        raise ValueError("no batch to time a step with; give every rank at least one")
+    return batches[place.rank % len(batches)]
 
 
 def _refuse_other_model(found: Profile, model: nn.Module) -> None:

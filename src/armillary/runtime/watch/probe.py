@@ -19,9 +19,10 @@ from armillary.runtime.watch.stage_clock import StageClock
 from armillary.runtime.watch.stage_costs import Activations, CountOperations
 from armillary.runtime.watch.stage_paths import OUTSIDE, following
 
-__all__ = ["Loss", "probe", "scalar_loss", "stage_seconds"]
+__all__ = ["Loss", "StageTimes", "probe", "scalar_loss", "stage_seconds", "timed_step"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
+StageTimes = dict[str, tuple[float, float]]
 
 TIMED_STEPS = 3
 UNSEEN = "an operation the dispatcher does not show"
@@ -113,18 +114,20 @@ def stage_seconds(
     model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Forward and backward seconds by stage: medians over a few steps, each after the first has warmed up."""
+    steps = [timed_step(model, batch, loss, paths) for _ in range(TIMED_STEPS)]
+    forward = {stage: statistics.median(step[stage][0] for step in steps) for stage in steps[0]}
+    return forward, {stage: statistics.median(step[stage][1] for step in steps) for stage in steps[0]}
+
+
+def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]) -> StageTimes:
+    """One step by the clock: (forward, backward) seconds by stage; what is outside all stages is one, too."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    clocks = []
-    for _ in range(TIMED_STEPS):
-        clock = StageClock(device)
-        with following(model, paths, clock.enter, clock.leave):
-            value = loss(model, batch)
-            clock.begin_backward()
-            _backward(value)
-        clock.end()
-        clocks.append(clock)
-        for parameter in model.parameters():
-            parameter.grad = None
-    stages = (*paths, OUTSIDE)
-    forward = {stage: statistics.median(clock.forward[stage] for clock in clocks) for stage in stages}
-    return forward, {stage: statistics.median(clock.backward[stage] for clock in clocks) for stage in stages}
+    clock = StageClock(device)
+    with following(model, paths, clock.enter, clock.leave):
+        value = loss(model, batch)
+        clock.begin_backward()
+        _backward(value)
+    clock.end()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return {stage: (clock.forward[stage], clock.backward[stage]) for stage in (*paths, OUTSIDE)}

@@ -18,6 +18,7 @@ COLORS = {
     "gather rows": "#f2b66d",
     "merge rows": "#f2b66d",
     "pack": "#c9c9c9",
+    "carry": "#b9a3d6",
     "update": "#8a8a8a",
     "pull": "#3f9b6c",
     "push": "#7a5aa6",
@@ -28,6 +29,7 @@ MEANINGS = {
     "backward": "backward",
     "gather rows": "index work on rows",
     "pack": "gradients into buckets",
+    "carry": "push, what compute cannot hide",
     "update": "optimizer",
     "pull": "pull (before forward, blocking)",
     "push": "push (gradients)",
@@ -105,4 +107,4 @@ def _fitted(span: Span, share: float) -> str:
 
 
 def _ink(span: Span) -> str:
-    return "black" if span.action in ("forward", "gather rows", "merge rows", "pack") else "white"
+    return "black" if span.action in ("forward", "gather rows", "merge rows", "pack", "carry") else "white"

@@ -14,6 +14,7 @@ from armillary.facts.topology import Topology
 from armillary.runtime.link_timer import THOROUGH, Effort
 from armillary.runtime.measure import measure
 from armillary.runtime.watch.profiler import profile
+from armillary.session.at_once import timed_at_once
 from armillary.session.decide import open_transport, subject_of
 from armillary.session.workload import Workload
 
@@ -29,7 +30,7 @@ class Survey:
 
 
 def survey(workload: Workload | None, seed: int, told: Callable[[str], None], effort: Effort = THOROUGH) -> Survey:
-    """Every rank must call it; all get the same topologies, each its own stage times.
+    """Every rank must call it; all get the same.
 
     Args:
         told: hears what is being measured, on this rank.
@@ -45,10 +46,9 @@ def survey(workload: Workload | None, seed: int, told: Callable[[str], None], ef
         told(f"stages of {workload.name}")
         subject = subject_of(workload, seed)
         batches = list(subject.draw(place.workers))
-        transport.barrier()
-        found = profile(
+        looked = profile(
             subject.model, batches, subject.loss, workers=place.workers, workers_per_node=place.workers_per_node
         )
-        transport.barrier()  # nobody leaves while others are still timed
+        found = timed_at_once(looked, subject.model, lambda: batches[place.rank], subject.loss, transport)
     transport.close()
     return Survey(topologies, found)

@@ -1,0 +1,71 @@
+"""What every rank runs: plans of one workload by turns in one job."""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from armillary.cli.find import find
+from armillary.runtime.transport import start_process_group
+from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
+from benchmarks.hybrid.measure import Rounds, all_alive, interleave, rehearse
+from benchmarks.hybrid.record import Record, machine, save
+from benchmarks.parallax.modes import plans
+from benchmarks.planner.cells import WORKLOADS
+from benchmarks.planner.trained import trained
+
+DRAWN = 4  # batches of a rank, again and again
+CONSTRUCTED = Path(__file__).with_name("constructed.py")
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    start_process_group()
+    if options.length:
+        workload = find(str(CONSTRUCTED), {"length": options.length})
+    else:
+        workload = find(options.workload, WORKLOADS[options.workload])
+    subject = subject_of(workload, 0)
+    decided = decide(subject, Wishes(trials=options.trials))
+    known = plans(decided, assumptions_of(subject.optimizer))
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
+    names = [name for name in options.modes.split(",") if name in known]
+    factories = {name: partial(trained, workload, known[name], batches) for name in names}
+    rehearse({names[0]: factories[names[0]]})
+    rounds = Rounds(options.rounds, 1, options.steps)
+    blocks = interleave(factories, rounds, all_alive(factories))
+    if rank == 0:
+        conditions: dict[str, str | int | float] = {
+            "workload": workload.name, "workers": workers, "Mbit/s": options.mbit, "rounds": rounds.rounds,
+            "timed steps": rounds.timed_steps, "unit": workload.unit,
+            "samples": sum(map(workload.samples, batches)) / len(batches), "alpha": round(decided.profile.alpha, 3),
+            "planned": ", ".join(f"{group.name} by {group.exchange}" for group in decided.plan.groups),
+            "machine": machine(),
+        }  # fmt: skip
+        save(Record(conditions, blocks), Path(options.out))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", default="")
+    parser.add_argument("--length", type=int, default=0, help="of the constructed model, which is taken then")
+    parser.add_argument("--modes", required=True)
+    parser.add_argument("--mbit", type=float, required=True)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

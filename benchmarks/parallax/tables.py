@@ -1,0 +1,85 @@
+"""What the records say, in the form of the paper's tables: samples per second, and how often the plan loses.
+
+A plan may be one of the two it is held against, and then differs from it by noise alone. So it runs twice by turns, and
+"slower" allows for what it differs by from itself.
+"""
+
+import statistics
+from collections.abc import Mapping
+
+from benchmarks.hybrid.record import Record
+
+__all__ = ["ablation", "noise", "rate", "scaling", "slower", "sweep"]
+
+
+def rate(record: Record, mode: str) -> float:
+    """Samples per second of all workers: the median over rounds of a step from barrier to barrier."""
+    seconds = statistics.median(block.wall_seconds for block in record.of(mode))
+    return float(record.conditions["samples"]) * int(record.conditions["workers"]) / seconds
+
+
+def paired(record: Record, mode: str, rival: str) -> float:
+    """Speed of `mode` over that of `rival`, round by round; the median."""
+    return statistics.median(
+        other.wall_seconds / one.wall_seconds for one, other in zip(record.of(mode), record.of(rival), strict=True)
+    )
+
+
+def sweep(records: Mapping[str, Record]) -> str:
+    """A row a length: alpha, the rates, and the plan against the better of the two."""
+    rows = [
+        (
+            "length", "alpha", "all_reduce, words/s", "owned, words/s", "planned, words/s", "planned / better",
+            "same plan twice", "the plan",
+        ),
+        ("---",) * 8,
+    ]  # fmt: skip
+    for name, record in records.items():
+        rates = [rate(record, mode) for mode in ("all_reduce", "owned", "planned")]
+        cells = [f"{one:,.0f}" for one in rates]
+        ratios = f"{_against_better(record):.3f}", f"{1 + noise(record):.3f}"
+        length, alpha = name.split("_")[1], str(record.conditions["alpha"])
+        rows.append((length, alpha, *cells, *ratios, str(record.conditions["planned"])))
+    return _markdown(rows)
+
+
+def _against_better(record: Record) -> float:
+    return min(paired(record, "planned", rival) for rival in ("all_reduce", "owned"))
+
+
+def noise(record: Record) -> float:
+    """What the same plan differs by from itself, as a share."""
+    ratio = paired(record, "planned", "planned_again")
+    return max(ratio, 1 / ratio) - 1
+
+
+def slower(records: Mapping[str, Record]) -> list[str]:
+    """The points at which the plan is slower than the better of all_reduce and owned by more than noise."""
+    return [
+        f"{name}: the plan is {_against_better(record):.3f} times as fast as the better of all_reduce and owned"
+        for name, record in records.items()
+        if _against_better(record) * (1 + noise(record)) < 1
+    ]
+
+
+def ablation(records: Mapping[str, Record]) -> str:
+    rows: list[tuple[str, ...]] = []
+    for record in records.values():
+        header = ("samples per second", *record.modes)
+        rows += [header, ("---",) * len(header)] if not rows else []
+        named = f"{record.conditions['workload']}, {record.conditions['unit']}/s"
+        rows.append((named, *(f"{rate(record, mode):,.0f}" for mode in record.modes)))
+    return _markdown(rows)
+
+
+def scaling(records: Mapping[str, Record]) -> str:
+    rows: list[tuple[str, ...]] = [("workload", "workers", "all_reduce", "hybrid", "planned"), ("---",) * 5]
+    for record in records.values():
+        cells = [f"{rate(record, mode):,.0f}" if mode in record.modes else "-" for mode in rows[0][2:]]
+        unit = f"{record.conditions['workload']}, {record.conditions['unit']}/s"
+        rows.append((unit, str(record.conditions["workers"]), *cells))
+    return _markdown(rows)
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

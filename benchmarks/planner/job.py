@@ -1,0 +1,119 @@
+"""What every rank of a cell runs: it decides as `armillary train` does, then carries out every contender by turns."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from armillary.cli.find import find
+from armillary.facts.plan import Plan
+from armillary.planning.pricing import Case
+from armillary.planning.rivals import CHOSEN, by_simulation
+from armillary.planning.simulator import simulate
+from armillary.runtime.transport import start_process_group
+from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
+from benchmarks.hybrid.measure import Lend, Rounds, all_alive, interleave, rehearse
+from benchmarks.hybrid.record import machine
+from benchmarks.planner.cells import WORKLOADS
+from benchmarks.planner.contenders import AGAIN, contenders
+from benchmarks.planner.trained import trained
+from benchmarks.planner.turns import ALONE, by_turns
+
+DRAWN = 6  # batches of a rank, again and again
+TRIALS = 3  # of the best plans, in the job, before step 0
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    start_process_group()
+    workload = find(options.workload, WORKLOADS[options.workload])
+    subject = subject_of(workload, 0)
+    began = time.perf_counter()
+    decided = decide(subject, Wishes(trials=TRIALS))
+    deciding_seconds = time.perf_counter() - began
+    assumptions = assumptions_of(subject.optimizer)
+    plans = contenders(decided, assumptions)
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
+    factories = {name: partial(trained, workload, plan, batches) for name, plan in plans.items()}
+    factories[ALONE] = partial(trained, workload, None, batches)
+    rehearse({CHOSEN: factories[CHOSEN]})
+    lend = all_alive(factories)
+    first = interleave(factories, Rounds(1, 2, 3), lend)
+    seconds = {block.mode: block.wall_seconds for block in first}
+    turns = by_turns(lend, seconds, {CHOSEN, AGAIN, ALONE}, options.seconds)
+    held = {name: _fullest(lend, name) for name in plans}
+    if rank == 0:
+        case = Case(decided.profile, decided.topology, assumptions)
+        found = {
+            "conditions": {"workload": options.workload, "workers": workers, "machine": machine()},
+            "forecast": {name: _forecast(plan, case) for name, plan in plans.items()},
+            "simulated_order": by_simulation({n: p for n, p in plans.items() if n in _priced(plans)}, case),
+            "frozen": _name_of(decided.plan, plans),
+            "note": decided.plan.notes[-1] if decided.plan.notes else "",
+            "first": [asdict(block) for block in first],
+            "turns": turns,
+            "held_bytes": held,
+            "compute_seconds": decided.plan.compute_seconds,
+            "deciding_seconds": deciding_seconds,
+            "topology": json.loads(decided.topology.to_json()),
+            "profile": json.loads(decided.profile.to_json()),
+            "assumptions": asdict(assumptions),
+            "samples": sum(map(workload.samples, batches)) / len(batches),
+            "unit": workload.unit,
+        }
+        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
+
+
+def _priced(plans: Mapping[str, Plan]) -> list[str]:
+    """The planner's own candidates."""
+    return [name for name in plans if name not in (AGAIN, "one bucket", "owned_dense")]
+
+
+def _name_of(frozen: Plan, plans: Mapping[str, Plan]) -> str:
+    return next(name for name, plan in plans.items() if plan.groups == frozen.groups)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+def _fullest(lend: Lend, name: str) -> int:
+    """Memory of a plan between steps on the rank that has most, by PSS."""
+    with lend(name) as built:
+        held = torch.tensor(built.held_bytes)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return int(held)
+
+
+def _forecast(plan: Plan, case: Case) -> dict[str, Any]:
+    played = simulate(plan, case)
+    return {
+        "sent_bytes": sum(played.sent_bytes.values()),
+        "memory_bytes": plan.forecast.memory_bytes,
+        "seconds": played.step_seconds,
+        "unhidden_seconds": plan.forecast.seconds,
+        "processor_seconds": played.processor_seconds,
+        "exposed_seconds": played.exposed_seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Measures the grid, cell by cell: python -m benchmarks.planner.run
+
+A cell that is in results/ is not measured again (`--again` does); so a run that was stopped goes on where it was. Ends
+with the report on standard output and the curve in results/curve.png. Exit code 1 if a bar is missed.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.netlab.lab import Lab
+from benchmarks.planner.cells import Cell, grid
+from benchmarks.planner.curve import curve
+from benchmarks.planner.summary import load, misses, report
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cells whose name contains this, as _8_ or vision")
+    parser.add_argument("--again", action="store_true", help="measure cells that are there already")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for the turns of one cell, roughly")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    cells = [cell for cell in grid() if options.only in cell.name]
+    for number, cell in enumerate(cells, 1):
+        path = options.results / f"{cell.name}.json"
+        if options.report or (path.exists() and not options.again):
+            continue
+        began = time.perf_counter()
+        _measure(cell, path, options.seconds)
+        print(f"{number}/{len(cells)} {cell.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    paths = [path for cell in cells if (path := options.results / f"{cell.name}.json").exists()]
+    found = [load(path) for path in paths]
+    print(report(found))
+    curve(paths).savefig(options.results / "curve.png")
+    missed = misses(found)
+    print("\n".join(f"missed: {bar}" for bar in missed) or "every bar is met")
+    return int(bool(missed))
+
+
+def _measure(cell: Cell, path: Path, seconds: float) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.job", "--workload", cell.workload]
+    with Lab(cell.workers, cell.mbit_per_second) as lab:
+        lab.run([*command, "--seconds", str(seconds), "--out", str(path)], timeout_seconds=300)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

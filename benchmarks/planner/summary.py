@@ -1,0 +1,190 @@
+"""What the grid says: how much slower the choice is than the best that was measured, and how far forecasts are off.
+
+A cell is one JSON file of `job.py`. A plan's seconds are the median over its turns; one that was far behind has but the
+three steps of the first round. The plan chosen by price ran twice by turns: the difference between the two is what the
+machine does by itself, and the two together are that plan.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BARS", "Error", "Outcome", "load", "misses", "outcome", "report"]
+
+CHOSEN, AGAIN, ALONE = "chosen", "chosen again", "alone"
+FIGURES = ("sent_bytes", "memory_bytes", "seconds")
+WORST = 5  # cells listed
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What the grid should show; shares."""
+
+    usual_regret: float = 0.05
+    usual_cells: float = 0.90
+    largest_regret: float = 0.15
+    sent_bytes: float = 0.02
+    memory_bytes: float = 0.10
+    seconds: float = 0.15
+
+
+BARS = Bars()
+
+
+@dataclass(frozen=True)
+class Error:
+    """(forecast - measured) / measured of one plan."""
+
+    plan: str
+    sent_bytes: float
+    memory_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One cell.
+
+    seconds: by plan, what was measured. priced, carried_out: names of plans, the cheapest by price and the one that was
+    carried out after the best by forecast were timed in the job. noise: of the same plan twice.
+    """
+
+    cell: str
+    workers: int
+    seconds: dict[str, float]
+    priced: str
+    carried_out: str
+    noise: float
+    compute_error: float
+    errors: tuple[Error, ...]
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def regret(self, plan: str) -> float:
+        return self.seconds[plan] / self.seconds[self.best] - 1
+
+    def error(self, plan: str) -> Error:
+        return next(error for error in self.errors if error.plan == plan)
+
+
+def load(path: Path) -> Outcome:
+    return outcome(path.stem, json.loads(path.read_text()))
+
+
+def outcome(cell: str, found: dict[str, Any]) -> Outcome:
+    """From what `job.py` kept."""
+    first, turns = {block["mode"]: block for block in found["first"]}, found["turns"]
+    twice = [statistics.median(turns[name]) for name in (CHOSEN, AGAIN)]
+    pooled = {**turns, CHOSEN: [*turns[CHOSEN], *turns[AGAIN]]}
+    names = [name for name in found["forecast"] if name != AGAIN]
+    seconds = {
+        name: statistics.median(pooled[name]) if name in pooled else first[name]["wall_seconds"] for name in names
+    }
+    errors = []
+    for name in names:
+        forecast = found["forecast"][name]
+        sent_bytes = statistics.fmean(first[name]["sent_bytes"])
+        errors.append(
+            Error(
+                name,
+                forecast["sent_bytes"] / sent_bytes - 1,
+                forecast["memory_bytes"] / found["held_bytes"][name] - 1,
+                forecast["seconds"] / seconds[name] - 1,
+            )
+        )
+    return Outcome(
+        cell=cell,
+        workers=found["conditions"]["workers"],
+        seconds=seconds,
+        priced=CHOSEN,
+        carried_out=found["frozen"],
+        noise=max(twice) / min(twice) - 1,
+        compute_error=found["compute_seconds"] / statistics.median(turns[ALONE]) - 1,
+        errors=tuple(errors),
+    )
+
+
+def report(found: Sequence[Outcome]) -> str:
+    """Markdown: a row a cell, the bars, the worst cells."""
+    return "\n\n".join([_cells(found), _bars(found), _worst(found), _by_workers(found)]) + "\n"
+
+
+def misses(found: Sequence[Outcome]) -> list[str]:
+    """The bars that the plans carried out do not meet."""
+    regrets = [one.regret(one.carried_out) for one in found]
+    missed = []
+    if sum(regret <= BARS.usual_regret for regret in regrets) < BARS.usual_cells * len(regrets):
+        missed.append(f"regret above {BARS.usual_regret:.0%} in more than {1 - BARS.usual_cells:.0%} of the cells")
+    if max(regrets) > BARS.largest_regret:
+        missed.append(f"a regret of {max(regrets):.1%}")
+    for name in FIGURES:
+        off = statistics.median(abs(getattr(one.error(one.carried_out), name)) for one in found)
+        if off > getattr(BARS, name):
+            missed.append(f"{name} off by {off:.1%} (median)")
+    return missed
+
+
+def _cells(found: Sequence[Outcome]) -> str:
+    header = (
+        "cell", "plan carried out", "ms a step", "best measured", "regret", "regret by price alone", "same plan twice",
+        "forecast off: bytes", "memory", "seconds", "compute alone",
+    )  # fmt: skip
+    rows = [header, ("---",) * len(header)]
+    for one in found:
+        error = one.error(one.carried_out)
+        rows.append(
+            (
+                one.cell, one.carried_out, f"{one.seconds[one.carried_out] * 1e3:.1f}", one.best,
+                f"{one.regret(one.carried_out):.1%}", f"{one.regret(one.priced):.1%}", f"{one.noise:.1%}",
+                f"{error.sent_bytes:+.1%}", f"{error.memory_bytes:+.0%}", f"{error.seconds:+.0%}",
+                f"{one.compute_error:+.0%}",
+            )
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _bars(found: Sequence[Outcome]) -> str:
+    lines = ["| bar | carried out | by price alone |", "| --- | --- | --- |"]
+    regrets = [[one.regret(one.carried_out) for one in found], [one.regret(one.priced) for one in found]]
+    usual = [sum(regret <= BARS.usual_regret for regret in column) / len(column) for column in regrets]
+    wanted = f"regret at most {BARS.usual_regret:.0%} in {BARS.usual_cells:.0%} of the cells"
+    lines.append(f"| {wanted} | {usual[0]:.0%} of the cells | {usual[1]:.0%} of the cells |")
+    lines.append(f"| regret never above {BARS.largest_regret:.0%} | {max(regrets[0]):.1%} | {max(regrets[1]):.1%} |")
+    lines += [
+        "",
+        "| forecast off by, median | wanted | plan carried out | every candidate |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in FIGURES:
+        one = statistics.median(abs(getattr(cell.error(cell.carried_out), name)) for cell in found)
+        every = statistics.median(abs(getattr(error, name)) for cell in found for error in cell.errors)
+        lines.append(f"| {name} | {getattr(BARS, name):.0%} | {one:.1%} | {every:.1%} |")
+    noise = statistics.median(one.noise for one in found)
+    return "\n".join([*lines, "", f"The same plan twice differs by {noise:.1%} (median over the cells)."])
+
+
+def _worst(found: Sequence[Outcome]) -> str:
+    lines = ["The worst cells:", ""]
+    for name in FIGURES:
+        ordered = sorted(found, key=lambda one: abs(getattr(one.error(one.carried_out), name)), reverse=True)[:WORST]
+        said = ", ".join(f"{one.cell} {getattr(one.error(one.carried_out), name):+.0%}" for one in ordered)
+        lines.append(f"* {name}: {said}")
+    ordered = sorted(found, key=lambda one: one.regret(one.carried_out), reverse=True)[:WORST]
+    said = ", ".join(
+        f"{one.cell} {one.regret(one.carried_out):.0%} ({one.carried_out}, best {one.best})" for one in ordered
+    )
+    return "\n".join([*lines, f"* regret: {said}"])
+
+
+def _by_workers(found: Sequence[Outcome]) -> str:
+    lines = ["| simulator against measured | cells | off by, median | within 15 % |", "| --- | --- | --- | --- |"]
+    for workers in sorted({one.workers for one in found}):
+        errors = [abs(one.error(one.carried_out).seconds) for one in found if one.workers == workers]
+        within = sum(error <= BARS.seconds for error in errors)
+        lines.append(f"| {workers} workers | {len(errors)} | {statistics.median(errors):.1%} | {within} |")
+    return "\n".join(lines)

@@ -1,0 +1,37 @@
+"""A workload that trains under a plan: the step that is timed."""
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from armillary.facts.plan import Plan
+from armillary.session.attach import attach
+from armillary.session.workload import Workload
+from benchmarks.hybrid.measure import Step
+
+__all__ = ["trained"]
+
+
+def trained(workload: Workload, plan: Plan | None, batches: Sequence[Any]) -> Step:
+    """A new model under that plan; without one it learns alone, and only waits for the others. `batches` come round."""
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    run = None if plan is None else attach(plan, model, optimizer)
+    stream = cycle(batches)
+
+    def step() -> float:
+        batch = next(stream)
+        optimizer.zero_grad(set_to_none=True)
+        loss = workload.loss(model, batch)
+        value = float(loss.detach())
+        loss.backward()
+        optimizer.step()
+        if run is None:
+            dist.barrier()
+        return value
+
+    return step

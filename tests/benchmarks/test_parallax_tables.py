@@ -1,0 +1,81 @@
+"""The tables of Parallax in small: rates and ratios by hand, the constructed model's sparsity, the plans compared."""
+
+import pytest
+import torch
+from benchmarks.hybrid.record import Block, Record
+from benchmarks.parallax.constructed import VOCABULARY, workload
+from benchmarks.parallax.modes import plans
+from benchmarks.parallax.tables import ablation, noise, rate, scaling, slower, sweep
+
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.planning.pricing import SGD
+from armillary.runtime.watch.profiler import profile
+from armillary.session.events import Decided
+
+
+def record(**seconds):
+    """Three rounds of every mode; `seconds` of each."""
+    blocks = [
+        Block(mode, index, (spent,), spent, spent, (1.0,), (1.0,), 1, 0.0)
+        for mode, spents in seconds.items()
+        for index, spent in enumerate(spents)
+    ]
+    conditions = {
+        "workload": "w", "unit": "words", "samples": 100.0, "workers": 4, "alpha": 0.25, "planned": "t by owned_rows"
+    }  # fmt: skip
+    return Record(conditions, tuple(blocks))
+
+
+EVEN = record(
+    all_reduce=[0.2, 0.4, 0.2], owned=[0.1, 0.2, 0.1], planned=[0.1, 0.2, 0.1], planned_again=[0.11, 0.22, 0.11]
+)
+
+
+def test_a_rate_is_of_all_workers_over_the_median_step():
+    assert rate(EVEN, "all_reduce") == pytest.approx(2000) and rate(EVEN, "planned") == pytest.approx(4000)
+
+
+def test_a_plan_is_held_against_the_better_of_the_two_round_by_round():
+    late = record(all_reduce=[0.3] * 3, owned=[0.1] * 3, planned=[0.12] * 3, planned_again=[0.12] * 3)
+    assert noise(EVEN) == pytest.approx(0.1) and noise(late) == 0
+    assert slower({"sweep_30": EVEN}) == []
+    assert slower({"sweep_30": EVEN, "sweep_1": late}) == [
+        "sweep_1: the plan is 0.833 times as fast as the better of all_reduce and owned"
+    ]
+    swapped = record(all_reduce=[0.1] * 3, owned=[0.3] * 3, planned=[0.12] * 3, planned_again=[0.12] * 3)
+    assert len(slower({"sweep_120": swapped})) == 1
+
+
+def test_a_plan_that_differs_from_itself_as_much_is_not_called_slower():
+    shaky = record(all_reduce=[0.3] * 3, owned=[0.1] * 3, planned=[0.11] * 3, planned_again=[0.125] * 3)
+    assert slower({"sweep_30": shaky}) == []
+
+
+def test_tables_name_what_they_hold():
+    assert "| 30 | 0.25 | 2,000 | 4,000 | 4,000 | 1.000 | 1.100 | t by owned_rows |" in sweep({"sweep_30": EVEN})
+    assert "| w, words/s | 2,000 | 4,000 | 4,000 | 3,636 |" in ablation({"a": EVEN})
+    assert "| w, words/s | 4 | 2,000 | - | 4,000 |" in scaling({"a": EVEN})
+
+
+@pytest.mark.parametrize(("length", "alpha"), [(120, 1.0), (30, 0.25), (1, 1 / 120)])
+def test_a_batch_reads_exactly_its_share_of_either_table(length, alpha):
+    words, targets = next(workload(length=length).batches("train", 1, 4, 0))
+    assert words.shape == targets.shape == (128, length)
+    assert len(words.unique()) == len(targets.unique()) == round(alpha * VOCABULARY)
+
+
+def test_the_plans_of_the_ablation_do_what_their_names_say():
+    task = workload(length=1, width=2, hidden=2)
+    torch.manual_seed(0)
+    batches = [next(task.batches("train", worker, 4, 0)) for worker in range(4)]
+    seen, link = profile(task.model(), batches, task.loss, workers=4, workers_per_node=2), Link(1e-4, 1e8)
+    topology = Topology(2, 2, link, link, 1 << 40)
+    found = plans(Decided(seen, topology, plan(seen, topology, assumptions=SGD)), SGD)
+    by = {name: {str(group.exchange.name) for group in one.groups} for name, one in found.items()}
+    assert by["all_reduce"] == {"all_reduce"} and by["owned_dense"] == by["owned_dense_local"] == {"owned_dense"}
+    assert by["owned"] == {"owned_rows", "owned_dense"} and by["hybrid"] == {"owned_rows", "all_reduce"}
+    assert all(group.exchange.options["local_aggregation"] for group in found["owned_dense_local"].groups)
+    assert found["planned"] == found["planned_again"]
+    alone = Decided(seen, Topology(1, 1, link, link, 1 << 40), found["planned"])
+    assert list(plans(alone, SGD)) == ["all_reduce", "planned", "planned_again"]

@@ -1,0 +1,68 @@
+"""Arithmetic of the planner's grid: regret, noise and errors by hand, and which bars are missed."""
+
+import pytest
+from benchmarks.planner.cells import SPEEDS, WORKERS, WORKLOADS, Cell, grid
+from benchmarks.planner.summary import misses, outcome, report
+
+
+def found(frozen="all_reduce", seconds=0.11, sent=100.0, memory=50.0):
+    """chosen 0.10 and 0.12 s, all_reduce 0.10, gather_rows 0.20 in the first round alone."""
+    plans = {"chosen": 0.0, "chosen again": 0.0, "all_reduce": 0.0, "gather_rows": 0.0}
+    return {
+        "conditions": {"workers": 2},
+        "forecast": {
+            name: {"sent_bytes": sent, "memory_bytes": memory, "seconds": seconds} for name in plans
+        },
+        "first": [
+            {"mode": name, "sent_bytes": [90.0, 110.0], "wall_seconds": 0.20} for name in (*plans, "alone")
+        ],
+        "turns": {
+            "chosen": [0.10, 0.10, 0.30], "chosen again": [0.12, 0.12, 0.12], "all_reduce": [0.1, 0.09, 0.4],
+            "alone": [0.05],
+        },
+        "held_bytes": dict.fromkeys(plans, 40),
+        "frozen": frozen,
+        "compute_seconds": 0.04,
+    }  # fmt: skip
+
+
+def test_regret_noise_and_errors_by_hand():
+    one = outcome("vision_2_100Mbit", found())
+    assert one.seconds == {"chosen": pytest.approx(0.12), "all_reduce": 0.1, "gather_rows": 0.20}
+    assert one.best == "all_reduce"
+    assert one.regret("all_reduce") == 0 and one.regret("chosen") == pytest.approx(0.2)
+    assert one.regret("gather_rows") == pytest.approx(1.0)
+    assert one.noise == pytest.approx(0.2) and one.compute_error == pytest.approx(-0.2)
+    error = one.error("all_reduce")
+    assert (error.sent_bytes, error.memory_bytes) == (0.0, pytest.approx(0.25))
+    assert error.seconds == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"frozen": "chosen"}, ["regret above 5% in more than 10% of the cells", "a regret of 20.0%", "memory_bytes"]),
+    ({"memory": 40.0}, []),
+    ({"memory": 40.0, "sent": 103.0}, ["sent_bytes off by 3.0%"]),
+    ({"memory": 40.0, "seconds": 0.08}, ["seconds off by 20.0%"]),
+])  # fmt: skip
+def test_a_bar_that_is_missed_is_named(changed, said):
+    missed = misses([outcome("a_2_100Mbit", found(**changed))])
+    assert len(missed) == len(said)
+    assert all(text.startswith(begin) for text, begin in zip(missed, said, strict=True))
+
+
+def test_one_bad_cell_of_ten_is_let_pass_unless_it_is_far_off():
+    good, bad = outcome("a", found(memory=40.0)), outcome("b", found("chosen", memory=40.0))
+    assert misses([good] * 9 + [bad]) == ["a regret of 20.0%"]
+    assert len(misses([good] * 8 + [bad] * 2)) == 2
+
+
+def test_a_report_names_every_cell_and_the_worst():
+    text = report([outcome("vision_2_100Mbit", found()), outcome("vision_4_100Mbit", found("chosen"))])
+    assert text.count("| vision_") == 2
+    assert "* regret: vision_4_100Mbit 20% (chosen, best all_reduce)" in text
+
+
+def test_the_grid_is_the_product_and_names_are_its_files():
+    cells = grid()
+    assert len(cells) == len({cell.name for cell in cells}) == len(WORKLOADS) * len(WORKERS) * len(SPEEDS) == 36
+    assert Cell("vision", 8, 0.0).name == "vision_8_unshaped" and Cell("vision", 8, 100.0).name == "vision_8_100Mbit"
