@@ -34,7 +34,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     start_process_group()
-    entry, everyone = entries()[options.case], contenders()
+    entry, everyone = entries()[options.case].for_rounds(options.rounds), contenders()
     workers = dist.get_world_size()
     if dist.get_rank() == 0:
         entry.prepare(options.folder)
@@ -119,6 +119,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--mbit", type=float, nargs="+", required=True)
     parser.add_argument("--only", default="", help="contenders, parted by commas; the rest is left out")
+    parser.add_argument("--rounds", type=int, default=0, help="at most so many a heat; 0 is the case's own")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()

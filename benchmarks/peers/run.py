@@ -21,13 +21,15 @@ def main() -> None:
     parser.add_argument("--case", required=True, choices=list(entries()))
     parser.add_argument("--rate", action="append", help="such as 100mbit or 1gbit; 0mbit is unshaped. Default: all")
     parser.add_argument("--only", default="", help="contenders, parted by commas; the rest is left out")
+    parser.add_argument("--rounds", type=int, default=0, help="at most so many a heat; 0 is the case's own")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     entry = entries()[options.case]
     rates = [mbit_of(rate) for rate in options.rate] if options.rate else list(entry.rates)
     options.out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Lab(entry.workers, 0) as lab:
-        words = ["--case", options.case, "--only", options.only, "--folder", folder, "--out", str(options.out)]
+        words = ["--case", options.case, "--only", options.only, "--rounds", str(options.rounds), "--folder", folder]
+        words += ["--out", str(options.out)]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", *words]
 
         def watch(text: str) -> None:
