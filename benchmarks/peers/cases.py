@@ -101,12 +101,13 @@ def _workload(
     small = _where[-1]
     chosen = module.workload(**(module.SMALL if small else options))
     model = partial(_seeded, chosen.model)
+    sparse_model = (lambda: sparse(model())) if sparse else model
     example = chosen.optimizer([nn.Parameter(torch.zeros(1))])
     unfused = {"fused": False} if isinstance(example, torch.optim.Adagrad) else {}
     return Case(
         name=chosen.name,
         model=model,
-        sparse_model=(lambda: sparse(model())) if sparse else model,
+        sparse_model=sparse_model,
         borrowed=model,
         loss=chosen.loss,
         draw=partial(_epochs, chosen, _where[1]),
@@ -115,7 +116,7 @@ def _workload(
         kind=type(example),
         options=example.defaults,
         unfused_options=example.defaults | unfused,
-        tables=tuple(name for name, p in model().named_parameters() if p.dim() == 2 and len(p) > 5000),
+        tables=tuple(name for name, p in sparse_model().named_parameters() if p.dim() == 2 and len(p) > 5000),
         refused=refused,
     )
 

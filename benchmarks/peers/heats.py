@@ -67,7 +67,7 @@ class Entry:
 
 
 def entries() -> Mapping[str, Entry]:
-    everyone = Heat(("compute_only", *DENSE, *BY_ROW, *TORCHREC, "ours"), Rounds(2, 1, 3))
+    everyone = Heat(("compute_only", *DENSE, "ddp_2mb", *BY_ROW, *TORCHREC, "ours"), Rounds(2, 1, 3))
     makers = cases.workloads().items()
     return {
         "lm8": _lm(Sizes(), 8, (100.0, 1000.0), _LM8),

@@ -169,7 +169,7 @@ def test_one_process_is_one_step_of_the_mean_gradient(tmp_path: Path):
     assert truth.losses(case, 2, 2)[1] == pytest.approx(second, rel=1e-5)
 
 
-def test_every_model_of_a_case_begins_alike_and_only_its_own_may_be_written_to(tmp_path: Path):
+def test_every_model_of_a_case_begins_alike_whatever_another_has_learned(tmp_path: Path):
     cases.write_start(SIZES, tmp_path)
     case = cases.lm(SIZES, 2, 1000, tmp_path)
     own, sparse, lent = (list(make().parameters()) for make in (case.model, case.sparse_model, case.borrowed))
