@@ -116,7 +116,7 @@ def _workload(
         kind=type(example),
         options=example.defaults,
         unfused_options=example.defaults | unfused,
-        tables=tuple(name for name, p in sparse_model().named_parameters() if p.dim() == 2 and len(p) > 5000),
+        tables=tuple(f"{name}.weight" for name, m in sparse_model().named_modules() if getattr(m, "sparse", False)),
         refused=refused,
     )
 
