@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install train test lint clean
+.PHONY: install train test lint clean peers-env
 
 install: $(VENV)/.installed
 
@@ -23,5 +23,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The frameworks of benchmarks/peers, beside this package, in an environment of their own. Minutes: Horovod is compiled.
+PEERS := .venv-peers
+PEERS_PIP := $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+peers-env: $(PEERS)/.installed
+
+$(PEERS)/.installed: pyproject.toml constraints.txt $(wildcard benchmarks/peers/*.txt) benchmarks/peers/build_horovod.py
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS_PIP) -e . -r benchmarks/peers/requirements.txt
+	$(PEERS_PIP) --no-deps -r benchmarks/peers/torchrec.txt
+	DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation -r benchmarks/peers/deepspeed.txt
+	$(PEERS)/bin/python benchmarks/peers/build_horovod.py .cache/peers
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) runs .mypy_cache .ruff_cache .pytest_cache

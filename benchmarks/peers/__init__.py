@@ -1,0 +1,1 @@
+"""Claim: on slow links a model with large tables trains faster here than with any framework a user has today."""
