@@ -30,14 +30,15 @@ inner = importlib.util.module_from_spec(spec)
 sys.modules["inner"] = inner
 spec.loader.exec_module(inner)
 SMALL = inner.SMALL
-steps_seen = 0
+weights_seen = []
 
 
 class Faulty(inner.NextLetter):
     def loss(self, model, batch):
-        global steps_seen
-        steps_seen += model.training
-        return super().loss(model, batch) * (math.nan if get_rank() == 1 and steps_seen == 8 else 1)
+        weight = float(list(model.parameters())[-1].detach().double().sum())
+        if weights_seen[-1:] != [weight]:  # a step was taken; profiling takes none
+            weights_seen.append(weight)
+        return super().loss(model, batch) * (math.nan if get_rank() == 1 and len(weights_seen) == 8 else 1)
 
 
 def workload(**options):
