@@ -11,7 +11,7 @@ from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 
-__all__ = ["WORKERS", "Costs", "Rule", "rules_of"]
+__all__ = ["PLAIN", "WORKERS", "Costs", "Rule", "rules_of"]
 
 WORKERS = 4
 

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Spread", "gaps", "mean_curve", "reached", "seconds_by_mode", "spread"]
+__all__ = ["Spread", "gaps", "mean_curve", "reached", "seconds_by_mode", "spread", "trailing"]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some seeds. `deviation` is that of the sample; nan-free: 0 for one seed only."""
+    """Of some seeds. `deviation` is that of the sample, 0 for one seed."""
 
     mean: float
     deviation: float
@@ -48,6 +48,11 @@ def reached(curve: Sequence[float], loss: float) -> float | None:
     while after and curve[after - 1] <= loss:
         after -= 1
     return None if after == len(curve) else (after + 1) / len(curve)
+
+
+def trailing(curve: Sequence[float], windows: int) -> list[float]:
+    """The mean of each point and those before it, `windows` in all; fewer at the start."""
+    return [statistics.fmean(curve[max(0, end - windows) : end]) for end in range(1, len(curve) + 1)]
 
 
 def seconds_by_mode(turns: Sequence[Mapping[str, object]]) -> dict[str, float]:

@@ -37,6 +37,7 @@ class Cut:
 class Task:
     """
     Args:
+        steps: of the runs of the sweep, which are of all rules.
         rates: where the sweep begins; it goes on past an end that is the best.
     """
 
@@ -44,7 +45,6 @@ class Task:
     epoch: Callable[[int], Iterator[list[MicroBatch]]]
     optimizer: Callable[[Any, float, bool], torch.optim.Optimizer]
     evaluate: Callable[[Any], dict[str, float]]
-    sweep_steps: int
     steps: int
     samples_a_step: int
     unit: str
@@ -137,11 +137,11 @@ def _scores(work: Any, model: nn.Module, batches: Iterator[Any]) -> dict[str, fl
 
 TASKS: Mapping[str, Task] = {
     "vision": Task(
-        _vision_cut, _vision_epoch, _vision_optimizer, _vision_scores, sweep_steps=300, steps=936,
+        _vision_cut, _vision_epoch, _vision_optimizer, _vision_scores, steps=300,
         samples_a_step=32 * WORKERS, unit="images", rates=(0.025, 0.05, 0.1, 0.2),
     ),
     "language_model": Task(
-        _language_cut, _language_epoch, _language_optimizer, _language_scores, sweep_steps=300, steps=1000,
+        _language_cut, _language_epoch, _language_optimizer, _language_scores, steps=300,
         samples_a_step=32 * 24 * WORKERS, unit="words", rates=(0.002, 0.004, 0.008, 0.016),
     ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from benchmarks.cyclic_accuracy.language_stages import language_stages, sampled_
 from benchmarks.cyclic_accuracy.report import placed
 from benchmarks.cyclic_accuracy.rules import WORKERS, rules_of
 from benchmarks.cyclic_accuracy.run import best_rate, beyond
-from benchmarks.cyclic_accuracy.summary import gaps, mean_curve, reached, seconds_by_mode, spread
+from benchmarks.cyclic_accuracy.summary import gaps, mean_curve, reached, seconds_by_mode, spread, trailing
 from benchmarks.cyclic_accuracy.train import Settings, rate_at, windows
 
 from armillary.workloads.language_model import SMALL, workload
@@ -82,6 +82,10 @@ def test_a_loss_is_reached_where_the_curve_stays_below_it():
     assert reached([3.0, 1.0, 2.5, 2.0, 1.0], 2.0) == 4 / 5
     assert reached([3.0, 2.0], 1.0) is None
     assert reached([1.0, 1.0], 1.0) == 1 / 2
+
+
+def test_a_trailing_mean_looks_back_only():
+    assert trailing([4.0, 2.0, 0.0, 1.0], 2) == [4.0, 3.0, 1.0, 0.5]
 
 
 def test_a_modes_seconds_are_medians_and_ddp_is_its_faster_bucket_size():
