@@ -79,7 +79,7 @@ def measured(rule: str, schedule: Schedule, momentum: float, remedy: str) -> lis
         rows[share] = {
             "rule": rule, "momentum": momentum, "remedy": remedy, "share": share,
             "predicted": _predicted(share, momentum, remedy),
-            "measured": last_stable(grid.tolist(), (late[stage] < early[stage]).tolist()),
+            "measured": last_stable(grid.tolist(), ((late[stage] < early[stage]) | (late[stage] == 0)).tolist()),
         }  # fmt: skip
     print(f"{rule} {momentum} {remedy}: {time.perf_counter() - begun:.0f} s", flush=True)
     return list(rows.values())

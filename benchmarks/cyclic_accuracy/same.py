@@ -25,7 +25,7 @@ from benchmarks.cyclic_accuracy.train import rate_at
 from benchmarks.hybrid.record import machine
 
 RESULT = Path(__file__).parent / "results" / "same.json"
-STEPS = 5
+STEPS = 3
 
 Made = tuple[Callable[[Sequence[Any]], object], Callable[[], object]]  # a step; what finishes what is under way
 
