@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import remedied_step, ring_loop
+from armillary.runtime.cyclic import remedied_step, worker_loop
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
@@ -174,7 +174,7 @@ STORES = [
     (StageWeights, "add", scaled_and_back),
 ]
 RINGS = [
-    (ring_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
+    (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
     (Ring, "add", forgets_one),
     (Home, "means", undivided),
 ]

@@ -36,7 +36,8 @@ from armillary.schedules.messages import (
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "TOKENS", "Moment", "crossing", "departures", "early", "held_copies", "hop_ticks", "kept_until", "zero_messages",
+    "TOKENS", "Moment", "crossing", "departures", "early", "held_copies", "hop_ticks", "kept_until", "mean_copies",
+    "zero_messages",
 ]  # fmt: skip
 
 TOKENS: dict[Content, Kind] = {"forward weights": "F", "backward weights": "B"}
@@ -62,19 +63,23 @@ def zero_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]
     """
     if max(map(max, schedule.staleness)) > 1:
         raise ValueError(f"schedule: {schedule.name} reads weights more than one step old; zero_ring wants at most one")
-    found = [*gradient_messages(schedule, clip)]
-    for stage in range(schedule.stages):
-        for content, kind in TOKENS.items():
-            path = weight_path(schedule, stage)
-            for sender, receiver in pairwise(path):
-                used = use(schedule, receiver, stage, kind)
-                sent = use(schedule, sender, stage, kind)
-                tick = schedule.action(kind, sender, stage).start
-                if sender == path[0]:
-                    steps, tick = _leaves_home(schedule, stage, (used, receiver), clip)
-                    sent = tick + steps * schedule.period
-                found.append(Message(tick, used - sent, sender, receiver, content, stage))
-    return sorted(found)
+    tokens = [token for stage in range(schedule.stages) for token in _tokens(schedule, stage, clip)]
+    return sorted([*tokens, *gradient_messages(schedule, clip)])
+
+
+def _tokens(schedule: Schedule, stage: int, clip: Clip | None) -> list[Message]:
+    """The messages of one stage's weights."""
+    found = []
+    path = weight_path(schedule, stage)
+    for content, kind in TOKENS.items():
+        for sender, receiver in pairwise(path):
+            used, sent = use(schedule, receiver, stage, kind), use(schedule, sender, stage, kind)
+            tick = schedule.action(kind, sender, stage).start
+            if sender == path[0]:
+                steps, tick = _leaves_home(schedule, stage, (used, receiver), clip)
+                sent = tick + steps * schedule.period
+            found.append(Message(tick, used - sent, sender, receiver, content, stage))
+    return found
 
 
 def _leaves_home(schedule: Schedule, stage: int, first: tuple[int, int], clip: Clip | None) -> tuple[int, int]:
@@ -116,8 +121,8 @@ def departures(schedule: Schedule, stage: int, clip: Clip | None = None) -> list
     starts = [action.start for action in schedule.ticks[owner]]
     return [
         (Moment(schedule.staleness[m.receiver][stage] - crossing(schedule, m), starts.index(m.tick)), m)
-        for m in zero_messages(schedule, clip)
-        if m.content in TOKENS and (m.stage, m.sender) == (stage, owner)
+        for m in _tokens(schedule, stage, clip)
+        if m.sender == owner
     ]
 
 
@@ -146,11 +151,27 @@ def held_copies(schedule: Schedule, worker: int, clip: Clip | None = None) -> li
     return found
 
 
+def mean_copies(schedule: Schedule, stage: int, clip: Clip | None = None) -> float:
+    """Copies of a stage's weights and gradients a worker holds beside master weights, over workers and actions.
+
+    A gradient counts from the posting of its receive, or where it is summed first, until it has been sent, or is used.
+    """
+    count, total = 2 * schedule.stages, 0
+    for worker in range(schedule.workers):
+        is_home = home(schedule, stage) == worker
+        held = _spans_at_home(schedule, stage, clip) if is_home else _spans(schedule, worker, stage, clip)
+        total += sum(last + 1 - first for first, last in held)
+    for message in gradient_messages(schedule, clip):
+        if message.stage == stage and message.content != "norm":
+            total += early(schedule, message, clip) + _begun(schedule, message)
+    return total / (count * schedule.workers)
+
+
 def _spans(schedule: Schedule, worker: int, stage: int, clip: Clip | None) -> list[tuple[int, int]]:
     """Of a worker that is not the home: first and last action, numbered on over the steps, of each token of a stage."""
-    messages = [m for m in zero_messages(schedule, clip) if m.stage == stage and m.content in TOKENS]
-    comes = {message.content: message for message in messages if message.receiver == worker}
-    goes = {message.content: message for message in messages if message.sender == worker}
+    tokens = _tokens(schedule, stage, clip)
+    comes = {message.content: message for message in tokens if message.receiver == worker}
+    goes = {message.content: message for message in tokens if message.sender == worker}
     found = []
     for content, message in comes.items():
         used = used_at(schedule, message)
