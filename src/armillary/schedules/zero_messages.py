@@ -10,7 +10,8 @@ Note [A hop's time]. A receive is posted, and its room taken, one hop's time bef
 takes both ways, and never more than the uniform delay. So a token is held twice for a hop's time only.
 
 Note [Crossing]. A token may be sent in one step and used in the next. Before the first step, and after a drain, such a
-token was never sent or carries what nobody reads any more; there the home sends to that receiver directly.
+token was never sent or carries what nobody reads any more; there the home sends to that receiver directly. Its sender
+does not wait for it before its own next step: workers may do what they like between two steps, meet for example.
 
 Source: Fournier & Oyallon, 2024 (ZeRO mode); WeiPipe (2025) for two tokens. Departures: the home is the first worker
 that can read new weights, which saves a hop and spreads states evenly; slack.
@@ -197,9 +198,11 @@ def _spans_at_home(schedule: Schedule, stage: int, clip: Clip | None) -> list[tu
 
 
 def _begun(schedule: Schedule, message: Message) -> int:
-    """Actions that the sender begins after the sending, up to the tick of the use: so long it may have to keep it."""
-    used = message.tick + message.lag
-    return sum(
-        (used - action.start) // schedule.period - (message.tick - action.start) // schedule.period
-        for action in schedule.ticks[message.sender]
-    )
+    """Actions that the sender begins after the sending, while it may have to keep it: up to the tick of the use.
+
+    Where that is in the receiver's next step, the sender does not wait for it in its own step.
+    """
+    used, starts = message.tick + message.lag, [action.start for action in schedule.ticks[message.sender]]
+    begun = sum((used - start) // schedule.period - (message.tick - start) // schedule.period for start in starts)
+    crosses = used >= schedule.ticks[message.receiver][0].start + schedule.period
+    return max(begun, len(starts) - 1 - starts.index(message.tick)) if crosses else begun

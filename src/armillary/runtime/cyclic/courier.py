@@ -7,7 +7,7 @@ clock at run time; ranks drift into the stagger.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,28 +18,29 @@ from armillary.schedules.messages import CONTENTS, Content, Message
 __all__ = ["Courier", "Key"]
 
 Key = tuple[Content, int]  # what travels, of which stage
+Over = Callable[[int, int], int]
 
 
 class Courier:
     """
     Args:
         flat: every stage's layout, by which room is made for what arrives.
-        patience: ticks that a send may be late before it is waited for.
+        over: of a receiver and the tick at which it needs a message: the last tick at which that is not waited for.
     """
 
     def __init__(
-        self, messages: Sequence[Message], worker: int, channel: Channel, flat: Mapping[int, FlatStage], patience: int
+        self, messages: Sequence[Message], worker: int, channel: Channel, flat: Mapping[int, FlatStage], over: Over
     ) -> None:
         self.out: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.sender == worker}
         self.into: dict[Key, Message] = {(m.content, m.stage): m for m in messages if m.receiver == worker}
-        self._channel, self._flat, self._patience = channel, flat, patience
+        self._channel, self._flat, self._over = channel, flat, over
         self._posted: dict[Key, deque[list[tuple[Pending, Tensor]]]] = defaultdict(deque)
         self._under_way: list[tuple[int, list[tuple[Pending, Tensor]]]] = []  # (tick after which to wait, message)
 
     def send(self, key: Key, flats: Flats, receiver: int, needed: int) -> None:
         """Starts a message that its receiver needs at tick `needed`, counted from the first step."""
         started = [(self._channel.send(flat, receiver, _tag(key)), flat) for flat in flats]
-        self._under_way.append((needed + self._patience, started))
+        self._under_way.append((self._over(receiver, needed), started))
 
     def reap(self, tick: int | None) -> None:
         """Waits for the sends that are to be over at `tick`, or for all; see Note [Nothing can hang]."""

@@ -60,7 +60,7 @@ class Ring:
         self.flat = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
         messages = ring_messages(schedule, course.clip)
         patience = schedule.period // schedule.workers
-        self._courier = Courier(messages, worker, channel, self.flat, patience)
+        self._courier = Courier(messages, worker, channel, self.flat, lambda _, needed: needed + patience)
         self._updates = HomeUpdates(optimizer, course, self._courier, self.flat, worker, self.drains)
         self._actions = schedule.ticks[worker]
         self._ahead = [self._to_post(action, course.clip) for action in range(len(self._actions))]

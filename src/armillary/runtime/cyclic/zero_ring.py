@@ -3,7 +3,8 @@
 Master weights and optimizer state of a stage live at its home only. A stage's weights arrive at a worker shortly before
 its forward, are handed on with it and dropped; for the backward they come a second time, of the version of that
 micro-batch's forward. Sums and steps are the ring's (`home_updates.py`), and so is what keeps workers from waiting for
-ever (`courier.py`, Note [Nothing can hang]), without patience for sends: what is under way takes room.
+ever (`courier.py`, Note [Nothing can hang]), without patience for sends: what is under way takes room. What is used in
+the next step of another is waited for in the next step only, so workers may meet between two steps, as they like.
 
 Note [Openings]. A token that crosses from one step into the next (`schedules/zero_messages.py`, Note [Crossing]) is not
 there before the first step, and of no use after a drain. In a step that opens so, the home sends it itself, before
@@ -65,7 +66,7 @@ class ZeroRing:
         self.schedule, self.worker, self.drains, self.steps = schedule, worker, list[int](), 0
         self.flat = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
         messages = zero_messages(schedule, clip)
-        self._courier = Courier(messages, worker, channel, self.flat, patience=0)
+        self._courier = Courier(messages, worker, channel, self.flat, self._over)
         self._updates = HomeUpdates(optimizer, course, self._courier, self.flat, worker, self.drains)
         self._actions = schedule.ticks[worker]
         self._ahead = [self._to_post(action, clip) for action in range(len(self._actions))]
@@ -230,6 +231,11 @@ class ZeroRing:
         """Whether nobody reads or sends a version here any more, now, before an action of the step under way."""
         until = self._until[stage]
         return Moment(version + until.steps, until.action) < Moment(self.steps, action)
+
+    def _over(self, receiver: int, needed: int) -> int:
+        """Until when a send is not waited for: see the first note, and `schedules/zero_messages.py`."""
+        crosses = needed >= self._tick(self.schedule.ticks[receiver][0].start) + self.schedule.period
+        return max(needed, self._tick(self._actions[-1].start)) if crosses else needed
 
     def _tick(self, tick: int) -> int:
         """A tick of the step under way, counted from the first step."""
