@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.cyclic import Reference
+from armillary.runtime.cyclic.courier import Courier
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
+from armillary.runtime.cyclic.zero_ring import ZeroRing
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
@@ -172,6 +174,23 @@ def test_the_weight_bytes_on_a_worker_are_the_schedules_count(schedule):
     for worker, (*_, held) in enumerate(answers):
         want = [sum(sizes[j] * n for j, n in copies.items()) for copies in held_copies(schedule, worker)]
         assert held[2 * len(want) :] == want * (STEPS - 2), (worker, str(schedule))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(Courier, "reap", lambda self, tick: None), (ZeroRing, "_forget", lambda self, action: None)],
+    ids=["sent and kept", "stepped beyond and kept"],
+)
+def test_weights_kept_instead_of_dropped_are_more_than_the_schedules_count(owner, name, fault, monkeypatch):
+    monkeypatch.setattr(owner, name, fault)
+    schedule = cyclic(3, 6, slack=3)
+    answers = in_threads(3, lambda rank, channel: one_worker(rank, channel, schedule, dropout=0.0))
+    sizes = [sum(p.nbytes for p in stage.parameters()) for stage in stages_of(6)]
+    counted = [
+        max(sum(sizes[j] * n for j, n in copies.items()) for copies in held_copies(schedule, worker))
+        for worker in range(3)
+    ]
+    assert any(max(held) > most for (*_, held), most in zip(answers, counted, strict=True))
 
 
 def alive_bytes(rank, world, schedule):

@@ -110,7 +110,7 @@ def test_at_slack_0_tokens_go_to_the_next_rank_only(n):
 
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16)])
 def test_at_slack_0_a_worker_holds_its_home_stages_and_up_to_five_times_as_many_besides_and_the_last_one_more(n, k):
-    """Two tokens of a stage in N workers, each twice for a hop's time. The last worker keeps what worker 0 uses next."""
+    """Two tokens of a stage in N workers, each twice for a hop's time. The last keeps what worker 0 uses next."""
     for worker in range(n):
         held = [sum(copies.values()) for copies in held_copies(cyclic(n, k), worker)]
         homes = sum(home(cyclic(n, k), stage) == worker for stage in range(k))
