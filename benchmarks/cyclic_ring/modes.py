@@ -74,16 +74,16 @@ def _model(sizes: Sizes) -> nn.Sequential:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
         if sizes.waiting_seconds:
-            layers = [nn.Sequential(_Waiting(sizes.waiting_seconds / LAYERS)) for _ in range(LAYERS)]
+            layers = [nn.Sequential(Waiting(sizes.waiting_seconds / LAYERS, WIDTH)) for _ in range(LAYERS)]
     size = LAYERS // sizes.stages
     return nn.Sequential(*[nn.Sequential(*layers[first : first + size]) for first in range(0, LAYERS, size)])
 
 
-class _Waiting(nn.Linear):
+class Waiting(nn.Linear):
     """A layer of the same parameters that takes a third of `seconds` forward and the rest backward, without work."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(WIDTH, WIDTH)
+    def __init__(self, seconds: float, width: int) -> None:
+        super().__init__(width, width)
         self.seconds = seconds
 
     def forward(self, value: Tensor) -> Tensor:

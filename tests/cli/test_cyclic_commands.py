@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from armillary.cli.main import app
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Link, Topology
+from armillary.schedules.cyclic_modes import RINGS
 from armillary.schedules.schedule import parse
 
 VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
@@ -39,7 +40,7 @@ def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_
     assert made.picture in out
 
 
-@pytest.mark.parametrize(("mode", "name"), [("pipeline", "cyclic_pipeline"), ("ring", "cyclic")])
+@pytest.mark.parametrize(("mode", "name"), [("pipeline", "cyclic_pipeline"), *((ring, "cyclic") for ring in RINGS)])
 def test_plan_draws_for_machines_that_are_not_here(armillary, tmp_path, mode, name):
     link = Link(1e-4, 1e8)
     Topology(4, 1, link, link, 1 << 33).save(tmp_path / "four.json")
@@ -117,7 +118,7 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
         ((*CYCLIC[:4], "--clip", "1", "--clip-by", "all"), "one of global, stage, previous"),
         ((*CYCLIC[:4], "--clip-by", "stage"), "clip_by=stage wants a clip_norm"),
         (("--schedule", "spiral"), "there are simultaneous, cyclic, delayed_all_reduce"),
-        ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring"),
+        ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring, zero_ring"),
         ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
         ((*CYCLIC[:4], "--remedy", "prayer"), "no remedy 'prayer'; there are error_feedback, nesterov"),
         (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "a ring has no stable_rate"),

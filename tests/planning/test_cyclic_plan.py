@@ -17,6 +17,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_modes import read_options
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.schedule import parse
+from armillary.schedules.zero_messages import held_copies, mean_copies, zero_messages
 from planning_cases import LINKS_ONLY, machines
 
 
@@ -39,7 +40,8 @@ def planned(mode, processes, flops=(100, 100, 100, 100), **options):
 
 
 CASES = [("one_device", 1, {"micro_batches": 4}), ("pipeline", 2, {}), ("pipeline", 3, {"slack": 3}),
-         ("ring", 4, {}), ("ring", 3, {"stages": 2, "slack": 1}), ("ring", 1, {"slack": 1})]  # fmt: skip
+         ("ring", 4, {}), ("ring", 3, {"stages": 2, "slack": 1}), ("ring", 1, {"slack": 1}),
+         ("zero_ring", 4, {}), ("zero_ring", 2, {"stages": 4, "slack": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "processes", "options"), CASES)
@@ -87,7 +89,10 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
 @pytest.mark.parametrize(
     ("mode", "processes", "options", "message"),
     [
-        ("spiral", 2, {}, "there are one_device, pipeline, ring"),
+        ("spiral", 2, {}, "there are one_device, pipeline, ring, zero_ring"),
+        ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
+        ("zero_ring", 2, {"recompute": [0]}, "drop recompute"),
+        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "a ring has no stable_rate"),
         ("one_device", 2, {}, "wants 1 process, got 2"),
         ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),
         ("ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
@@ -186,3 +191,21 @@ def test_activations_held_are_those_of_the_schedule_of_equal_stages():
         load = StageLoad("", "", 1, 1.0, 0, 0, 1, 0)
         whole = peak_over_workers(cyclic(workers), [load] * workers)
         assert whole == workers * (workers + 1) // 2
+
+
+@pytest.mark.parametrize(("workers", "stages"), [(2, 2), (2, 4), (4, 4)])
+def test_a_zero_ring_says_what_it_holds_and_sends_beside_fully_sharded_data_parallelism(workers, stages):
+    made = planned("zero_ring", workers, stages=stages)
+    text, schedule = " ".join(made.notes), parse(made.picture)
+    held = [sum(copies.values()) for worker in range(workers) for copies in held_copies(schedule, worker)]
+    size = 1600 / stages
+    assert (
+        f"the fullest worker holds {bytes_text(size * max(held))} of weights at its peak, of {bytes_text(1600)}" in text
+    )
+    sent = Counter(message.sender for message in zero_messages(schedule))
+    assert f"{bytes_text(size * max(sent.values()))} by the busiest worker" in text
+    assert f"{bytes_text(3 * 1600 * (workers - 1) / workers)} by fully sharded data parallelism" in text
+    assert ("no less than mode ring's" in text) == (size * max(held) >= 1600)
+    homes = 400 * 4 / workers * (1 + LINKS_ONLY.optimizer_slots)
+    tokens = sum(size * mean_copies(schedule, stage) for stage in range(stages))
+    assert sum(group.forecast.memory_bytes for group in made.groups) == pytest.approx(homes + tokens)

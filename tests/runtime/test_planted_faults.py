@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import remedied_step, ring_loop
+from armillary.runtime.cyclic import home_updates, remedied_step, worker_loop
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
@@ -16,10 +16,14 @@ from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring import Ring
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.versions import StageWeights
+from armillary.runtime.cyclic.zero_loop import ZeroLoop
+from armillary.runtime.cyclic.zero_ring import ZeroRing
+from armillary.schedules import messages
 from armillary.schedules.agenda import Due
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.simultaneous import simultaneous
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
 
@@ -71,6 +75,27 @@ def ring(schedule):
     return in_threads(schedule.workers, alone)[0]
 
 
+def zero_ring(schedule):
+    def alone(rank, channel):
+        channel.board.timeout_seconds = 1.0
+        model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+        scheduler = drop(optimizer, DROP)
+        for step, batches in enumerate(data(STEPS, schedule.workers)):
+            if step == DRAIN:
+                run.drain()
+            inputs, target = batches[rank]
+            squared_error(model(inputs), target).backward()
+            optimizer.step()
+            scheduler.step()
+        run.drain()
+        return {j: run.ring.flat[j].unpack_weights(run.ring.home.copy(j)) for j in run.ring.home.owned}
+
+    found = dict(pair for answer in in_threads(schedule.workers, alone) for pair in answer.items())
+    return [weight for stage in sorted(found) for weight in found[stage]]
+
+
 def pipeline(schedule):
     def alone(rank, channel):
         channel.board.timeout_seconds = 1.0
@@ -94,6 +119,8 @@ MODES = {
     "one_device, slack 1": (one_device, cyclic(3, slack=1)),
     "ring": (ring, cyclic(3)),
     "ring, slack 1": (ring, cyclic(3, slack=1)),
+    "zero_ring": (zero_ring, cyclic(3)),
+    "zero_ring, slack 1": (zero_ring, cyclic(3, 6, slack=1)),
     "pipeline": (pipeline, cyclic_pipeline(3, 3)),
     "pipeline, slack 1": (pipeline, cyclic_pipeline(3, 3, 1)),
 }
@@ -161,6 +188,36 @@ def undivided(self, stage, total, workers):
     return _home_means(self, stage, total, 1)
 
 
+def forgets_one_of_zero(self, stage, gradients):
+    """As `forgets_one`, without weights."""
+    _zero_add(self, stage, [None] * len(gradients) if self.worker == 1 else gradients)
+
+
+_zero_add, _zero_send, _zero_weights = ZeroRing.add, ZeroRing._send, ZeroRing._weights
+
+
+def token_of_the_step_before(self, message, flats):
+    """A token of another version: what was sent at the same place the last time."""
+    sent = self.__dict__.setdefault("sent", {})
+    key = message.content, message.stage
+    _zero_send(self, message, sent.get(key, flats))
+    sent[key] = [flat.clone() for flat in flats]
+
+
+def backward_by_the_newest(self, content, stage):
+    """Homes read in backward what they have, not the version of their forward; others one value off."""
+    flats = _zero_weights(self, content, stage)
+    return [flat + 1e-12 for flat in flats] if content == "backward weights" else flats
+
+
+def another_home(schedule, stage):
+    """Finished gradients go to the home of the next stage."""
+    return _home(schedule, (stage + 1) % schedule.stages)
+
+
+_home = messages.home
+
+
 EVERYWHERE = [
     (Schedule, "version", older),
     (Schedule, "version", newer),
@@ -174,11 +231,34 @@ STORES = [
     (StageWeights, "add", scaled_and_back),
 ]
 RINGS = [
-    (ring_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
+    (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
     (Ring, "add", forgets_one),
     (Home, "means", undivided),
 ]
-CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + (RINGS if mode.startswith("ring") else STORES)]
+ZEROS = [
+    (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
+    (ZeroRing, "add", forgets_one_of_zero),
+    (Home, "means", undivided),
+    (ZeroRing, "_send", token_of_the_step_before),
+    (ZeroRing, "_weights", backward_by_the_newest),
+    (home_updates, "home", another_home),
+]
+OWN = {"ring": RINGS, "zero_ring": ZEROS}
+CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode.split(",")[0], STORES)]
+
+
+# at slack 0 what is read after a drain is what homes send in its opening; no version is asked for
+CASES.remove(("zero_ring", Schedule, "version", no_drain))
+
+
+@pytest.mark.parametrize("run", [ring, zero_ring])
+def test_sums_in_another_order_of_workers_are_told_apart(run, monkeypatch):
+    """All workers begin at once, so that nothing but the order changes when the first and the last change places."""
+    schedule = simultaneous(3, 2)
+    truth, kept = reference(schedule), data
+    assert same(run(schedule), truth)
+    monkeypatch.setitem(globals(), "data", lambda *sizes: [batches[::-1] for batches in kept(*sizes)])
+    assert not same(run(schedule), truth)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,7 +274,7 @@ def test_a_planted_fault_is_caught(mode, owner, name, fault, monkeypatch):
     monkeypatch.setattr(owner, name, fault)
     try:
         got = run(schedule)
-    except (RuntimeError, AssertionError, KeyError, queue.Empty):
+    except (RuntimeError, AssertionError, KeyError, ValueError, queue.Empty):
         return  # refused, lost from the books, or a worker that waits for ever: as good
     assert not same(got, truth)
 

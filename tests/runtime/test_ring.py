@@ -1,13 +1,10 @@
 """A ring of workers: the user's plain loop, equal to the reference bit for bit, by point-to-point messages alone."""
 
-import random
-import time
 from collections import Counter
 from itertools import cycle, product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from armillary.reference.cyclic import Reference
@@ -19,9 +16,9 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home, ring_messages
-from armillary.schedules.norm_in_time import refuse_in_ring
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
+from ring_truth import DROP, STEPS, Late, bfloat16, has_time, short, truth, without_collectives
 from staged_models import (
     EVERY_CLIP,
     LOOSE,
@@ -36,28 +33,6 @@ from staged_models import (
     stages_of,
     weights,
 )
-
-STEPS, DROP = 5, 2
-COLLECTIVES = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce", "all_to_all_single", "reduce_scatter")
-
-
-def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=None, autocast=None, **options):
-    """Weights at the end, and the losses [step][worker] and buffers per worker of one process."""
-    stages = stages_of(schedule.stages, dtype, **options)
-    made = OPTIMIZERS[optimizer](stages.parameters())
-    reference = Reference(stages, made, schedule, squared_error, copies=range(schedule.workers), clip=clip)
-    scheduler, losses = drop(made, DROP), []
-    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-        if step in drains:
-            reference.drain()
-        with bfloat16(autocast is not None):
-            losses.append(reference.step(batches))
-        scheduler.step()
-    return weights(stages), losses, reference.buffers
-
-
-def bfloat16(enabled):
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
@@ -108,22 +83,12 @@ def holds(schedule, options, answers):
 
 
 def job(rank, world, cases):
-    """Every case one after the other; processes beyond the last worker rest. A collective in the loop would raise."""
-    kept = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name in COLLECTIVES:
-        setattr(dist, name, refuse)
-    try:
+    """Every case one after the other; processes beyond the last worker rest."""
+    with without_collectives():
         return [
             one_worker(rank, GlooChannel(), schedule, **options) if rank < schedule.workers else None
             for schedule, options in cases
         ]
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
-
-
-def refuse(*args, **kwargs):
-    raise AssertionError("a collective was called inside the training loop")
 
 
 def compare(crew, cases):
@@ -173,14 +138,6 @@ def test_clipping_is_the_references_bit_for_bit(crew, by):
     compare(crew, cases)
 
 
-def has_time(schedule):
-    try:
-        refuse_in_ring(schedule, Clip(1.0))
-    except ValueError:
-        return False
-    return True
-
-
 def test_clipping_keeps_to_the_step_through_drains_and_looks(crew):
     options = [{"drains": (2, 4)}, {"settles": (1, 3)}, {"optimizer": "adamw", "drains": (3,), "settles": (4,)}]
     schedules = cyclic(3, slack=1), cyclic(4, 5, slack=4)
@@ -201,24 +158,6 @@ def count_messages(rank, world, schedule, clip):
     channel = GlooChannel()
     one_worker(rank, channel, schedule, clip=clip)
     return [peer for peer, _ in channel.sent]
-
-
-def short(schedule):
-    return f"N{schedule.workers}-K{schedule.stages}-stale{schedule.stale_share:.2f}"
-
-
-class Late:
-    """A channel whose process dawdles before every send, by its own dice."""
-
-    def __init__(self, channel, rank):
-        self.channel, self.dice = channel, random.Random(rank)
-
-    def send(self, tensor, peer, tag):
-        time.sleep(self.dice.random() * 0.001)
-        return self.channel.send(tensor, peer, tag)
-
-    def receive(self, into, peer, tag):
-        return self.channel.receive(into, peer, tag)
 
 
 @pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)

@@ -15,7 +15,7 @@ from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
 from armillary.runtime.saving.saved import REST
 from armillary.runtime.watch.profiler import profile
-from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.schedules.cyclic_modes import RINGS, CyclicOptions, read_options
 from armillary.schedules.random_stream import place_seed, seed_from_step
 from armillary.session.attach import attach
 from armillary.session.cyclic import verify as cyclic_verify
@@ -30,6 +30,7 @@ from armillary.session.train import Settings
 
 WIDTH, ROWS = 4, 3
 ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}
+ZERO = {"mode": "zero_ring"}
 
 
 def model_of():
@@ -125,6 +126,7 @@ REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
         (1, [(VIT, {**ONE, "slack": 2, "remedies": list(REMEDIES)})]),
         (2, [(VIT, {**UP, "remedies": list(REMEDIES)})]),
         (2, [(VIT, ROUND), (BATCH_NORM, {**ROUND, "slack": 2, "stages": 3})]),
+        (2, [(VIT, ZERO), (BATCH_NORM, {**ZERO, "slack": 2, "stages": 3, "clip_norm": 0.1})]),
         (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
         (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
         (2, [(VIT, {**ROUND, "clip_norm": 0.1, "slack": 1}), (VIT, {**ROUND, "clip_norm": 0.1, "clip_by": "stage"})]),
@@ -148,7 +150,7 @@ def verify_against_another_rule(rank, world, wish):
         cyclic_verify.read_choice = real
 
 
-@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_another_rule_is_not_called_equal(crew, processes, wish):
     for found in crew(processes).run(verify_against_another_rule, wish):
         assert not found.is_equal
@@ -201,7 +203,7 @@ def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, pr
     model, optimizer, losses = truth(options, processes, 4)
     assert same(answers[0][2], {"model": dict(model), "optimizer": optimizer})
     assert all(answer[2] is None for answer in answers[1:])
-    if options["mode"] == "ring":
+    if options["mode"] in RINGS:
         for rank, (_, got, _) in enumerate(answers):
             assert same([one.losses for one in got], [(step[rank],) for step in losses])
     else:
@@ -241,7 +243,7 @@ def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
     crew(1).run(drive_without_momentum, plan_of({**ONE, "remedies": ["weight_prediction"]}, 1))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_in_plain_torch(
     crew, tmp_path, processes, options
 ):
@@ -249,7 +251,7 @@ def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_i
     path, uninterrupted = crew(processes).run(save_on_the_way, plan_of(options, processes), str(tmp_path))[0]
     model, optimizer, _ = truth(ONE, 1, 5, drains=(3,))
     assert same(uninterrupted, {"model": dict(model), "optimizer": optimizer})
-    for others, another in [(1, ONE), (2, UP), (2, ROUND)]:
+    for others, another in [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)]:
         assert same(crew(others).run(resume, plan_of(another, others), path)[0], uninterrupted), another
     saved = torch.load(Path(path) / REST, weights_only=True)
     plain = model_of()
@@ -257,7 +259,7 @@ def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_i
     assert same(dict(plain.state_dict()), dict(truth(ONE, 1, 3)[0]))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_a_resumed_run_clips_as_the_run_that_was_saved(crew, tmp_path, processes, options):
     """No norm is saved: a checkpoint is a drain, and after a drain nobody asks for the norm of the step before."""
     made = plan_of({**options, "clip_norm": 0.1, "clip_by": "previous"}, processes)
@@ -310,7 +312,7 @@ def float_batch_of(step, micro_batch):
     return tuple(tensor.float() for tensor in batch_of(step, micro_batch))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_steps_under_autocast_are_the_references_under_autocast_in_every_mode(crew, processes, options):
     model = float_model_of()
     optimizer, found = optimizer_of(model), read_options(options, processes)
@@ -357,6 +359,21 @@ def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
     answers = crew(2).run(count_bytes, plan_of(options, 2))
     sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
     assert sent == 4 * 2 * answers[0][1] > 0
+
+
+def count_undrained(rank, world, made):
+    """A step that opens sends more: it is not counted."""
+    run, _ = driven(made)
+    trained(run, range(2))
+    run.channel.take()
+    trained(run, range(2, 6))
+    return run.channel.take()[0], sum(group.forecast.sent_bytes for group in run.plan.groups)
+
+
+@pytest.mark.parametrize("options", [ZERO, {**ZERO, "stages": 4, "slack": 1}, {**ZERO, **CLIPPED, "stages": 4}])
+def test_the_bytes_forecast_of_a_zero_ring_are_the_bytes_sent(crew, options):
+    answers = crew(2).run(count_undrained, plan_of(options, 2))
+    assert sum(sent for sent, _ in answers) == 4 * 2 * answers[0][1] > 0
 
 
 # What is refused
@@ -432,14 +449,14 @@ def drive_tied(rank, world, mode):
     return said
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, mode):
     for said in crew(processes).run(drive_tied, mode):
         for sentence, (_, places) in zip(said, tied_models(), strict=True):
             assert places in sentence
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, mode):
     link = Link(1e-4, 1e8)
     topology = Topology(1, processes, link, link, 1 << 33)
@@ -513,7 +530,7 @@ def last_model(folder):
     return torch.load(newest / REST, weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("options", [UP, ROUND])
+@pytest.mark.parametrize("options", [UP, ROUND, {**ZERO, "stages": 4}])
 def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, options):
     whole = crew(2).run(train_job, str(tmp_path / "whole"), 12, False, options)
     kinds = [type(event) for event in whole[0]]

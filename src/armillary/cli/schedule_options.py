@@ -26,7 +26,8 @@ Mode = Annotated[
     str,
     typer.Option(
         metavar="MODE",
-        help="Of cyclic. ring: one worker a process. pipeline: one stage a process. one_device: one process in all, "
+        help="Of cyclic. ring: one worker a process. zero_ring: the same, weights only where they live or are used. "
+        "pipeline: one stage a process. one_device: one process in all, "
         "--workers staggered micro-batches in it. (default: ring)",
     ),
 ]

@@ -2,6 +2,7 @@
 
 The profile's stages are joined into K consecutive ones of nearly equal cost, unless the user names the cuts. A ring's
 bytes are those of the schedule's messages, a pipeline's those that the stages return; both are what the runtime counts.
+What a zero_ring holds is the schedule's count, too: the mean over workers and actions.
 
 Source: Fournier & Oyallon, 2024.
 """
@@ -18,9 +19,10 @@ from armillary.planning.pricing import Case
 from armillary.planning.schedule_notes import notes_on, peak_over_workers
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
-from armillary.schedules.cyclic_modes import CyclicOptions, read_options
+from armillary.schedules.cyclic_modes import RINGS, CyclicOptions, read_options
 from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.zero_messages import TOKENS, mean_copies, zero_messages
 
 __all__ = ["pipeline_bytes", "plan_cyclic"]
 
@@ -58,7 +60,7 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         forecast = _forecast(j, subject, case)
         groups.append(Group(f"stage {j}", names, placement, Choice(subject.options.mode), update, forecast, reason))
     seconds = [stage.seconds for stage in subject.stages]
-    per_step = {"one_device": sum(seconds), "pipeline": max(seconds), "ring": sum(seconds)}[subject.options.mode]
+    per_step = max(seconds) if subject.options.mode == "pipeline" else sum(seconds)
     return Plan(
         workers=topology.workers,
         groups=tuple(groups),
@@ -66,7 +68,7 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
         schedule=Choice("cyclic", subject.options.as_options()),
-        compute_seconds=per_step * (1 if subject.options.mode == "ring" else subject.options.micro_batches),
+        compute_seconds=per_step * (1 if subject.options.mode in RINGS else subject.options.micro_batches),
         notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
         priced_with=asdict(case.assumptions),
         picture=str(subject.schedule),
@@ -175,6 +177,9 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     seconds = case.topology.link.seconds(sent_bytes, len(messages)) if messages else 0.0
     if mode == "ring":  # a copy and a gradient everywhere; master weights and state at home
         return Forecast(sent_bytes, load.weight_bytes * (2 + (1 + slots) / processes), seconds)
+    if mode == "zero_ring":  # master weights and state at home; elsewhere what is there for its use
+        tokens = mean_copies(subject.schedule, j, subject.options.clip)
+        return Forecast(sent_bytes, load.weight_bytes * ((1 + slots) / processes + tokens), seconds)
     remembered = sum(remedy.copies for remedy in subject.options.built_remedies()) * is_stale
     return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + remembered + slots) / processes, seconds)
 
@@ -191,8 +196,10 @@ def _messages(j: int, subject: _Subject) -> list[int]:
         "activation": load.output_bytes,
         "activation gradient": below,
         "norm": NORM_BYTES,
+        **dict.fromkeys(TOKENS, load.weight_bytes),
     }
     if mode == "one_device":
         return []
-    found = ring_messages(subject.schedule, clip) if mode == "ring" else pipeline_messages(subject.schedule, clip)
+    made = {"ring": ring_messages, "zero_ring": zero_messages}.get(mode, pipeline_messages)
+    found = made(subject.schedule, clip)
     return [bytes_of[message.content] for message in found if message.stage == j]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from armillary.facts.profile_table import bytes_text
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.cyclic_modes import CyclicOptions
+from armillary.schedules.cyclic_modes import RINGS, CyclicOptions
 from armillary.schedules.messages import NORM_BYTES, ring_messages
 from armillary.schedules.schedule import Place, Schedule
 from armillary.schedules.simultaneous import simultaneous
+from armillary.schedules.zero_messages import held_copies, zero_messages
 
 __all__ = ["notes_on", "peak_on_one_device", "peak_over_workers", "running_note"]
 
@@ -31,7 +32,7 @@ def notes_on(
     Args:
         running: paths of modules that keep running statistics.
     """
-    mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring}[options.mode]
+    mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring, "zero_ring": _zero_ring}[options.mode]
     notes = [_age(schedule), *_clip(options), *mode(options, schedule, stages)]
     if schedule.workers > 1 and options.mode != "one_device":
         notes.append(
@@ -100,7 +101,7 @@ def _clip(options: CyclicOptions) -> list[str]:
 def running_note(mode: str, running: Sequence[str]) -> str:
     """What batch statistics mean; `running`: paths of modules that keep running ones."""
     names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
-    if mode in ("ring", "delayed_all_reduce"):
+    if mode in (*RINGS, "delayed_all_reduce"):
         return (
             f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
             f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"
@@ -149,6 +150,31 @@ def _ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad
             f"ring's gains are its even traffic, its missing collective and its fresher weights"
         )
     return [figures, *_shared_memory(schedule, stages)]
+
+
+def _zero_ring(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    workers, weights = options.micro_batches, sum(stage.weight_bytes for stage in stages)
+    if workers == 1:
+        return []
+    held = [
+        sum(stages[stage].weight_bytes * count for stage, count in copies.items())
+        for worker in range(workers)
+        for copies in held_copies(schedule, worker, options.clip)
+    ]
+    sent = [0] * workers
+    for message in zero_messages(schedule, options.clip):
+        sent[message.sender] += stages[message.stage].weight_bytes if message.content != "norm" else NORM_BYTES
+    most = f"the fullest worker holds {bytes_text(max(held))} of weights at its peak, of {bytes_text(weights)} in all"
+    if max(held) >= weights:
+        most += "; that is no less than mode ring's: take it, or more workers or stages"
+    return [
+        f"{most}; memory of a stage counts what is under way, gradients too, in the mean over actions. Evaluation and "
+        f"checkpoints hold the whole model",
+        f"weights and gradients sent per worker and step: {bytes_text(sum(sent) / workers)} round the ring, "
+        f"{bytes_text(max(sent))} by the busiest worker; {bytes_text(3 * weights * (workers - 1) / workers)} by fully "
+        f"sharded data parallelism (3w(N-1)/N), which is exact and waits for collectives",
+        *_shared_memory(schedule, stages),
+    ]
 
 
 def _shared_memory(schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:

@@ -6,6 +6,7 @@ numbers are kept apart: processes (the plan's workers), stages K, and micro-batc
 one_device: one process; M staggered micro-batches, K stages.
 pipeline: K processes, one a stage; M micro-batches.
 ring: N processes, one micro-batch each (M = N); K stages on every one of them.
+zero_ring: the same, but a process holds the weights of a stage only where it is home to it or uses it just now.
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring,
 from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["MODES", "CyclicOptions", "read_options"]
+__all__ = ["MODES", "RINGS", "CyclicOptions", "read_options"]
 
-MODES = ("one_device", "pipeline", "ring")
+RINGS = ("ring", "zero_ring")  # a micro-batch a process
+MODES = ("one_device", "pipeline", *RINGS)
 DEFAULT_MICRO_BATCHES = 2  # of one_device, which no number of processes suggests
 
 
@@ -32,7 +34,7 @@ class CyclicOptions:
     Args of note:
         slack: 0 reads weights as early as they exist; as many as there are micro-batches: all one step old.
         points: paths of the modules that begin stage 1, 2 and so on; empty where nobody has said.
-        costs: per stage (forward, backward) in any unit, for the clock of one_device and ring; equal if empty.
+        costs: per stage (forward, backward) in any unit, for the clock of one_device and rings; equal if empty.
         recompute: stages that keep only their input and run again before their backward (not in a ring).
         clip_norm: that a step's mean gradient keeps at most; None: it is not clipped.
         clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
@@ -66,13 +68,13 @@ class CyclicOptions:
                 f"schedule: {self.stages} stages have {self.stages - 1} cuts between them, got points {self.points}"
             )
         if self.mode == "pipeline" and self.costs:
-            raise ValueError("schedule: costs set the clock of one_device and ring; a pipeline has none, drop them")
-        if self.mode == "ring" and self.recompute:
+            raise ValueError("schedule: costs set the clock of one_device and rings; a pipeline has none, drop them")
+        if self.mode in RINGS and self.recompute:
             raise ValueError("schedule: a ring runs the user's own forward; checkpoint modules there, drop recompute")
         if self.clip_by is not None and self.clip_norm is None:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
         _refuse_late_norm(self)
-        if self.mode == "ring" and self.remedies:
+        if self.mode in RINGS and self.remedies:
             raise ValueError(
                 f"schedule: a ring has no {', '.join(self.remedies)}: momentum and gradients of a stage are at its "
                 f"home only, and workers read weights as they pass; take one_device or pipeline, or drop remedies"
@@ -126,7 +128,6 @@ def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
     defaults = {
         "one_device": {"micro_batches": DEFAULT_MICRO_BATCHES},
         "pipeline": {"micro_batches": processes},
-        "ring": {},
     }.get(given["mode"], {})
     filled = {**defaults, **implied, **given}
     filled.setdefault("micro_batches", processes)
@@ -140,12 +141,14 @@ def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
     """What the number of processes fixes."""
     if given["mode"] == "one_device" and processes != 1:
         raise ValueError(f"schedule: mode one_device wants 1 process, got {processes}; its workers are micro_batches")
-    return {"pipeline": {"stages": processes}, "ring": {"micro_batches": processes}}.get(given["mode"], {})
+    if given["mode"] in RINGS:
+        return {"micro_batches": processes}
+    return {"stages": processes} if given["mode"] == "pipeline" else {}
 
 
 def _refuse_late_norm(options: CyclicOptions) -> None:
     """With the least slack that would do, if any does."""
-    refuse = {"one_device": refuse_on_one_device, "pipeline": refuse_in_pipeline, "ring": refuse_in_ring}[options.mode]
+    refuse = {"one_device": refuse_on_one_device, "pipeline": refuse_in_pipeline}.get(options.mode, refuse_in_ring)
     if options.clip is None or not options.clip.waits:
         return
     try:

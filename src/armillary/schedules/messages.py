@@ -21,20 +21,24 @@ every worker.
 
 from collections.abc import Iterator
 from itertools import count, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from armillary.schedules.action import Action
+from armillary.schedules.action import Action, Kind
 from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "NORM_BYTES", "Message", "carrier", "closing", "home", "lead", "pipeline_messages", "ring_messages", "sum_path",
-    "weight_path",
+    "CONTENTS", "NORM_BYTES", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
+    "pipeline_messages", "ring_messages", "sum_path", "use", "used_at", "weight_path",
 ]  # fmt: skip
 
 NORM_BYTES = 8
 
-Content = Literal["partial gradient", "gradient", "weights", "norm", "activation", "activation gradient"]
+Content = Literal[
+    "partial gradient", "gradient", "weights", "norm", "activation", "activation gradient", "forward weights",
+    "backward weights",
+]  # fmt: skip
+CONTENTS: tuple[Content, ...] = get_args(Content)
 
 
 class Message(NamedTuple):
@@ -72,7 +76,7 @@ def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """The way of a version of a stage's weights: its home, then the others in the order of use."""
     start = home(schedule, stage)
     others = (worker for worker in range(schedule.workers) if worker != start)
-    return start, *sorted(others, key=lambda worker: _use(schedule, worker, stage))
+    return start, *sorted(others, key=lambda worker: use(schedule, worker, stage))
 
 
 def sum_path(schedule: Schedule, stage: int, clip: Clip | None = None) -> tuple[int, ...]:
@@ -100,7 +104,7 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
     """
     start, *others = weight_path(schedule, stage)
     could = schedule.action("F", start, stage).start
-    wanted = min(_use(schedule, worker, stage) for worker in (start, *others))
+    wanted = min(use(schedule, worker, stage) for worker in (start, *others))
     if clip is not None and clip.waits:
         could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
@@ -117,21 +121,28 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
 def ring_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
     """All messages of one step of a ring, in order of ticks."""
     found: list[Message] = []
+    for stage in range(schedule.stages):
+        path, made = weight_path(schedule, stage), closing(schedule, stage, clip).start
+        for place, (sender, receiver) in enumerate(pairwise(path)):
+            sent = use(schedule, sender, stage) if place else made
+            lag = use(schedule, receiver, stage) - sent
+            tick = schedule.action("F", sender, stage).start if place else made
+            found.append(Message(tick, lag, sender, receiver, "weights", stage))
+    return sorted([*found, *gradient_messages(schedule, clip)])
+
+
+def gradient_messages(schedule: Schedule, clip: Clip | None = None) -> Iterator[Message]:
+    """The sums of one step on their way from worker to worker and to their homes, and the norms."""
     last = schedule.workers - 1
     for stage in range(schedule.stages):
         done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
         for worker in sum_path(schedule, stage, clip)[:-1]:
             lag = done[worker + 1] - done[worker]
-            found.append(Message(done[worker], lag, worker, worker + 1, "partial gradient", stage))
-        path, made = weight_path(schedule, stage), closing(schedule, stage, clip).start
-        if path[0] != last:
-            found.append(Message(done[last], made + schedule.period - done[last], last, path[0], "gradient", stage))
-        for place, (sender, receiver) in enumerate(pairwise(path)):
-            sent = _use(schedule, sender, stage) if place else made
-            lag = _use(schedule, receiver, stage) - sent
-            tick = schedule.action("F", sender, stage).start if place else made
-            found.append(Message(tick, lag, sender, receiver, "weights", stage))
-    return sorted([*found, *_ring_norms(schedule, clip)])
+            yield Message(done[worker], lag, worker, worker + 1, "partial gradient", stage)
+        goal, made = home(schedule, stage), closing(schedule, stage, clip).start
+        if goal != last:
+            yield Message(done[last], made + schedule.period - done[last], last, goal, "gradient", stage)
+    yield from _ring_norms(schedule, clip)
 
 
 def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
@@ -149,13 +160,27 @@ def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
             yield Message(sent, made + steps * schedule.period - sent, last, worker, "norm", stage)
 
 
-def lead(schedule: Schedule, message: Message) -> int:
-    """How many actions the receiver begins between the sending and the use, which is the last of them; at least 1."""
+def lead(schedule: Schedule, message: Message, window: int | None = None) -> int:
+    """How many actions the receiver begins between the sending and the use, which is the last of them; at least 1.
+
+    Args:
+        window: ticks before the use; what begins earlier does not count.
+    """
+    ahead = message.lag if window is None else min(message.lag, window)
 
     def begun(tick: int) -> int:
         return sum((tick - action.start) // schedule.period for action in schedule.ticks[message.receiver])
 
-    return max(1, begun(message.tick + message.lag) - begun(message.tick))
+    used = message.tick + message.lag
+    return max(1, begun(used) - begun(used - ahead))
+
+
+def used_at(schedule: Schedule, message: Message, clip: Clip | None = None) -> int:
+    """The receiver's action for which a message comes, by its number in a step."""
+    if message.content in ("gradient", "norm"):
+        return schedule.ticks[message.receiver].index(closing(schedule, message.stage, clip))
+    is_forward = message.content in ("weights", "forward weights")
+    return message.stage if is_forward else 2 * schedule.stages - 1 - message.stage
 
 
 def carrier(schedule: Schedule) -> int:
@@ -201,7 +226,7 @@ def _pipeline_norms(schedule: Schedule) -> Iterator[Message]:
         yield Message(sent, goes[upper] - sent, lower, upper, "norm", lower)
 
 
-def _use(schedule: Schedule, worker: int, stage: int) -> int:
-    """The tick at which a worker first reads version 0 of a stage, in the steady state."""
+def use(schedule: Schedule, worker: int, stage: int, kind: Kind = "F") -> int:
+    """The tick at which a worker first reads version 0 of a stage in its forward or backward, in the steady state."""
     age = schedule.staleness[worker][stage]
-    return schedule.action("F", worker, stage).start + age * schedule.period
+    return schedule.action(kind, worker, stage).start + age * schedule.period

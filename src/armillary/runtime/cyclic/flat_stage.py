@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FlatStage"]
+__all__ = ["FlatStage", "Flats"]
 
 Flats = list[Tensor]  # one per dtype
 

@@ -27,6 +27,8 @@ class Home:
         stages: every stage's layout; their parameters are the model's.
         owned: which of them have their home here.
 
+    flats: the newest weights of every stage at home here, to be read; a step changes them in place.
+
     Raises:
         ValueError: the optimizer steps a parameter that is in no stage.
     """
@@ -34,8 +36,9 @@ class Home:
     def __init__(self, optimizer: Optimizer, stages: Mapping[int, FlatStage], owned: frozenset[int]) -> None:
         self.owned, self.stepping = owned, False
         self._optimizer, self._stages = optimizer, stages
+        self.flats = {j: stages[j].pack_weights(stages[j].parameters) for j in owned}  # the masters' own storage
         self._masters: dict[int, list[nn.Parameter]] = {
-            j: [nn.Parameter(p.detach().clone()) for p in stages[j].parameters] for j in owned
+            j: [nn.Parameter(weight) for weight in stages[j].unpack_weights(self.flats[j])] for j in owned
         }
         known = {id(p) for stage in stages.values() for p in stage.parameters}
         masters = {id(p): m for j in owned for p, m in zip(stages[j].parameters, self._masters[j])}
@@ -61,12 +64,15 @@ class Home:
         sums = self._stages[stage].unpack_gradients(total)
         return {self._masters[stage][place]: sums[place].div_(workers) for place in sorted(sums)}
 
-    def step(self, stage: int, gradients: Means, options: Options) -> list[Tensor]:
-        """Steps with these gradients of a stage's master weights; returns the next version, flat."""
+    def copy(self, stage: int) -> list[Tensor]:
+        """The newest weights of a stage, flat."""
+        return [flat.clone() for flat in self.flats[stage]]
+
+    def step(self, stage: int, gradients: Means, options: Options) -> None:
+        """Steps with these gradients of a stage's master weights."""
         self.stepping = True
         try:
             with torch.no_grad(), without_autocast(device_type_of(self._masters[stage])):
                 step_with(self._optimizer, gradients, options)
         finally:
             self.stepping = False
-        return self._stages[stage].pack_weights(self._masters[stage])

@@ -7,9 +7,9 @@
         scheduler.step()                 # the rate of a gradient is the one at its own step
     run.drain()
 
-Between steps micro-batches are under way, and a pipeline's process holds one stage: look at the model inside
-`run.newest()`, which changes nothing in training. No gradient is ever in the user's hands, so clipping is the plan's
-(clip_norm, clip_by). Autocast around `run.step` reaches the forward and the loss of its micro-batches, however late.
+Between steps micro-batches are under way, and a process of a pipeline or a zero_ring holds part of the model: look at
+it inside `run.newest()`, which changes nothing in training. No gradient is ever in the user's hands, so clipping is the
+plan's (clip_norm, clip_by). Autocast around `run.step` reaches forward and loss of its micro-batches, however late.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,19 +27,20 @@ from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.untouched import untouched
 from armillary.schedules.chosen import LOOP_OWNERS, ScheduleOptions, read_choice
-from armillary.schedules.cyclic_modes import CyclicOptions
+from armillary.schedules.cyclic_modes import RINGS, CyclicOptions
 from armillary.schedules.delayed_all_reduce import DelayedOptions
 from armillary.schedules.messages import home
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.schedule import Schedule
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.delayed import DelayedMode, delayed_runtime, one_stage, unfit_groups
-from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode
+from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode, ZeroRingMode
 from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.misfit import other_job, refuse_on_every_rank
@@ -85,7 +86,7 @@ class CyclicRun:
     @property
     def has_own_data(self) -> bool:
         """Whether every process trains on a micro-batch of its own, with running statistics of its own."""
-        return self.options.mode in ("ring", "delayed_all_reduce")
+        return self.options.mode in (*RINGS, "delayed_all_reduce")
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         """One training step: a batch for each of `micro_batches`. Returns the losses of the steps now complete.
@@ -196,8 +197,11 @@ def _cyclic_mode(
     if options.mode == "pipeline":
         pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
         return PipelineMode(pipeline, input_of, stages, run.transport)
+    if options.mode == "zero_ring":
+        zero = ZeroLoop(model, stages, optimizer, course, run.channel, run.rank)
+        return ZeroRingMode(zero, (model, optimizer, loss), run.transport)
     loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
-    return RingMode(loop, model, optimizer, loss)
+    return RingMode(loop, (model, optimizer, loss))
 
 
 def _other_picture(plan: Plan) -> str:
@@ -217,6 +221,6 @@ def _unfit_optimizer(options: CyclicOptions, optimizer: Optimizer) -> str:
 
 
 def _owner(options: ScheduleOptions, schedule: Schedule, stage: int) -> int:
-    if options.mode == "ring":
+    if options.mode in RINGS:
         return home(schedule, stage)
     return stage if options.mode == "pipeline" else 0

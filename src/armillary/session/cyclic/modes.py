@@ -1,11 +1,11 @@
-"""The runtimes of the three modes under one face: step, settle, drain, and a look at the newest weights."""
+"""The runtimes of the modes under one face: step, settle, drain, and a look at the newest weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.runtime.cut.stages import Stage
@@ -14,17 +14,19 @@ from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.session.workload import Batch
 
-__all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode"]
+__all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode", "ZeroRingMode"]
 
 InputOf = Callable[[Batch], Any]  # what the first stage reads
+Training = tuple[nn.Module, Optimizer, Loss]
 
 
 class Mode(Protocol):
-    """What the runtimes of the three modes have in common."""
+    """What the runtimes of the modes have in common."""
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]: ...
 
@@ -83,18 +85,12 @@ class PipelineMode:
 class RingMode:
     """The user's plain loop, which the ring's hooks follow."""
 
-    def __init__(self, runtime: RingLoop, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
-        self.runtime, self.model, self.optimizer, self.loss = runtime, model, optimizer, loss
+    def __init__(self, runtime: RingLoop, training: Training) -> None:
+        self.runtime, self.training = runtime, training
         self.newest = runtime.newest
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
-        step = self.runtime.ring.steps
-        self.optimizer.zero_grad(set_to_none=True)
-        value = self.loss(self.model, batches[0])
-        with without_autocast(value.device.type):
-            value.backward()
-            self.optimizer.step()
-        return [StepLosses(step, (value.detach(),))]
+        return [StepLosses(self.runtime.ring.steps, (_plain_step(self.training, batches[0]),))]
 
     def settle(self) -> list[StepLosses]:
         self.runtime.settle()
@@ -103,3 +99,42 @@ class RingMode:
     def drain(self) -> list[StepLosses]:
         self.runtime.drain()
         return []
+
+
+class ZeroRingMode:
+    """As `RingMode`. Between looks a process holds the weights of its home stages only, in its optimizer.
+
+    held_bytes: weights and gradients that were here or on their way, beside those at home: the mean over actions.
+    """
+
+    def __init__(self, runtime: ZeroLoop, training: Training, transport: Transport) -> None:
+        self.runtime, self.training, self.transport = runtime, training, transport
+
+    @property
+    def held_bytes(self) -> float:
+        return self.runtime.ring.mean_token_bytes
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        return [StepLosses(self.runtime.ring.steps, (_plain_step(self.training, batches[0]),))]
+
+    def settle(self) -> list[StepLosses]:
+        self.runtime.settle()
+        return []
+
+    def drain(self) -> list[StepLosses]:
+        self.runtime.drain()
+        return []
+
+    def newest(self) -> AbstractContextManager[None]:
+        return self.runtime.newest(self.transport.spread)
+
+
+def _plain_step(training: Training, batch: Batch) -> Tensor:
+    """The user's loop, once; returns the loss."""
+    model, optimizer, loss = training
+    optimizer.zero_grad(set_to_none=True)
+    value = loss(model, batch)
+    with without_autocast(value.device.type):
+        value.backward()
+        optimizer.step()
+    return value.detach()

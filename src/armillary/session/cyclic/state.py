@@ -18,6 +18,7 @@ from armillary.runtime.saving.checkpoint import Marker, mark, new_folder, next_s
 from armillary.runtime.saving.optimizer_state import by_index, by_name, parameter_names
 from armillary.runtime.saving.row_file import FileRecord, StoredRows, digest, sync_folder
 from armillary.runtime.saving.saved import REST, open_saved, read_rows
+from armillary.schedules.cyclic_modes import RINGS
 from armillary.session.cyclic.drive import CyclicRun
 from armillary.session.rank_zero import by_rank_zero
 
@@ -119,7 +120,7 @@ def _states(run: CyclicRun) -> dict[str, dict[str, Any]]:
     first = 0
     for group, count in zip(run.optimizer.param_groups, run.groups, strict=True):
         names = run.names[first : first + count]
-        if run.options.mode == "ring":
+        if run.options.mode in RINGS:
             names = [name for name in names if name in stage_of and run.owners[stage_of[name]] == run.rank]
         for name, parameter in zip(names, group["params"], strict=True):
             if entries := run.optimizer.state.get(parameter):

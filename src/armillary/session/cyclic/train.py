@@ -19,6 +19,7 @@ from armillary.schedules.chosen import read_choice
 from armillary.schedules.random_stream import seed_streams
 from armillary.session.cyclic.delayed import DelayedMode
 from armillary.session.cyclic.drive import CyclicRun, drive
+from armillary.session.cyclic.modes import ZeroRingMode
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
 from armillary.session.evaluate import evaluate
@@ -200,11 +201,11 @@ class _Training:
 
 
 def _held_bytes(run: CyclicRun) -> float:
-    """Weights and optimizer state between two steps on this process, with a ring's master copies and late gradients."""
+    """Weights and optimizer state between two steps on this process, with master copies, late gradients, and tokens."""
     masters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     tensors = [*run.model.parameters(), *masters]
     for entries in run.optimizer.state.values():
         tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    late = run.mode.held_bytes if isinstance(run.mode, DelayedMode) else 0
+    late = run.mode.held_bytes if isinstance(run.mode, DelayedMode | ZeroRingMode) else 0
     return float(sum(storages.values()) + late)

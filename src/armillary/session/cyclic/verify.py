@@ -17,6 +17,7 @@ from armillary.facts.plan import Plan
 from armillary.reference.cyclic import Reference
 from armillary.runtime.watch.probe import Loss
 from armillary.schedules.chosen import ScheduleOptions, read_choice
+from armillary.schedules.cyclic_modes import RINGS
 from armillary.schedules.delayed_all_reduce import DelayedOptions
 from armillary.session.cyclic.drive import CyclicRun, drive
 from armillary.session.cyclic.split_loss import SplitLoss
@@ -162,7 +163,7 @@ def _reference(case: _Case, model: nn.Module, optimizer: Optimizer) -> tuple[Ref
     split = SplitLoss(workload.loss, model, next(Feed(workload, (0, options.micro_batches), case.seed)))
     example = split.input_of(next(Feed(workload, (0, options.micro_batches), case.seed)))
     stages = [stage.module for stage in stages_of(model, example, options.points)]
-    own = copies if options.mode == "ring" else None
+    own = copies if options.mode in RINGS else None
     reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
     reference.remedies = options.built_remedies()
     return reference, split.input_of
