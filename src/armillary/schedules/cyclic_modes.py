@@ -3,7 +3,8 @@
 Planner, runtime and reference make the same table of the same options, so the modes mean one thing everywhere. Three
 numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M of a step.
 
-one_device: one process; M staggered micro-batches, K stages.
+one_device: M staggered micro-batches through K stages in a process; several processes do the same side by side, with
+    micro-batches of their own, and average gradients.
 pipeline: K processes, one a stage; M micro-batches.
 ring: N processes, one micro-batch each (M = N); K stages on every one of them.
 """
@@ -138,8 +139,6 @@ def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
 
 def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
     """What the number of processes fixes."""
-    if given["mode"] == "one_device" and processes != 1:
-        raise ValueError(f"schedule: mode one_device wants 1 process, got {processes}; its workers are micro_batches")
     return {"pipeline": {"stages": processes}, "ring": {"micro_batches": processes}}.get(given["mode"], {})
 
 

@@ -18,7 +18,7 @@ from armillary.runtime.saving.checkpoint import latest
 from armillary.schedules.chosen import read_choice
 from armillary.schedules.random_stream import seed_streams
 from armillary.session.cyclic.delayed import DelayedMode
-from armillary.session.cyclic.drive import CyclicRun, drive
+from armillary.session.cyclic.drive import CyclicRun, drive, micro_batches_of
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
 from armillary.session.evaluate import evaluate
@@ -65,7 +65,7 @@ def train_cyclic(workload: Workload, settings: Settings) -> Iterator[Event]:
 
 def _feeds(workload: Workload, decided: Decided, seed: int, loops: tuple[dict[str, Any], ...]) -> list[Feed]:
     """One for every micro-batch, where the loop that was saved for it, or for the first one, left off."""
-    count = read_choice(decided.plan.schedule, decided.plan.workers).micro_batches
+    count = micro_batches_of(read_choice(decided.plan.schedule, decided.plan.workers), decided.plan.workers)
     if not loops:
         return [Feed(workload, (m, count), seed) for m in range(count)]
     states = [loops[m if m < len(loops) else 0]["feed"] for m in range(count)]
@@ -83,7 +83,8 @@ def _micro_batches_held(run: CyclicRun) -> float:
     if run.has_own_data:
         return 1.0
     ticks = range(2 * run.schedule.period, 4 * run.schedule.period)
-    return max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages / run.workers
+    held = max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages
+    return held if run.options.mode == "one_device" else held / run.workers
 
 
 class _Training:
@@ -108,7 +109,7 @@ class _Training:
         seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
         self._count(self.run.step(mine))
         self.step += 1
-        if self.run.has_own_data or self.run.rank == 0:
+        if self.run.has_own_data or self.run.options.mode == "one_device" or self.run.rank == 0:
             self.samples += sum(self.workload.samples(batch) for batch in mine)
 
     def _count(self, finished: list[StepLosses]) -> None:
