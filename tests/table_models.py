@@ -1,4 +1,4 @@
-"""A small model with tables in two of three parts, its data, and how a plan for it is made; the same in every process."""
+"""A small model with tables in two of its three parts, its data, and plans for it; the same in every process."""
 
 import torch
 from torch import Tensor, nn

@@ -2,7 +2,7 @@
 
 A table goes by row only where the user asks for it. Every micro-batch pulls its rows, so bytes are those of one look-up
 times the micro-batches; in a pipeline one process reads and all serve. A push a step takes the gradients back, after
-one more round in which the ranks say from which tables they learnt. An owner keeps, of a stale table, what the last step
+one more round in which ranks say from which tables they learnt. An owner keeps, of a stale table, what the last step
 changed: the touched rows where the optimizer leaves the others alone, else its whole shard.
 
 Source: Kim et al., EuroSys 2019; Fournier & Oyallon, 2024.

@@ -139,6 +139,12 @@ def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
 
 def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
     """What the number of processes fixes."""
+    alone = [name for name in ("clip_norm", "remedies") if given.get(name)]
+    if given["mode"] == "one_device" and processes > 1 and alone:
+        raise ValueError(
+            f"schedule: mode one_device on {processes} processes knows no {' and no '.join(alone)}, for which its "
+            f"reference has no words; drop them, or take 1 process or a ring"
+        )
     return {"pipeline": {"stages": processes}, "ring": {"micro_batches": processes}}.get(given["mode"], {})
 
 

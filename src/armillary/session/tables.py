@@ -1,4 +1,4 @@
-"""Makes the tables of a plan: the rows this rank owns, what its optimizer holds of them, and the handle in the model."""
+"""Makes the tables of a plan: rows owned here, what the optimizer holds of them, and the handle in the model."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -79,10 +79,10 @@ def look_up_orders(stages: Sequence[Stage], names: Sequence[str], model: nn.Modu
             order: list[str] = []
             local = {name: stage.names[name] for name in stage.names if stage.names[name] in names}
             parameters = dict(stage.module.named_parameters())
-            handles = {
-                name: TableHandle(_Noting(whole, parameters[name], order), parameters[name], requires_grad=True)
-                for name, whole in local.items()
-            }
+            handles: dict[str, Tensor] = {}
+            for name, title in local.items():
+                whole = parameters[name]
+                handles[name] = TableHandle(_Noting(title, whole, order, whole.shape), whole, requires_grad=True)
             value = functional_call(stage.module, handles, (value,))
             orders.append(order)
     return orders
@@ -95,11 +95,8 @@ class _Noting:
     name: str
     whole: Tensor
     order: list[str]
-    gradient: None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.whole.shape
+    shape: torch.Size
+    gradient: Tensor | None = None
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         self.order.append(self.name)
@@ -137,15 +134,14 @@ def make_tables(
         return RunTables()
     _refuse_other_orders(orders, transport)
     named = dict(model.named_parameters())
+    modules = [*model.modules(), *(module for stage in stages for module in stage.module.modules())]
     owned: dict[int, list[OwnedTable]] = {}
     by_name: dict[str, RowTable] = {}
     held: dict[str, Held] = {}
     for group in groups:
         name = group.parameters[0]
         by_name[name], held[name] = make_table(group, named[name], optimizer, transport)
-        put_handle(
-            [*model.modules(), *(m for stage in stages for m in stage.module.modules())], named[name], by_name[name]
-        )
+        put_handle(modules, named[name], by_name[name])
         owned.setdefault(stage_of_group(group), []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
     look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
     by_stage = {}

@@ -14,6 +14,7 @@ import torch
 from armillary.facts.plan import Forecast
 from armillary.facts.trace import Trace
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.saving.checkpoint import latest
 from armillary.schedules.chosen import read_choice
 from armillary.schedules.random_stream import seed_streams
@@ -201,10 +202,12 @@ class _Training:
 
 
 def _held_bytes(run: CyclicRun) -> float:
-    """Weights and optimizer state between two steps on this process, with a ring's master copies and late gradients."""
+    """Weights and optimizer state between two steps on this process, with a ring's master copies and late gradients,
+    and the rows of tables owned here."""
     masters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    tensors = [*run.model.parameters(), *masters]
-    for entries in run.optimizer.state.values():
+    tensors = [*(p for p in run.model.parameters() if not isinstance(p, TableHandle)), *masters]
+    tensors += [table.shard for table in run.tables.by_name.values()]
+    for entries in [*run.optimizer.state.values(), *run.tables.held.values()]:
         tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     late = run.mode.held_bytes if isinstance(run.mode, DelayedMode) else 0
