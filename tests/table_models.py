@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 class Read(nn.Module):
-    """Two tables: one of words, and one number for each of them. A step may leave the second out."""
+    """Two tables: one of words, and one number for each of them; the second may be left out, or read for nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class Read(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = self.words(ids).sum(1)
         if int(ids[0, 0]) % 3:
-            found = found * (1 + self.marks[ids[:, 0]])[:, None]
+            marks = self.marks[ids[:, 0]]
+            found = found * (1 + (marks.detach() if int(ids[0, 0]) == 1 else marks))[:, None]
         return found, ids
 
 
@@ -81,7 +82,7 @@ def batch_of(step: int, number: int, dtype: torch.dtype = torch.float64) -> tupl
 def plan_of(options, processes, wishes=BY_ROW, lazy=(), dtype=torch.float64) -> Plan:
     """As the user would ask for it."""
     link = Link(1e-4, 1e8)
-    facts = profile(model_of(dtype), [batch_of(0, m, dtype) for m in range(processes)], loss, workers=processes)
+    facts = profile(model_of(dtype), [batch_of(1, m, dtype) for m in range(processes)], loss, workers=processes)
     topology = Topology(processes, 1, link, link, 1 << 33)
     return plan(facts, topology, schedule=Choice("cyclic", options), constraints=wishes, lazy=lazy)
 

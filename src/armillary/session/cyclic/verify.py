@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.watch.probe import Loss
 from armillary.schedules.chosen import ScheduleOptions, read_choice
 from armillary.schedules.delayed_all_reduce import DelayedOptions
@@ -74,7 +75,7 @@ def verify_cyclic(workload: Workload, *, wishes: Wishes, steps: int = 5, seed: i
     truth = truths.states[run.rank if len(truths.states) > 1 else 0]
     rows = {name: whole for (name, entry), whole in whole_rows(run).items() if not entry}
     with run.newest():
-        mine = {name: rows.get(name, tensor) for name, tensor in _state(run.model)}
+        mine = {**dict(_state(run.model)), **rows}
     seen = truth.keys() - (rows.keys() if run.rank else ())  # tables are whole on rank 0
     apart = [_apart(mine[name], truth[name]) if name in seen else 0.0 for name in truth]
     largest = run.transport.agree_largest(apart)
@@ -222,8 +223,10 @@ def _larger(norms: Mapping[str, float], model: nn.Module) -> dict[str, float]:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of what is whole in the model."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        yield name, tensor.detach().clone()
+        if not isinstance(tensor, TableHandle):
+            yield name, tensor.detach().clone()
 
 
 def _apart(found: Tensor, true: Tensor) -> float:
