@@ -125,7 +125,8 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
         (("--remedy", "stable_rate"), "--schedule simultaneous has no remedies"),
         ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
         ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),
-        ((*CYCLIC[:4], "--lazy", "0.weight"), "lazy have no effect"),
+        ((*CYCLIC[:4], "--lazy", "0.weight"), "'0.weight' names no parameter"),
+        (("--schedule", "delayed_all_reduce", "--lazy", "0.weight"), "lazy have no effect"),
     ],
 )
 def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, options, message):

@@ -93,7 +93,8 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("zero_ring", 2, {"recompute": [0]}, "drop recompute"),
         ("zero_ring", 2, {"remedies": ["stable_rate"]}, "a ring has no stable_rate"),
-        ("one_device", 2, {}, "wants 1 process, got 2"),
+        ("one_device", 2, {"clip_norm": 1.0}, "on 2 processes knows no clip_norm"),
+        ("one_device", 2, {"remedies": ["error_feedback"]}, "on 2 processes knows no remedies"),
         ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),
         ("ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("ring", 2, {"slak": 1}, "may have stages, micro_batches, slack"),
@@ -108,9 +109,17 @@ def test_options_that_do_not_go_together_are_refused(mode, processes, options, m
 
 
 def test_wishes_that_a_cyclic_plan_cannot_grant_are_refused():
-    ring = Choice("cyclic", {"mode": "ring"})
+    ring, late = Choice("cyclic", {"mode": "ring"}), Choice("delayed_all_reduce")
     for wish in ({"lazy": ["a.weight"]}, {"constraints": {"a.weight": "replicated"}}, {"mean": "weights"}):
         with pytest.raises(ValueError, match=f"{next(iter(wish))} have no effect"):
+            plan(chain_of((1, 1)), machines(2), schedule=late, **wish)
+    for wish, words in (
+        ({"lazy": ["a.weight"]}, "can be lazy under a cyclic schedule only if kept by row"),
+        ({"constraints": {"a.weight": "replicated"}}, "can only ask for rows with owners"),
+        ({"constraints": {"a.weight": "row_sharded"}}, "cannot be row_sharded"),
+        ({"mean": "weights"}, "mean have no effect"),
+    ):
+        with pytest.raises(ValueError, match=words):
             plan(chain_of((1, 1)), machines(2), schedule=ring, **wish)
     with pytest.raises(ValueError, match="none of simultaneous, cyclic"):
         plan(chain_of((1, 1)), machines(2), schedule=Choice("spiral"))

@@ -27,8 +27,8 @@ Mode = Annotated[
     typer.Option(
         metavar="MODE",
         help="Of cyclic. ring: one worker a process. zero_ring: the same, weights only where they live or are used. "
-        "pipeline: one stage a process. one_device: one process in all, "
-        "--workers staggered micro-batches in it. (default: ring)",
+        "pipeline: one stage a process. one_device: one process in all, --workers staggered micro-batches in it; with "
+        "--micro-batches too, so many in each of --workers processes. (default: ring)",
     ),
 ]
 Slack = Annotated[
@@ -44,7 +44,10 @@ Stages = Annotated[
 ]
 MicroBatches = Annotated[
     int | None,
-    typer.Option(help="Of cyclic pipelines: micro-batches a step. (default: one a worker)", show_default=False),
+    typer.Option(
+        help="Of cyclic pipelines and one_device: micro-batches a step, of a process. (default: one a worker)",
+        show_default=False,
+    ),
 ]
 Cut = Annotated[
     list[str],
@@ -85,7 +88,9 @@ class Scheduled(NamedTuple):
 
     def processes(self, workers: int | None) -> int | None:
         """How many processes to start where the user asked for `workers`."""
-        return 1 if self.name == "cyclic" and self.mode == "one_device" else workers
+        if self.name != "cyclic" or self.mode != "one_device":
+            return workers
+        return workers or 1 if self.micro_batches else 1
 
     def added_to(self, wishes: Wishes, workers: int | None) -> Wishes:
         """

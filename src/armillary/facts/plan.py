@@ -20,13 +20,14 @@ __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"
 
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
 Mean = Literal["workers", "weights"]
-Update = Literal["exact", "lazy", "stale"]
+Update = Literal["exact", "lazy", "stale", "stale_lazy"]
 LookAhead = Literal["none", "ids", "rows"]
 
 UPDATES = {
     "exact": "every row moves as in one process",
     "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
     "stale": "NOT exact: gradients are taken at weights at most one step old, see staleness in the picture",
+    "stale_lazy": "NOT exact: gradients are taken at rows at most one step old, and rows without gradient stay put",
 }
 
 LOOK_AHEADS = {
@@ -89,6 +90,11 @@ class Group:
     forecast: Forecast = Forecast()
     reason: str = ""
     look_ahead: LookAhead = "none"
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether only rows with a gradient move, whatever the optimizer would do to the others."""
+        return self.update in ("lazy", "stale_lazy")
 
     def __post_init__(self) -> None:
         if not self.parameters:

@@ -7,7 +7,7 @@ What a zero_ring holds is the schedule's count, too: the mean over workers and a
 Source: Fournier & Oyallon, 2024.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group, Placement, Plan, Update
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
+from armillary.planning.cyclic_tables import NO_TABLES, Wish, table_groups, team_notes, team_traffic
 from armillary.planning.pricing import Case
 from armillary.planning.schedule_notes import notes_on, peak_over_workers
 from armillary.planning.stage_load import StageLoad
@@ -22,6 +23,7 @@ from armillary.schedules.balance import balanced
 from armillary.schedules.cyclic_modes import RINGS, CyclicOptions, read_options
 from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.table_modes import refuse_tables
 from armillary.schedules.zero_messages import TOKENS, mean_copies, zero_messages
 
 __all__ = ["pipeline_bytes", "plan_cyclic"]
@@ -36,22 +38,27 @@ class _Subject:
     options: CyclicOptions
     schedule: Schedule
     stages: tuple[StageLoad, ...]
-    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained, by stage
+    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained and kept whole, by stage
+    tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
 
 
-def plan_cyclic(case: Case, choice: Choice) -> Plan:
+def plan_cyclic(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABLES) -> Plan:
     """
     Args:
+        wished: the tables to keep by row, by name.
         choice: "cyclic" with mode and, if wanted, slack, micro_batches, stages, points, costs (`CyclicOptions`).
 
     Raises:
         ValueError: options that do not go together, a cut that is no stage of the profile, or too few modules.
     """
     topology = case.topology
-    subject = _subject(case.profile, read_options(choice.options, topology.workers))
+    options = read_options(choice.options, topology.workers)
+    refuse_tables(options, list(wished))
+    subject = _subject(case.profile, options, wished)
     update: Update = "stale" if subject.schedule.stale_share else "exact"
     groups = []
     for j, facts in enumerate(subject.parameters):
+        groups += table_groups(j, subject.tables[j], wished, (subject.options, subject.schedule, case))
         if not facts:
             continue
         names = tuple(fact.name for fact in facts)
@@ -69,7 +76,10 @@ def plan_cyclic(case: Case, choice: Choice) -> Plan:
         workers_per_node=topology.workers_per_node,
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode in RINGS else subject.options.micro_batches),
-        notes=notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
+        notes=(
+            *notes_on(subject.options, subject.schedule, subject.stages, case.profile.running),
+            *team_notes(subject.options, topology.workers),
+        ),
         priced_with=asdict(case.assumptions),
         picture=str(subject.schedule),
     )
@@ -91,7 +101,7 @@ def pipeline_bytes(case: Case) -> float:
     return float(max(held))
 
 
-def _subject(profile: Profile, options: CyclicOptions) -> _Subject:
+def _subject(profile: Profile, options: CyclicOptions, wished: Collection[str] = ()) -> _Subject:
     units = [stage for stage in profile.stages if stage.name]
     names = [unit.name for unit in units]
     if options.points:
@@ -116,8 +126,10 @@ def _subject(profile: Profile, options: CyclicOptions) -> _Subject:
         if fact.requires_grad:
             _refuse_tie(fact, owner)
             parameters[owner[_stage_of(fact, profile)]].append(fact)
-    loads = tuple(_load(part, facts) for part, facts in zip(parts, parameters, strict=True))
-    return _Subject(options, options.schedule(), loads, tuple(map(tuple, parameters)))
+    whole = tuple(tuple(fact for fact in facts if fact.name not in wished) for facts in parameters)
+    tables = tuple(tuple(fact for fact in facts if fact.name in wished) for facts in parameters)
+    loads = tuple(_load(part, facts) for part, facts in zip(parts, whole, strict=True))
+    return _Subject(options, options.schedule(), loads, whole, tables)
 
 
 def _refuse_tie(fact: ParameterFact, owner: Mapping[str, int]) -> None:
@@ -170,18 +182,21 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact]) -> StageLoa
 def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
     mode, load, processes = subject.options.mode, subject.stages[j], case.topology.workers
+    holders = 1 if mode == "one_device" else processes
     slots = case.assumptions.optimizer_slots
     is_stale = any(ages[j] for ages in subject.schedule.staleness)
     messages = _messages(j, subject)
     sent_bytes = sum(messages) / processes
     seconds = case.topology.link.seconds(sent_bytes, len(messages)) if messages else 0.0
+    if mode == "one_device":
+        sent_bytes, seconds = team_traffic(load.weight_bytes + load.count_bytes, case.topology)
     if mode == "ring":  # a copy and a gradient everywhere; master weights and state at home
         return Forecast(sent_bytes, load.weight_bytes * (2 + (1 + slots) / processes), seconds)
     if mode == "zero_ring":  # master weights and state at home; elsewhere what is there for its use
         tokens = mean_copies(subject.schedule, j, subject.options.clip)
         return Forecast(sent_bytes, load.weight_bytes * ((1 + slots) / processes + tokens), seconds)
     remembered = sum(remedy.copies for remedy in subject.options.built_remedies()) * is_stale
-    return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + remembered + slots) / processes, seconds)
+    return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + remembered + slots) / holders, seconds)
 
 
 def _messages(j: int, subject: _Subject) -> list[int]:

@@ -21,6 +21,7 @@ from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
 from armillary.planning.cyclic_plan import plan_cyclic
+from armillary.planning.cyclic_tables import wished_tables
 from armillary.planning.delayed_plan import plan_delayed
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
@@ -51,15 +52,18 @@ def plan(
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         assumptions: what the optimizer keeps and how fast a rank's processor is.
         schedule: "simultaneous"; or "cyclic" or "delayed_all_reduce" with their options (NOT exact): then nothing is
-            exchanged by row, and constraints, lazy and mean must be left alone.
+            exchanged by row but the tables that constraints name (of cyclic only), and mean must be left alone.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
     case = Case(profile, topology, assumptions)
     if schedule != SIMULTANEOUS:
-        _refuse_with_schedule(schedule, {"constraints": constraints, "lazy": list(lazy), "mean": mean != "workers"})
-        return plan_cyclic(case, schedule) if schedule.name == "cyclic" else plan_delayed(case, schedule)
+        by_row = {"constraints": constraints, "lazy": list(lazy)} if schedule.name != "cyclic" else {}
+        _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers"})
+        if schedule.name != "cyclic":
+            return plan_delayed(case, schedule)
+        return plan_cyclic(case, schedule, wished_tables(case, constraints, lazy))
     question = _question(case, constraints, lazy)
     options = menu(question)
     free = cheapest(options, topology)
@@ -116,7 +120,8 @@ def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
         raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, {', '.join(LOOP_OWNERS)}")
     if found := [name for name, asked in wishes.items() if asked]:
         raise ValueError(
-            f"plan: under schedule {schedule} nothing goes by row; {', '.join(found)} have no effect: drop them"
+            f"plan: under schedule {schedule} nothing goes by row, nor by weight; {', '.join(found)} have no effect: "
+            f"drop them. Tables can be kept by row under cyclic, in mode one_device or pipeline"
         )
 
 

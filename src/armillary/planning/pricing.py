@@ -155,7 +155,7 @@ def row_work(fact: ParameterFact, choice: Choice, update: Update, case: Case) ->
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
         touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
-        has_window=update == "lazy" or not case.assumptions.moves_quiet_rows,
+        has_window=update in ("lazy", "stale_lazy") or not case.assumptions.moves_quiet_rows,
     )
 
 

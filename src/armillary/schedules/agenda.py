@@ -34,13 +34,17 @@ class Due(NamedTuple):
 
 
 class Agenda:
-    """The actions of some workers of a schedule, step by step."""
+    """The actions of some workers of a schedule, step by step.
 
-    def __init__(self, schedule: Schedule, workers: Collection[int]) -> None:
+    Args:
+        in_step_with: a step ends where theirs does; where the workers themselves end it, if not said.
+    """
+
+    def __init__(self, schedule: Schedule, workers: Collection[int], in_step_with: Collection[int] = ()) -> None:
         self._schedule, self._workers = schedule, sorted(workers)
         self._waiting: list[Due] = []
         self._steps = 0
-        self._first = min(row[0].start for worker in self._workers if (row := schedule.ticks[worker]))
+        self._first = min(row[0].start for worker in in_step_with or workers if (row := schedule.ticks[worker]))
 
     def next_step(self) -> Iterator[Due]:
         """Adds one step and yields what is due before the step after it begins."""

@@ -3,7 +3,8 @@
 Planner, runtime and reference make the same table of the same options, so the modes mean one thing everywhere. Three
 numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M of a step.
 
-one_device: one process; M staggered micro-batches, K stages.
+one_device: M staggered micro-batches through K stages in a process; several processes do the same side by side, with
+    micro-batches of their own, and average gradients.
 pipeline: K processes, one a stage; M micro-batches.
 ring: N processes, one micro-batch each (M = N); K stages on every one of them.
 zero_ring: the same, but a process holds the weights of a stage only where it is home to it or uses it just now.
@@ -139,8 +140,12 @@ def read_options(options: Mapping[str, Any], processes: int) -> CyclicOptions:
 
 def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
     """What the number of processes fixes."""
-    if given["mode"] == "one_device" and processes != 1:
-        raise ValueError(f"schedule: mode one_device wants 1 process, got {processes}; its workers are micro_batches")
+    alone = [name for name in ("clip_norm", "remedies") if given.get(name)]
+    if given["mode"] == "one_device" and processes > 1 and alone:
+        raise ValueError(
+            f"schedule: mode one_device on {processes} processes knows no {' and no '.join(alone)}, for which its "
+            f"reference has no words; drop them, or take 1 process or a ring"
+        )
     if given["mode"] in RINGS:
         return {"micro_batches": processes}
     return {"stages": processes} if given["mode"] == "pipeline" else {}

@@ -54,7 +54,7 @@ def save(run: Run, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
         names = parameter_names(run.model, run.optimizer, run.tables)
     trouble.agree(transport)
     _refuse_disagreement(run, (transport.step, str(folder), keep, names))
-    tensors = row_tensors(run)
+    tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
     loops = transport.share(loop)
     path = folder
     with trouble.kept():

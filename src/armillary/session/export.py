@@ -7,13 +7,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.saving.optimizer_state import parameter_names, table_state
-from armillary.runtime.saving.row_blocks import all_on_first, to_spans
-from armillary.session.row_tensors import RowTensor, row_tensors
+from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 
 __all__ = ["export"]
@@ -32,8 +30,8 @@ def export(run: Run) -> dict[str, Any] | None:
     names = parameter_names(run.model, run.optimizer, run.tables)
     run.executor.look_ups.serve_until("idle")
     whole: dict[tuple[str, str], Tensor] = {}
-    for tensor in row_tensors(run):
-        whole[tensor.table.name, tensor.entry] = _gathered(run, tensor)
+    for tensor in row_tensors(run.tables, run.held, run.optimizer, run.transport):
+        whole[tensor.table.name, tensor.entry] = gathered(tensor, run.transport)
     if run.rank > 0:
         return None
     model = run.model.state_dict()
@@ -51,17 +49,6 @@ def export(run: Run) -> dict[str, Any] | None:
     optimizer["state"] = {number: state[number] for number in sorted(state) if state[number]}
     optimizer["param_groups"] = copy.deepcopy(optimizer["param_groups"])
     return {"model": model, "optimizer": optimizer}
-
-
-def _gathered(run: Run, tensor: RowTensor) -> Tensor:
-    """The whole tensor on rank 0, nothing elsewhere."""
-    shape = tuple(tensor.table.shape) if run.rank == 0 else (0, *tensor.table.shape[1:])
-    whole = torch.empty(shape, dtype=tensor.shard.dtype)
-    for first, block in to_spans(
-        tensor.shard, tensor.table, all_on_first(tensor.table.shape[0], run.workers), run.transport
-    ):
-        whole[first : first + len(block)] = block
-    return whole
 
 
 def _copied_all(entries: Mapping[str, Any]) -> dict[str, Any]:

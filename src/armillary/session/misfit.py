@@ -12,7 +12,7 @@ from armillary.facts.plan import Group, Plan, model_fingerprint
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, steps_by_row
 from armillary.runtime.transport import Transport
 
-__all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank"]
+__all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank", "row_complaints"]
 
 
 def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
@@ -75,7 +75,7 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
         return
     for group in plan.groups:
         if group.exchange.name in row_exchanges():
-            yield from _row_complaints(group, trainable[group.parameters[0]], optimizer)
+            yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
         else:
             yield from _dense_complaints(group, trainable)
 
@@ -87,7 +87,8 @@ def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> It
         yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
 
 
-def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
+def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
+    """What speaks against exchanging a parameter by row as a group says."""
     name, kind = group.parameters[0], type(optimizer).__name__
     exchange: RowExchange = build_row(group.exchange.name, **group.exchange.options)
     if group.placement != exchange.placement:
@@ -101,7 +102,7 @@ def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer)
     if options is None:
         yield f"{name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
         return
-    if (exchange.placement == "row_sharded" or group.update == "lazy") and not steps_by_row(optimizer, options):
+    if (exchange.placement == "row_sharded" or group.is_lazy) and not steps_by_row(optimizer, options):
         yield (
             f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "
             f"row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
@@ -116,7 +117,7 @@ def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, 
         return ""
     if exchange.pull_early is None:
         return f"group {group.name!r}: {group.exchange} cannot send rows before the step; set look_ahead='ids'"
-    if group.update == "lazy" or leaves_untouched_rows(optimizer, dict(options)):
+    if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
         return ""
     return (
         f"group {group.name!r}: {type(optimizer).__name__} with these options moves rows that get no gradient, so none "

@@ -4,16 +4,20 @@ The list is the same on every rank, in the same order, though a rank whose rows 
 state yet that others have: such rows count as zero, as they would begin.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import table_state
-from armillary.session.run import Run
+from armillary.runtime.saving.row_blocks import all_on_first, to_spans
+from armillary.runtime.transport import Transport
 
-__all__ = ["RowTensor", "row_tensors"]
+__all__ = ["RowTensor", "gathered", "row_tensors"]
 
 
 class RowTensor(NamedTuple):
@@ -29,13 +33,15 @@ class RowTensor(NamedTuple):
         return f"optimizer/{self.table.name}/{self.entry}" if self.entry else f"model/{self.table.name}"
 
 
-def row_tensors(run: Run) -> list[RowTensor]:
-    """Collective. Widest dtype first, which keeps files aligned."""
+def row_tensors(
+    tables: Mapping[str, RowTable], held: Mapping[str, Held], optimizer: Optimizer, transport: Transport
+) -> list[RowTensor]:
+    """Collective. Widest dtype first, which keeps files aligned. held: see `row_update.py`."""
     found = []
-    states = {name: table_state(table, run.optimizer, run.held.get(name, {})) for name, table in run.tables.items()}
+    states = {name: table_state(table, optimizer, held.get(name, {})) for name, table in tables.items()}
     mine = {name: {entry: rows.dtype for entry, rows in state.rows.items()} for name, state in states.items()}
-    everyones = run.transport.share(mine)
-    for name, table in run.tables.items():
+    everyones = transport.share(mine)
+    for name, table in tables.items():
         found.append(RowTensor(table, "", table.shard))
         dtypes = {entry: dtype for theirs in everyones for entry, dtype in theirs[name].items()}
         for entry in sorted(dtypes):
@@ -44,3 +50,13 @@ def row_tensors(run: Run) -> list[RowTensor]:
                 rows = torch.zeros(table.shard.shape, dtype=dtypes[entry], device=table.shard.device)
             found.append(RowTensor(table, entry, rows))
     return sorted(found, key=lambda tensor: -tensor.shard.dtype.itemsize)
+
+
+def gathered(tensor: RowTensor, transport: Transport) -> Tensor:
+    """Collective: the whole tensor on rank 0, nothing elsewhere; in blocks of rows."""
+    place, table = transport.place, tensor.table
+    shape = tuple(table.shape) if place.rank == 0 else (0, *table.shape[1:])
+    whole = torch.empty(shape, dtype=tensor.shard.dtype)
+    for first, block in to_spans(tensor.shard, table, all_on_first(table.shape[0], place.workers), transport):
+        whole[first : first + len(block)] = block
+    return whole

@@ -200,7 +200,7 @@ class Run:
         """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that."""
         for table in self._windows():
             group = options_of(self.optimizer, table.parameter)
-            if group is None or any(one.update == "lazy" for one in self.plan.groups if table.name in one.parameters):
+            if group is None or any(one.is_lazy for one in self.plan.groups if table.name in one.parameters):
                 continue
             options = {name: value for name, value in group.items() if name not in ("params", "lr")}
             if self.options.setdefault(table.name, options) != options:

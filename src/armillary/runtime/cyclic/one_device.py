@@ -1,7 +1,9 @@
-"""N staggered micro-batches in one process, on one device and one stream: the schedule, carried out tick by tick.
+"""N staggered micro-batches in a process, on one device and one stream: the schedule, carried out tick by tick.
 
 Deterministic, and equal to the reference bit for bit on a CPU. What it gains is memory: half of what N concurrent
 micro-batches hold, evenly over time. On one stream the caching allocator can reuse every block, so the saving is real.
+
+Several ranks may do the same side by side, each on a device and micro-batches of its own (`team.py`).
 
 Source: Fournier & Oyallon, 2024, single-device mode. The same runtime carries out every other schedule (simultaneous,
 accumulation), which are its fair baselines.
@@ -18,8 +20,9 @@ from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.remedied_step import RemediedStep
-from armillary.runtime.cyclic.stage_pass import Flight, Gradients, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import Flight, Gradients, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.team import Team, alone
 from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules.agenda import Agenda, Due
@@ -36,12 +39,13 @@ class OneDevice:
     Args:
         stages: the model, cut.
         optimizer: the user's, over the parameters of the model.
+        team: the ranks that do the same, and the tables whose rows they own; this one alone if not said.
 
     Raises:
         ValueError: the schedule has another number of stages, or no time for the norm to clip by.
     """
 
-    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course) -> None:
+    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, team: Team | None = None) -> None:
         schedule = course.schedule
         if len(stages) != schedule.stages:
             raise ValueError(
@@ -49,7 +53,8 @@ class OneDevice:
             )
         refuse_on_one_device(schedule, course.clip)
         self.schedule, self.drains = schedule, list[int]()
-        self._stages, self._optimizer, self._course = stages, optimizer, course
+        self._stages, self._optimizer, self._course, self._team = stages, optimizer, course, team or alone()
+        self._tables = self._team.tables
         steps = [RemediedStep(optimizer, schedule, stage.index, course.remedies) for stage in stages]
         self._weights = [StageWeights(stage, step, schedule.micro_batches) for stage, step in zip(stages, steps)]
         self._agenda = Agenda(schedule, range(schedule.workers))
@@ -79,6 +84,8 @@ class OneDevice:
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
         self._updates.begin(self._steps, options_of(self._optimizer))
+        for tables in self._tables.values():
+            tables.begin(self._steps, options_of(self._optimizer))
         self._autocasts[self._steps] = Autocast.now(self._device_type)
         for micro_batch, (value, target) in enumerate(micro_batches):
             self._values[self._steps, micro_batch, 0] = enter(value)
@@ -88,7 +95,10 @@ class OneDevice:
 
     def settle(self) -> list[StepLosses]:
         """Finishes what is in flight: the model holds the newest weights of every stage, and training is unchanged."""
-        return self._work_off(self._agenda.rest())
+        finished = self._work_off(self._agenda.rest())
+        for tables in self._tables.values():
+            tables.settle()
+        return finished
 
     def drain(self) -> list[StepLosses]:
         """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
@@ -110,11 +120,13 @@ class OneDevice:
         version = self.schedule.version(place, self.drains)
         last = j == self.schedule.stages - 1
         target = self._targets.pop((step, micro_batch)) if last else None
+        rows = self._tables[j].visit(place, version) if j in self._tables else None
+        number = self._team.place.rank * self.schedule.micro_batches + micro_batch  # among those of all ranks
         value, self._flights[place] = take_off(
             self._stages[j],
-            (version, self._weights[j].read(step, micro_batch, version)),
+            Reads(version, self._weights[j].read(step, micro_batch, version), rows),
             self._values.pop(place),
-            (self._course.seed, place),
+            (self._course.seed, (step, number, j)),
             self._autocasts[step],
             loss=(lambda output: self._course.loss(output, target)) if last else None,
             keep=j not in self._course.recompute,
@@ -135,7 +147,10 @@ class OneDevice:
             self._gradients[step, micro_batch, j - 1] = passed.value
         means = self._weights[j].add(step, micro_batch, passed.weights)
         if means is not None:
+            means = self._team.mean(self._weights[j].parameters, means, j)
             self._learn(step, j, self._updates.complete(self._weights[j], step, means))
+            if j in self._tables:
+                self._tables[j].learn(step)
         self._forget(j)
         self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= self._updates.first_open}
         return flight.version
@@ -152,4 +167,7 @@ class OneDevice:
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""
         places = ((done, micro_batch, j) for micro_batch, done in enumerate(self._done[j]))
-        self._weights[j].forget(min(self.schedule.version(place, self.drains) for place in places))
+        oldest = min(self.schedule.version(place, self.drains) for place in places)
+        self._weights[j].forget(oldest)
+        if j in self._tables:
+            self._tables[j].forget(oldest)

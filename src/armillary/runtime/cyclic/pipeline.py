@@ -4,10 +4,16 @@ The cyclic pipeline never flushes: while a stage runs backwards of one step it a
 weights at most one step old. GPipe and 1F1B are other tables for the same runtime, and so its fair baselines. There is
 no clock: a process does its actions in the table's order and waits only for what the next one needs.
 
+Note [Tables in a pipeline]. The rows of a stage's tables are owned by all processes, so all take part in its look-ups
+and pushes. Every process therefore has these of the table's stage among its own actions, in the order of the schedule.
+Whatever an action waits for, a message or the others, has an earlier place in that one order, so nobody waits in a
+circle; and a step ends at the same tick for all, so that a process that leaves `step` has left nobody waiting in it.
+
 Source: Fournier & Oyallon, 2024 (pipeline mode); with slack >= M it is PipeDream-2BW (Narayanan et al., 2021).
 """
 
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +28,8 @@ from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.edge import Incoming, Outgoing
 from armillary.runtime.cyclic.norm_chain import NormChain
 from armillary.runtime.cyclic.remedied_step import RemediedStep
-from armillary.runtime.cyclic.stage_pass import Flight, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_tables import Tables
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights
@@ -41,12 +48,20 @@ class Pipeline:
         stage: of this process; its index is the process's rank and its row in the schedule.
         optimizer: over this stage's parameters (others are never stepped).
         channel: to the neighbours, whose ranks are their stages.
+        tables: of every stage that reads some, this one's or not.
 
     Raises:
         ValueError: the schedule is no pipeline, has no such stage, or no time for the norm to clip by.
     """
 
-    def __init__(self, stage: Stage, optimizer: Optimizer, course: Course, channel: Channel) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        optimizer: Optimizer,
+        course: Course,
+        channel: Channel,
+        tables: Tables = MappingProxyType({}),
+    ) -> None:
         schedule = course.schedule
         pipeline_messages(schedule)  # refuses what is no pipeline
         refuse_in_pipeline(schedule, course.clip)
@@ -56,11 +71,13 @@ class Pipeline:
         self._stage, self._optimizer, self._course = stage, optimizer, course
         remedied = RemediedStep(optimizer, schedule, stage.index, course.remedies)
         self._weights = StageWeights(stage, remedied, schedule.micro_batches)
-        self._agenda, self._postponed = Agenda(schedule, [stage.index]), list[Due]()
+        self._tables = tables  # see Note [Tables in a pipeline]
+        self._agenda = Agenda(schedule, {stage.index, *tables}, range(schedule.stages) if tables else ())
+        self._postponed = list[Due]()
         self._steps = 0
         self._updates = Updates([self._weights], course.clip, self.drains)
         self._autocasts: dict[int, Autocast] = {}  # by step
-        self._done = [0] * schedule.micro_batches
+        self._done = {j: [0] * schedule.micro_batches for j in (stage.index, *tables)}
         self._flights: dict[Place, Flight] = {}
         self._inputs: dict[tuple[int, int], Any] = {}
         self._targets: dict[tuple[int, int], Any] = {}
@@ -95,6 +112,8 @@ class Pipeline:
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
         self._updates.begin(self._steps, options_of(self._optimizer))
+        for tables in self._tables.values():
+            tables.begin(self._steps, options_of(self._optimizer))
         self._autocasts[self._steps] = Autocast.now(self._device_type)
         if self._norms is not None:
             self._norms.begin()
@@ -106,8 +125,8 @@ class Pipeline:
             if self._to_above is None:
                 self._targets[self._steps, micro_batch] = target
         self._steps += 1
-        *actions, last = [*self._postponed, *self._agenda.next_step()]
-        self._postponed = [last]
+        actions = [*self._postponed, *self._agenda.next_step()]
+        self._postponed = [] if self._tables else [actions.pop()]
         return self._work_off(actions)
 
     def settle(self) -> list[StepLosses]:
@@ -117,6 +136,8 @@ class Pipeline:
         for edge in (self._to_above, self._to_below):
             if edge is not None:
                 edge.wait()
+        for tables in self._tables.values():
+            tables.settle()
         if self._norms is not None:
             self._learn_norms(self._steps)
             self._norms.wait()
@@ -131,32 +152,50 @@ class Pipeline:
 
     def _work_off(self, actions: Iterable[Due]) -> list[StepLosses]:
         for due in actions:
+            if due.stage != self._stage.index:
+                self._serve(due)
+                continue
             with without_autocast(self._device_type):
                 version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
             self._course.observe(due, version, self._flights.keys())
         return self._book.complete()
+
+    def _serve(self, due: Due) -> None:
+        """This process's part in the tables of another stage."""
+        tables = self._tables[due.stage]
+        if due.kind == "F":
+            tables.visit(due.place, self.schedule.version(due.place, self.drains)).serve()
+            self._done[due.stage][due.micro_batch] += 1
+        elif due.micro_batch == self.schedule.micro_batches - 1:
+            tables.learn(due.step)
+        tables.forget(self._oldest(due.stage))
 
     def _forward(self, place: Place) -> int:
         step, micro_batch, _ = place
         # the norm of step s comes ahead of its carrier, counted on from the first micro-batch of step s + 1
         self._learn_norms(step + (micro_batch - self._carrier) // self.schedule.micro_batches)
         version = self.schedule.version(place, self.drains)
-        target = self._targets.pop((step, micro_batch), None)
+        target, j = self._targets.pop((step, micro_batch), None), self._stage.index
+        arrived = self._arrived(step, micro_batch)
         value, self._flights[place] = take_off(
             self._stage,
-            (version, self._weights.read(step, micro_batch, version)),
-            self._arrived(step, micro_batch),
+            Reads(
+                version,
+                self._weights.read(step, micro_batch, version),
+                self._tables[j].visit(place, version) if j in self._tables else None,
+            ),
+            arrived,
             (self._course.seed, place),
             self._autocasts[step],
             loss=(lambda output: self._course.loss(output, target)) if self._to_above is None else None,
-            keep=self._stage.index not in self._course.recompute,
+            keep=j not in self._course.recompute,
         )
         if self._to_above is None or self._from_above is None:
             self._book.enter(step, micro_batch, value.leaves[0])
         else:
             self._from_above.post()
             self._to_above.send(value.leaves, value.spec)
-        self._done[micro_batch] += 1
+        self._done[j][micro_batch] += 1
         self._forget()
         return version
 
@@ -183,6 +222,8 @@ class Pipeline:
             if whole is not None:  # on stage 0
                 self._known += 1
                 self._updates.know(step, whole)
+            if self._stage.index in self._tables:
+                self._tables[self._stage.index].learn(step)
         self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= self._updates.first_open}
         self._forget()
         return flight.version
@@ -195,5 +236,12 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Drops the versions that no forward to come reads."""
-        places = ((done, micro_batch, self._stage.index) for micro_batch, done in enumerate(self._done))
-        self._weights.forget(min(self.schedule.version(place, self.drains) for place in places))
+        oldest = self._oldest(self._stage.index)
+        self._weights.forget(oldest)
+        if self._stage.index in self._tables:
+            self._tables[self._stage.index].forget(oldest)
+
+    def _oldest(self, stage: int) -> int:
+        """The oldest version of a stage that a forward to come reads."""
+        places = ((done, micro_batch, stage) for micro_batch, done in enumerate(self._done[stage]))
+        return min(self.schedule.version(place, self.drains) for place in places)

@@ -5,6 +5,7 @@ between forward and backward is what the schedule counts as one held activation.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast
+from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
 
-__all__ = ["Flight", "Passed", "Value", "enter", "take_off"]
+__all__ = ["Flight", "Passed", "Reads", "Value", "enter", "take_off"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 
@@ -30,6 +32,15 @@ class Value:
 
     leaves: list[Any]
     spec: TreeSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What a forward reads of the model: weights of one version, by the stage's own names, and rows of tables."""
+
+    version: int
+    weights: Weights
+    rows: Visit | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,19 +55,24 @@ class Passed:
 class Flight:
     """A stage between forward and backward. `run` is called again for the backward if nothing was kept."""
 
-    version: int
-    weights: Weights
+    reads: Reads
     inputs: list[Any]
     outputs: list[Any] | None
     run: Callable[[bool], list[Any]]
 
+    @property
+    def version(self) -> int:
+        return self.reads.version
+
     def land(self, gradients: Sequence[Tensor | None] | None) -> Passed:
-        """The backward pass; without `gradients` the output is a loss."""
+        """The backward pass; without `gradients` the output is a loss. Those of rows go where the rows came from."""
         outputs = self.outputs if self.outputs is not None else self.run(True)
-        wanted = [name for name, weight in self.weights.items() if weight.requires_grad]
-        sources = [self.weights[name] for name in wanted]
+        own, rows = self.reads.weights, self.reads.rows
+        wanted = [name for name, weight in own.items() if weight.requires_grad]
+        sources = [own[name] for name in wanted]
         places = [place for place, leaf in enumerate(self.inputs) if _asks(leaf)]
         sources += [self.inputs[place] for place in places]
+        sources += rows.leaves if rows is not None else []
         into = [None] * len(outputs) if gradients is None else list(gradients)
         pairs = [
             (out, g)
@@ -70,6 +86,8 @@ class Flight:
         value: Gradients = [None] * len(self.inputs)
         for place, gradient in zip(places, found[len(wanted) :]):
             value[place] = gradient
+        if rows is not None:
+            rows.receive(found[len(wanted) + len(places) :])
         return Passed(weights, value)
 
 
@@ -81,7 +99,7 @@ def enter(value: Any) -> Value:
 
 def take_off(
     stage: Stage,
-    weights: tuple[int, Weights],
+    reads: Reads,
     value: Value,
     place: tuple[int, Place],
     autocast: Autocast,
@@ -91,7 +109,6 @@ def take_off(
     """The forward pass.
 
     Args:
-        weights: their version, and the tensors by the stage's own names.
         place: the run's seed and the place, which fix the random numbers.
         autocast: that of the user when the micro-batch was handed in.
         loss: of the last stage, from its output; then the value returned is the loss.
@@ -100,33 +117,35 @@ def take_off(
     Returns:
         the value for the next stage, cut off, and the flight to land later.
     """
-    version, tensors = weights
+    tensors = reads.weights
     device = next((w.device for w in tensors.values()), torch.device("cpu"))
     specs: list[TreeSpec] = []
 
     def run(again: bool) -> list[Any]:
         # a second run must not move running statistics a second time
         buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
-        with torch.set_grad_enabled(keep or again), seeded(*place, device), autocast.again():
+        rows = nullcontext() if reads.rows is None else reads.rows.reading()
+        with torch.set_grad_enabled(keep or again), seeded(*place, device), autocast.again(), rows:
             output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
             leaves, spec = tree_flatten(output if loss is None else loss(output))
         specs.append(spec)
         return leaves
 
     outputs = run(again=False)
-    asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(tensors, value, outputs)
+    asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
     passed = [
         leaf.detach().requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
         for leaf, ask in zip(outputs, asks)
     ]
-    return Value(passed, specs[0]), Flight(version, tensors, value.leaves, outputs if keep else None, run)
+    return Value(passed, specs[0]), Flight(reads, value.leaves, outputs if keep else None, run)
 
 
 def _asks(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _would_ask(weights: Weights, value: Value, outputs: Sequence[Any]) -> list[bool]:
+def _would_ask(reads: Reads, value: Value, outputs: Sequence[Any]) -> list[bool]:
     """Without a graph: every floating-point output, if anything that went in asks for a gradient."""
-    any_source = any(map(_asks, weights.values())) or any(map(_asks, value.leaves))
+    rows = reads.rows.leaves if reads.rows is not None else []
+    any_source = any(map(_asks, [*reads.weights.values(), *value.leaves, *rows]))
     return [any_source and isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in outputs]

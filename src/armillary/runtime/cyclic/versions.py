@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.remedied_step import RemediedStep
+from armillary.runtime.hybrid.handle import TableHandle
 
 __all__ = ["Means", "StageWeights"]
 
@@ -30,7 +31,8 @@ class StageWeights:
 
     def __init__(self, stage: Stage, step: RemediedStep, micro_batches: int) -> None:
         self._stage, self._step, self._micro_batches = stage, step, micro_batches
-        self._parameters: dict[str, nn.Parameter] = dict(stage.module.named_parameters())
+        named = stage.module.named_parameters()  # rows of tables have versions of their own, see `row_versions.py`
+        self._parameters = {name: p for name, p in named if not isinstance(p, TableHandle)}
         self._versions: dict[int, Weights] = {0: self._leaves()}
         self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a remedy says so
         self._sums: dict[str, Tensor] = {}
@@ -93,6 +95,11 @@ class StageWeights:
         self._sums.clear()
         self._own.clear()
         return means
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Of the stage, by its own names, tables left out."""
+        return self._parameters
 
     def advance(self, gradients: Means, options: Options) -> None:
         """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""

@@ -158,6 +158,26 @@ def _embedding_bag(
     )  # fmt: skip
 
 
+def _traced_embedding(
+    weight: TableHandle, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """What torch's tracer makes of `embedding`; -1 is no padding."""
+    return _embedding(indices, weight, None if padding_idx < 0 else padding_idx, None, 2.0, scale_grad_by_freq)
+
+
+def _traced_embedding_bag(
+    weight: TableHandle, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What it makes of `embedding_bag`; nobody reads the other three results."""
+    bags = _embedding_bag(
+        indices, weight, offsets, None, 2.0, scale_grad_by_freq, ("sum", "mean", "max")[mode],
+        per_sample_weights=per_sample_weights, include_last_offset=include_last_offset, padding_idx=padding_idx,
+    )  # fmt: skip
+    return bags, None, None, None
+
+
 def _read(table: TableHandle, ids: Tensor) -> tuple[Tensor, Tensor]:
     """A detached handle reads without gradient, as a detached tensor would."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and table.requires_grad):
@@ -246,6 +266,9 @@ _READS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.index_select: _index_select,
     torch.index_select: _index_select,
+    torch.ops.aten.embedding.default: _traced_embedding,
+    torch.ops.aten.embedding_bag.padding_idx: _traced_embedding_bag,
+    torch.ops.aten.index_select.default: _index_select,
     functional.linear: _linear,
     Tensor.copy_: _copy_,
     Tensor.detach: _detach,

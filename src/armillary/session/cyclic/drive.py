@@ -27,6 +27,7 @@ from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.team import Team
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.transport import Transport
@@ -43,18 +44,26 @@ from armillary.session.cyclic.delayed import DelayedMode, delayed_runtime, one_s
 from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode, ZeroRingMode
 from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
+from armillary.session.cyclic.tables import (
+    RunTables,
+    look_up_orders,
+    make_tables,
+    table_complaints,
+    table_groups,
+)
 from armillary.session.misfit import other_job, refuse_on_every_rank
 from armillary.session.workload import Batch
 
-__all__ = ["CyclicRun", "drive"]
+__all__ = ["CyclicRun", "drive", "micro_batches_of"]
 
 
 class CyclicRun:
     """A plan at work; every process makes the same calls.
 
     Args of note:
-        micro_batches: which micro-batches of a step this process hands in: its own in a ring and a delayed all-reduce,
-            else all of them.
+        micro_batches: which micro-batches of a step this process hands in: its own in a ring, a delayed all-reduce and
+            on one device of several, else all of them.
+        tables: whose rows are spread over the processes.
         owners: for every stage, the (first) process that has its optimizer state and its newest weights.
         names: of the parameters in the user's optimizer, as it was given.
     """
@@ -70,7 +79,9 @@ class CyclicRun:
         self.names = parameter_names(model, optimizer, {})
         self.groups = [len(group["params"]) for group in optimizer.param_groups]
         count = self.options.micro_batches
-        self.micro_batches = (self.rank,) if self.has_own_data else tuple(range(count))
+        first = self.rank * count if self.options.mode == "one_device" else 0
+        self.micro_batches = (self.rank,) if self.has_own_data else tuple(range(first, first + count))
+        self.tables = RunTables()
         self.owners = [_owner(self.options, self.schedule, stage.index) for stage in stages]
         self.mode: Mode
         self._finished: list[StepLosses] = []
@@ -122,9 +133,13 @@ class CyclicRun:
         self.settle()
         with self.mode.newest():
             yield
+            if self.tables.look_ups is not None:  # of the others, who may look longer
+                self.tables.look_ups.serve_until("idle")
 
     def finish(self) -> None:
-        """Waits until every process has called this."""
+        """Serves the other processes' look-ups until every process has called this."""
+        if self.tables.look_ups is not None:
+            self.tables.look_ups.serve_until("finished")
         self.transport.barrier()
 
 
@@ -163,6 +178,7 @@ def drive(
         complaint = complaint or next(unfit_groups(plan, model), "")
     else:
         complaint = complaint or _unfit_optimizer(options, optimizer)
+        complaint = complaint or next(table_complaints(plan, options, trainable, optimizer), "")
     refuse_on_every_rank("drive", plan, complaint, transport)
     begin_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, transport)
     seed = seed_from_step(seed, first_step)
@@ -178,10 +194,18 @@ def drive(
     value = split.input_of(example)
     stages = stages_of(model, value, options.points)
     refuse_other_groups(plan, stages)
+    orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], model, value)
     input_of = split.input_of if isinstance(model, nn.Sequential) else TracedInput(split, value).input_of
     run = CyclicRun(plan, model, optimizer, transport, stages)
+    divisor = micro_batches_of(options, run.workers)
+    run.tables = make_tables(plan, (model, optimizer, stages), orders, divisor, (transport, run.channel))
     run.mode = _cyclic_mode(run, options, (split, input_of, loss), seed)
     return run
+
+
+def micro_batches_of(options: ScheduleOptions, workers: int) -> int:
+    """Of a step, those of all processes."""
+    return options.micro_batches * (workers if options.mode == "one_device" else 1)
 
 
 def _cyclic_mode(
@@ -193,9 +217,10 @@ def _cyclic_mode(
     recompute, remedies = frozenset(options.recompute), options.built_remedies()
     course = Course(run.schedule, split.of_output, seed, recompute, options.clip, remedies=remedies)
     if options.mode == "one_device":
-        return OneDeviceMode(OneDevice(stages, optimizer, course), input_of)
+        team = Team(run.transport.place, run.channel, run.tables.by_stage)
+        return OneDeviceMode(OneDevice(stages, optimizer, course, team), input_of)
     if options.mode == "pipeline":
-        pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel)
+        pipeline = Pipeline(stages[run.rank], optimizer, course, run.channel, run.tables.by_stage)
         return PipelineMode(pipeline, input_of, stages, run.transport)
     if options.mode == "zero_ring":
         zero = ZeroLoop(model, stages, optimizer, course, run.channel, run.rank)

@@ -15,11 +15,18 @@ from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.session.workload import Batch
 
 __all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode", "ZeroRingMode"]
+
+
+def held_whole(stage: Stage) -> list[nn.Parameter]:
+    """The parameters of a stage whose rows are not spread over the processes."""
+    return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
+
 
 InputOf = Callable[[Batch], Any]  # what the first stage reads
 Training = tuple[nn.Module, Optimizer, Loss]
@@ -58,7 +65,7 @@ class PipelineMode:
         self.runtime, self.input_of, self.stages, self.transport = runtime, input_of, stages, transport
         self.settle, self.drain = runtime.settle, runtime.drain
         others = [stage for stage in stages if stage.index != transport.place.rank]
-        self._away = [(p, p.shape) for stage in others for p in stage.module.parameters()]
+        self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
         self._empty()
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
@@ -70,7 +77,7 @@ class PipelineMode:
             parameter.data = parameter.data.new_empty(shape)
         with torch.no_grad():
             for stage in self.stages:
-                for tensor in [*stage.module.parameters(), *stage.module.buffers()]:
+                for tensor in [*held_whole(stage), *stage.module.buffers()]:
                     self.transport.spread(tensor, stage.index)
         try:
             yield

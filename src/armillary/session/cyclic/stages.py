@@ -7,19 +7,21 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Group, Plan
 from armillary.runtime.cut.stages import Stage, chain, cut, same_as_model
 from armillary.runtime.cut.tracer import cut_traced
 from armillary.runtime.watch.untouched import untouched
 from armillary.session.cyclic.split_loss import SplitLoss
 
-__all__ = ["TracedInput", "refuse_other_groups", "stages_of"]
+__all__ = ["TracedInput", "refuse_other_groups", "stage_of_group", "stages_of"]
 
 Form = tuple[Any, ...]
 
 
 def stages_of(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stage]:
     """Stages that were seen to compute what the model does on `value`; a stage begins at every module of `points`.
+
+    Without points the model is one stage, whatever its forward does.
 
     Raises:
         ValueError: a point that is none of the chain's modules; a model that cannot be traced, and which module
@@ -32,6 +34,8 @@ def stages_of(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stage
         stages = cut(model, links, starts)
         same_as_model(model, stages, value)
         return stages
+    if not points:  # nothing to cut, nothing to trace
+        return [Stage(0, _Called(model), {f"model.{name}": name for name, _ in model.named_parameters()})]
     with untouched(model), warnings.catch_warnings():
         # recurrent layers rewrite an attribute while they are traced; `untouched` puts it back
         warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
@@ -55,7 +59,7 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
     """
     read_in = {name: stage.index for stage in stages for name in stage.names.values()}
     for group in plan.groups:
-        planned = int(group.name.removeprefix("stage "))
+        planned = stage_of_group(group)
         for name in group.parameters:
             if read_in.get(name) != planned:
                 raise ValueError(
@@ -63,6 +67,11 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
                     f"{read_in.get(name, 'none')}; its modules are not called in the order in which they are defined. "
                     f"Name the cuts: points=[...], or profile(..., stages=[modules in the order of calls])"
                 )
+
+
+def stage_of_group(group: Group) -> int:
+    """A plan's group is "stage 2", or for a table that is read there "stage 2: the table's name"."""
+    return int(group.name.removeprefix("stage ").partition(":")[0])
 
 
 def form_of(value: Any) -> Form:

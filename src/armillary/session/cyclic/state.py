@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.saving.checkpoint import Marker, mark, new_folder, next_serial, prune
-from armillary.runtime.saving.optimizer_state import by_index, by_name, parameter_names
+from armillary.runtime.saving.optimizer_state import by_index, by_name, parameter_names, table_state
 from armillary.runtime.saving.row_file import FileRecord, StoredRows, digest, sync_folder
 from armillary.runtime.saving.saved import REST, open_saved, read_rows
 from armillary.schedules.cyclic_modes import RINGS
 from armillary.session.cyclic.drive import CyclicRun
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.row_tensors import gathered, row_tensors
 
-__all__ = ["export_cyclic", "load_plain", "save_cyclic"]
+__all__ = ["export_cyclic", "load_plain", "save_cyclic", "whole_rows"]
 
 
 def export_cyclic(run: CyclicRun) -> dict[str, Any] | None:
@@ -30,7 +32,8 @@ def export_cyclic(run: CyclicRun) -> dict[str, Any] | None:
 
     Returns:
         On rank 0, copies on the CPU: {"model": state_dict, "optimizer": state_dict} as one process would have them;
-        None elsewhere. Buffers are rank 0's (in a ring every worker has running statistics of its own).
+        None elsewhere. Buffers are rank 0's (in a ring every worker has running statistics of its own). Only rank 0
+        needs memory for whole tables.
     """
     run.drain()
     state: dict[int, dict[str, Any]] = {}
@@ -40,16 +43,30 @@ def export_cyclic(run: CyclicRun) -> dict[str, Any] | None:
         theirs = run.transport.share(held if run.rank == owner else None)[owner]
         if run.rank == 0:
             state.update({run.names.index(name): entries for name, entries in theirs.items()})
+    whole = whole_rows(run)
     with run.newest():
         if run.rank > 0:
             return None
-        model = {key: _copied(value) for key, value in run.model.state_dict().items()}
+        model = {
+            key: whole[value.reader.name, ""] if isinstance(value, TableHandle) else _copied(value)
+            for key, value in run.model.state_dict().items()
+        }
+    for (name, entry), rows in whole.items():
+        if entry:
+            state.setdefault(run.names.index(name), {})[entry] = rows
     groups, first = [], 0
     for group, count in zip(run.optimizer.param_groups, run.groups, strict=True):
         options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**options, "params": list(range(first, first + count))})
         first += count
     return {"model": model, "optimizer": {"state": dict(sorted(state.items())), "param_groups": groups}}
+
+
+def whole_rows(run: CyclicRun) -> dict[tuple[str, str], Tensor]:
+    """Collective, when everything is settled: on rank 0 tables (entry "") and their optimizer state by row, whole."""
+    tables = run.tables
+    found = row_tensors(tables.by_name, tables.held, run.optimizer, run.transport)
+    return {(tensor.table.name, tensor.entry): gathered(tensor, run.transport) for tensor in found}
 
 
 def save_cyclic(run: CyclicRun, folder: Path, step: int, loops: Sequence[Mapping[str, Any]], keep: int) -> Path:
@@ -123,7 +140,11 @@ def _states(run: CyclicRun) -> dict[str, dict[str, Any]]:
         if run.options.mode in RINGS:
             names = [name for name in names if name in stage_of and run.owners[stage_of[name]] == run.rank]
         for name, parameter in zip(names, group["params"], strict=True):
-            if entries := run.optimizer.state.get(parameter):
+            entries = run.optimizer.state.get(parameter, {})
+            if name in run.tables.by_name:  # its rows are gathered
+                table = run.tables.by_name[name]
+                entries = table_state(table, run.optimizer, run.tables.held[name]).rest
+            if entries:
                 held[name] = {entry: _copied(value) for entry, value in entries.items()}
         first += count
     return held

@@ -14,11 +14,12 @@ import torch
 from armillary.facts.plan import Forecast
 from armillary.facts.trace import Trace
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.saving.checkpoint import latest
 from armillary.schedules.chosen import read_choice
 from armillary.schedules.random_stream import seed_streams
 from armillary.session.cyclic.delayed import DelayedMode
-from armillary.session.cyclic.drive import CyclicRun, drive
+from armillary.session.cyclic.drive import CyclicRun, drive, micro_batches_of
 from armillary.session.cyclic.modes import ZeroRingMode
 from armillary.session.cyclic.state import load_plain, save_cyclic
 from armillary.session.decide import Subject, decide, subject_of
@@ -66,7 +67,7 @@ def train_cyclic(workload: Workload, settings: Settings) -> Iterator[Event]:
 
 def _feeds(workload: Workload, decided: Decided, seed: int, loops: tuple[dict[str, Any], ...]) -> list[Feed]:
     """One for every micro-batch, where the loop that was saved for it, or for the first one, left off."""
-    count = read_choice(decided.plan.schedule, decided.plan.workers).micro_batches
+    count = micro_batches_of(read_choice(decided.plan.schedule, decided.plan.workers), decided.plan.workers)
     if not loops:
         return [Feed(workload, (m, count), seed) for m in range(count)]
     states = [loops[m if m < len(loops) else 0]["feed"] for m in range(count)]
@@ -84,7 +85,8 @@ def _micro_batches_held(run: CyclicRun) -> float:
     if run.has_own_data:
         return 1.0
     ticks = range(2 * run.schedule.period, 4 * run.schedule.period)
-    return max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages / run.workers
+    held = max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages
+    return held if run.options.mode == "one_device" else held / run.workers
 
 
 class _Training:
@@ -109,7 +111,7 @@ class _Training:
         seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
         self._count(self.run.step(mine))
         self.step += 1
-        if self.run.has_own_data or self.run.rank == 0:
+        if self.run.has_own_data or self.run.options.mode == "one_device" or self.run.rank == 0:
             self.samples += sum(self.workload.samples(batch) for batch in mine)
 
     def _count(self, finished: list[StepLosses]) -> None:
@@ -201,10 +203,12 @@ class _Training:
 
 
 def _held_bytes(run: CyclicRun) -> float:
-    """Weights and optimizer state between two steps on this process, with master copies, late gradients, and tokens."""
+    """Weights and optimizer state between two steps on this process, with a ring's master copies, late gradients and
+    tokens, and the rows of tables owned here."""
     masters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    tensors = [*run.model.parameters(), *masters]
-    for entries in run.optimizer.state.values():
+    tensors = [*(p for p in run.model.parameters() if not isinstance(p, TableHandle)), *masters]
+    tensors += [table.shard for table in run.tables.by_name.values()]
+    for entries in [*run.optimizer.state.values(), *run.tables.held.values()]:
         tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     late = run.mode.held_bytes if isinstance(run.mode, DelayedMode | ZeroRingMode) else 0

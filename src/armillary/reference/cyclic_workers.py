@@ -1,0 +1,137 @@
+"""The truth of a cyclic schedule on several workers with row-sharded tables: plain loops in one process, whole tables.
+
+Every version of every weight is kept whole while it may be read. Each worker takes its own micro-batches through the
+stages at the versions the schedule names. A table's gradients are added up in one row: worker by worker, micro-batch by
+micro-batch, and divided once by their number. Of every other weight each worker takes the mean of its own first, then
+the mean over workers is taken, in their order. Then the user's optimizer steps the whole model once.
+
+A lazy table keeps the rows, and the state of the rows, whose gradient is zero. Buffers are each worker's own.
+
+Source: Fournier & Oyallon, 2024 (update rule); Kim et al., EuroSys 2019 (rows owned by workers).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from armillary.schedules.random_stream import seeded
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["WorkersReference"]
+
+MicroBatch = tuple[Any, Any]  # what the first stage reads, and what the loss compares with
+Weights = list[dict[str, Tensor]]  # per stage, by the stage's own parameter names
+Sums = dict[nn.Parameter, Tensor]
+
+
+class WorkersReference:
+    """`step` is one training step of all workers; the user's loop around it stays plain.
+
+    Args:
+        stages: the model, cut; each takes what the one before returns.
+        loss: loss(output, target) -> scalar mean over one micro-batch.
+        tables: which parameters are summed as tables, and whether their rows are lazy.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        optimizer: Optimizer,
+        schedule: Schedule,
+        loss: Callable[[Any, Any], Tensor],
+        workers: int,
+        tables: Mapping[nn.Parameter, bool],
+        seed: int = 0,
+    ) -> None:
+        self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
+        self.workers, self.tables = workers, tables
+        self.drains: list[int] = []
+        self.buffers = [
+            [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in stages]
+            for _ in range(workers)
+        ]
+        self._step = 0
+        self._versions: dict[int, Weights] = {}
+
+    def drain(self) -> None:
+        """Everything before the next step has finished: it reads no older weights than its own."""
+        self.drains.append(self._step)
+
+    def step(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
+        """batches: [worker][micro-batch]. Returns the losses, likewise."""
+        self._versions[self._step] = [
+            {name: p.detach().clone() for name, p in stage.named_parameters()} for stage in self.stages
+        ]
+        for version in [v for v in self._versions if v < self._step - max(map(max, self.schedule.staleness))]:
+            del self._versions[version]
+        rows: Sums = {}
+        means: Sums = {}
+        losses: list[list[Tensor]] = []
+        for worker, mine in enumerate(batches):
+            own: Sums = {}
+            losses.append([])
+            for micro_batch, batch in enumerate(mine):
+                value, gradients = self._gradients(worker, micro_batch, batch)
+                losses[-1].append(value)
+                for parameter, gradient in gradients:
+                    _add(rows if parameter in self.tables else own, parameter, gradient)
+            for parameter, total in own.items():
+                _add(means, parameter, total / len(mine))
+        for parameter, total in rows.items():
+            parameter.grad = total / (self.workers * self.schedule.micro_batches)
+        for parameter, total in means.items():
+            parameter.grad = total / self.workers
+        self._step_but_quiet_rows()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return losses
+
+    def _gradients(
+        self, worker: int, micro_batch: int, batch: MicroBatch
+    ) -> tuple[Tensor, Iterator[tuple[nn.Parameter, Tensor]]]:
+        """Loss of one micro-batch and its gradients, at the weights the schedule names; unused ones are left out."""
+        leaves: list[Tensor] = []
+        parameters: list[nn.Parameter] = []
+        value, target = batch
+        number = worker * self.schedule.micro_batches + micro_batch  # among those of all workers
+        for j, stage in enumerate(self.stages):
+            version = self.schedule.version((self._step, micro_batch, j), self.drains)
+            weights = {}
+            for name, parameter in stage.named_parameters():
+                weights[name] = self._versions[version][j][name].detach().requires_grad_(parameter.requires_grad)
+                if parameter.requires_grad:
+                    leaves.append(weights[name])
+                    parameters.append(parameter)
+            device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+            with seeded(self.seed, (self._step, number, j), device):
+                value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
+                if stage is self.stages[-1]:
+                    value = self.loss(value, target)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        return value.detach(), ((p, g) for p, g in zip(parameters, found, strict=True) if g is not None)
+
+    def _step_but_quiet_rows(self) -> None:
+        lazy = [p for p, is_lazy in self.tables.items() if is_lazy and p.grad is not None]
+        before = {p: (p.detach().clone(), self._row_state(p)) for p in lazy}
+        self.optimizer.step()
+        for parameter, (weight, state) in before.items():
+            assert parameter.grad is not None
+            quiet = parameter.grad.reshape(len(parameter), -1).abs().sum(1) == 0
+            with torch.no_grad():
+                parameter[quiet] = weight[quiet]
+            for key, value in self._row_state(parameter).items():
+                value[quiet] = state[key][quiet] if key in state else 0.0
+                self.optimizer.state[parameter][key].copy_(value)
+
+    def _row_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Copies of what the optimizer keeps for every row."""
+        state = self.optimizer.state.get(parameter, {})
+        return {key: v.clone() for key, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+
+
+def _add(sums: Sums, parameter: nn.Parameter, gradient: Tensor) -> None:
+    sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient

@@ -1,0 +1,165 @@
+"""The tables that a cyclic plan keeps by row: what speaks against them, the order of their look-ups, their making."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import build_row, row_exchanges
+from armillary.facts.plan import Group, Plan
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
+from armillary.runtime.cyclic.twin_bucket import Requests
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.look_ups import LookUps
+from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.transport import Transport
+from armillary.runtime.watch.untouched import untouched
+from armillary.schedules.cyclic_modes import CyclicOptions
+from armillary.schedules.table_modes import refuse_tables
+from armillary.session.cyclic.stages import stage_of_group
+from armillary.session.misfit import row_complaints
+from armillary.session.tables import make_table, put_handle
+
+__all__ = ["RunTables", "look_up_orders", "make_tables", "table_complaints", "table_groups"]
+
+
+@dataclass(frozen=True, eq=False)
+class RunTables:
+    """Of one run. by_stage: of the stages that read some. look_ups: of the newest rows, when nothing is under way."""
+
+    by_name: Mapping[str, RowTable] = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
+    by_stage: Tables = field(default_factory=dict)
+    look_ups: LookUps | None = None
+
+
+def table_groups(plan: Plan) -> list[Group]:
+    """The groups whose rows are spread over the ranks."""
+    return [group for group in plan.groups if group.exchange.name in row_exchanges()]
+
+
+def table_complaints(
+    plan: Plan, options: CyclicOptions, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> Iterator[str]:
+    """What speaks against a plan's tables, with the remedy."""
+    for group in table_groups(plan):
+        try:
+            refuse_tables(options, group.parameters)
+        except ValueError as error:
+            yield str(error)
+        yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
+        exchange = build_row(group.exchange.name, **group.exchange.options)
+        if exchange.placement != "row_sharded" or exchange.push_requests > 1:
+            yield (
+                f"group {group.name!r} goes by {group.exchange}; under a cyclic schedule rows go straight to one "
+                f"owner and back: take an exchange that does so, or plan the table without rows"
+            )
+        if group.look_ahead != "none":
+            yield (
+                f"group {group.name!r}: look_ahead={group.look_ahead!r} is for loops over run.batches; a cyclic "
+                f"schedule owns its loop: set it to 'none'"
+            )
+
+
+def look_up_orders(stages: Sequence[Stage], names: Sequence[str], model: nn.Module, value: Any) -> list[list[str]]:
+    """By stage, the names of the tables in the order in which its forward looks them up, on one value.
+
+    Raises:
+        NotImplementedError: a table is read in another way than by row.
+    """
+    orders: list[list[str]] = []
+    with untouched(model), torch.no_grad():
+        for stage in stages:
+            order: list[str] = []
+            local = {name: stage.names[name] for name in stage.names if stage.names[name] in names}
+            parameters = dict(stage.module.named_parameters())
+            handles: dict[str, Tensor] = {}
+            for name, title in local.items():
+                whole = parameters[name]
+                handles[name] = TableHandle(_Noting(title, whole, order, whole.shape), whole, requires_grad=True)
+            value = functional_call(stage.module, handles, (value,))
+            orders.append(order)
+    return orders
+
+
+@dataclass(eq=False)
+class _Noting:
+    """A table that is still whole, and notes who reads it."""
+
+    name: str
+    whole: Tensor
+    order: list[str]
+    shape: torch.Size
+    gradient: Tensor | None = None
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.order.append(self.name)
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        return self.whole.detach()[distinct], inverse
+
+    def load(self, whole: Tensor) -> None:
+        raise AssertionError(f"{self.name}: a forward wrote to it")
+
+    def gradient_norms(self, order: float) -> Tensor:
+        raise AssertionError(f"{self.name} has no gradient")
+
+    def drop_gradient(self) -> None:
+        """It has none."""
+
+
+def make_tables(
+    plan: Plan,
+    training: tuple[nn.Module, Optimizer, Sequence[Stage]],
+    orders: Sequence[Sequence[str]],
+    divisor: int,
+    connection: tuple[Transport, Requests],
+) -> RunTables:
+    """Takes a plan's tables out of model and optimizer; every rank keeps the rows it owns.
+
+    Args:
+        divisor: micro-batches of a step, those of all ranks.
+
+    Raises:
+        ValueError: ranks would look tables up in different orders.
+    """
+    (model, optimizer, stages), (transport, requests) = training, connection
+    groups = table_groups(plan)
+    if not groups:
+        return RunTables()
+    _refuse_other_orders(orders, transport)
+    named = dict(model.named_parameters())
+    modules = [*model.modules(), *(module for stage in stages for module in stage.module.modules())]
+    owned: dict[int, list[OwnedTable]] = {}
+    by_name: dict[str, RowTable] = {}
+    held: dict[str, Held] = {}
+    for group in groups:
+        name = group.parameters[0]
+        by_name[name], held[name] = make_table(group, named[name], optimizer, transport)
+        put_handle(modules, named[name], by_name[name])
+        owned.setdefault(stage_of_group(group), []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
+    look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
+    by_stage = {}
+    for j, tables in sorted(owned.items()):
+        numbers = {one.table.name: number for number, one in enumerate(tables)}
+        order = [numbers[name] for name in orders[j]]
+        by_stage[j] = StageTables(j, tables, order, divisor, optimizer, requests, look_ups.read)
+    return RunTables(by_name, held, by_stage, look_ups)
+
+
+def _refuse_other_orders(orders: Sequence[Sequence[str]], transport: Transport) -> None:
+    everyones = transport.share([list(order) for order in orders])
+    if any(theirs != everyones[0] for theirs in everyones):
+        raise ValueError(
+            f"drive: ranks look row-sharded tables up in different orders, by rank and stage: {everyones}; give every "
+            f"rank an example of the same form"
+        )
+
+
+def _no_gradient(table: RowTable) -> None:
+    raise AssertionError(f"{table.name}: a read of the newest rows got a gradient")

@@ -1,0 +1,57 @@
+"""Makes the tables of a plan: rows owned here, what the optimizer holds of them, and the handle in the model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import build_row
+from armillary.facts.plan import Group
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.transport import Transport
+from armillary.session.misfit import options_of
+
+__all__ = ["make_table", "put_handle"]
+
+
+def make_table(
+    group: Group, parameter: nn.Parameter, optimizer: Optimizer, transport: Transport, shard: Tensor | None = None
+) -> tuple[RowTable, Held]:
+    """Whoever runs it must set the table's `reads` (and `norms`, if anybody asks for them).
+
+    Args:
+        shard: this rank's rows, where the parameter itself has no values (meta device).
+    """
+    options = options_of(optimizer, parameter)
+    assert options is not None, group.name
+    exchange = build_row(group.exchange.name, **group.exchange.options)
+    has_window = group.is_lazy or (steps_by_row(optimizer, options) and leaves_untouched_rows(optimizer, options))
+    fields: dict[str, Any] = {
+        "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
+        "look_ahead": group.look_ahead,
+        "reads": _unattached, "norms": _unattached,
+    }  # fmt: skip
+    if shard is None:
+        table = RowTable.owning(parameter, exchange, transport.place, **fields)
+    else:
+        table = RowTable(shape=parameter.shape, exchange=exchange, place=transport.place, shard=shard, **fields)
+    return table, replace_parameter(optimizer, parameter, table)
+
+
+def _unattached(*_: Any) -> Any:
+    raise AssertionError("nobody has taken the table yet")
+
+
+def put_handle(modules: Iterable[nn.Module], parameter: nn.Parameter, table: RowTable) -> None:
+    """Every module that holds the parameter (tied weights: several) holds the one handle from now on."""
+    handle = TableHandle(table, table.shard, requires_grad=True)
+    for module in modules:
+        for name, held in list(module._parameters.items()):
+            if held is parameter:
+                module._parameters[name] = handle  # type: ignore[assignment]
+    with torch.no_grad():
+        parameter.grad = None

@@ -1,0 +1,474 @@
+"""Laws of tables kept by row under a cyclic schedule: what plain loops over whole tables give, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from armillary.facts.plan import Choice
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.reference.cyclic import Reference
+from armillary.reference.cyclic_workers import WorkersReference
+from armillary.runtime.cyclic import stage_tables
+from armillary.runtime.cyclic.delayed_step import options_of
+from armillary.runtime.cyclic.row_versions import RowVersions
+from armillary.runtime.cyclic.row_visit import Visit
+from armillary.runtime.cyclic.stage_tables import StageTables
+from armillary.runtime.watch.profiler import profile
+from armillary.schedules.cyclic import cyclic
+from armillary.session.cyclic.drive import drive
+from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
+from table_models import BY_ROW, OPTIMIZERS, ROWS, WIDTH, batch_of, cut_of, loss, model_of, plan_of, points_of, truth
+
+STEPS = 5
+
+
+def run_of(made, optimizer="sgd", dtype=torch.float64):
+    model = model_of(dtype)
+    return drive(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, batch_of(0, 0, dtype), seed=5)
+
+
+def trained(run, steps, drains=(), looks=()):
+    """Losses by step; the rate falls after two steps."""
+    scheduler, dtype = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [2], 0.1), next(run.model.parameters()).dtype
+    losses = []
+    for step in range(steps):
+        if step in drains:
+            run.drain()
+        if step in looks:
+            with run.newest(), torch.no_grad():
+                for number in range(run.rank):  # not equally often on every rank
+                    run.model(batch_of(step, number, dtype)[0])
+        losses += run.step([batch_of(step, number, dtype) for number in run.micro_batches])
+        scheduler.step()
+    run.drain()
+    losses += run.losses()
+    return [list(one.losses) for one in losses]
+
+
+def held(run):
+    """By name: (ids owned here, rows, optimizer state of the rows) of tables, and whole weights of the others."""
+    tables = {}
+    for name, table in run.tables.by_name.items():
+        state = run.tables.held[name] if table.has_window else dict(run.optimizer.state[table.parameter])
+        rows = {key: v.clone() for key, v in state.items() if torch.is_tensor(v) and v.shape == table.shard.shape}
+        tables[name] = table.ownership.ids(run.rank), table.shard.clone(), rows
+    with run.newest():
+        whole = {name: p.detach().clone() for name, p in run.model.named_parameters() if name not in tables}
+    return tables, whole
+
+
+def job(rank, world, cases):
+    torch.set_num_threads(1)
+    found = []
+    for made, optimizer, dtype, drains, looks in cases:
+        run = run_of(made, optimizer, dtype)
+        losses = trained(run, STEPS, drains, looks)
+        found.append((*held(run), losses))
+        run.transport.close()
+    return found
+
+
+def is_exact(options, processes):
+    """gloo adds the whole gradients of three ranks in an order of its own."""
+    return options["mode"] == "pipeline" or processes < 3
+
+
+def same(mine, true, exact=True):
+    if exact:
+        return torch.equal(mine, true)
+    return torch.allclose(mine, true, rtol=0, atol=1e-10)
+
+
+def refute(answers, case, options, processes):
+    """The first thing that is not the truth's; empty if there is none."""
+    _, optimizer, dtype, drains, _ = case
+    lazy = [group.parameters[0] for group in case[0].groups if group.is_lazy]
+    model, made, true_losses = truth(options, processes, STEPS, optimizer, lazy, drains, dtype)
+    named, exact = dict(model.named_parameters()), is_exact(options, processes)
+    for rank, (tables, whole, losses) in enumerate(answers):
+        for name, (ids, rows, state) in tables.items():
+            if not same(rows, named[name][ids], exact):
+                return f"rank {rank}: rows of {name}"
+            wanted = {k: v for k, v in made.state[named[name]].items() if getattr(v, "shape", ()) == named[name].shape}
+            if state.keys() != wanted.keys() or not all(same(state[k], wanted[k][ids], exact) for k in wanted):
+                return f"rank {rank}: optimizer state of {name}"
+        if different := [name for name in whole if not same(whole[name], named[name], exact)]:
+            return f"rank {rank}: {different}"
+        worker = rank if options["mode"] == "one_device" else 0
+        knows = options["mode"] == "one_device" or rank == processes - 1
+        wanted = [step[worker] for step in true_losses] if knows else []
+        if len(losses) != len(wanted) or not all(
+            same(a, b, exact) for these, those in zip(losses, wanted, strict=True) for a, b in zip(these, those)
+        ):
+            return f"rank {rank}: losses"
+    return ""
+
+
+def one_device(stages=3, micro_batches=3, **options):
+    return {"mode": "one_device", "micro_batches": micro_batches, "points": points_of(stages), "stages": stages,
+            **options}  # fmt: skip
+
+
+def pipeline(stages, **options):
+    return {"mode": "pipeline", "points": points_of(stages), **options}
+
+
+def checked(crew, processes, listed):
+    """listed: (options, what differs from the usual case)."""
+    cases = []
+    for options, said in listed:
+        dtype = said.get("dtype", torch.float64) if is_exact(options, processes) else torch.float64
+        made = plan_of(options, processes, lazy=said.get("lazy", ()), dtype=dtype)
+        cases.append((made, said.get("optimizer", "sgd"), dtype, said.get("drains", ()), said.get("looks", ())))
+    answers = crew(processes).run(job, cases)
+    for number, ((options, _), case) in enumerate(zip(listed, cases, strict=True)):
+        assert not (found := refute([answer[number] for answer in answers], case, options, processes)), (found, options)
+
+
+VARIETY = [
+    {"optimizer": "sgd"},
+    {"optimizer": "momentum", "drains": (3,)},
+    {"optimizer": "adagrad", "dtype": torch.float32, "looks": (1, 3)},
+    {"optimizer": "fused adagrad", "drains": (1, 4), "looks": (2,)},
+    {"optimizer": "adam"},
+    {"optimizer": "adam", "lazy": ("0.words.weight", "2.late.weight")},  # marks are read for nothing: zero gradient
+]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_one_device_on_one_rank_and_on_several_is_the_reference(crew, processes):
+    shapes = [one_device(), one_device(2, 2, slack=1), one_device(1, 4), one_device(3, 3, slack=3),
+              one_device(3, 2), one_device(3, 3, recompute=[0, 2])]  # fmt: skip
+    checked(crew, processes, list(zip(shapes, VARIETY, strict=True)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_pipeline_whose_tables_all_stages_own_is_the_reference(crew, processes):
+    shapes = [pipeline(processes), pipeline(processes, slack=1), pipeline(processes, micro_batches=4),
+              pipeline(processes, slack=4), pipeline(processes, micro_batches=5, slack=2),
+              pipeline(processes, recompute=[0])]  # fmt: skip
+    checked(crew, processes, list(zip(shapes, VARIETY, strict=True)))
+
+
+def test_plain_loops_over_one_worker_are_those_of_the_reference_without_tables():
+    finals = []
+    for kind in ("workers", "one"):
+        model, schedule = model_of(), cyclic(3, slack=1)
+        made = OPTIMIZERS["momentum"](model.parameters())
+        if kind == "workers":
+            tables = {dict(model.named_parameters())[name]: False for name in BY_ROW}
+            reference = WorkersReference(cut_of(model, 3), made, schedule, functional.mse_loss, 1, tables, seed=5)
+        else:
+            reference = Reference(cut_of(model, 3), made, schedule, functional.mse_loss, seed=5)
+        for step in range(STEPS):
+            if step == 3:
+                reference.drain()
+            batches = [batch_of(step, m) for m in range(3)]
+            reference.step([batches] if kind == "workers" else batches)
+        finals.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *finals))
+
+
+# Faults, planted
+
+_visit, _learn = StageTables.visit, StageTables.learn
+_advance, _stand_at = RowVersions.advance, RowVersions.stand_at
+_receive, _step_with = Visit.receive, stage_tables.step_with
+
+
+def newest_rows(self, place, version):
+    """A push is seen one step early: rows are read as they are now, whatever version the schedule names."""
+    return _visit(self, place, self.owned[0].versions.newest)
+
+
+def kept_from_the_newer(self, rows, before):
+    """What is kept of a step is what it made, not what was there before."""
+    _advance(self, rows, self._shard.clone() if rows is None else self._shard.index_select(0, rows))
+
+
+def not_brought_back(self, version):
+    """Old rows are swapped in, and stay there when the newest are wanted."""
+    if version <= self._standing:
+        _stand_at(self, version)
+    self._standing = version
+
+
+def one_ranks_gradient_lost(self, gradients):
+    """What rank 1 learns never leaves it."""
+    _receive(self, [None] * len(gradients) if self.label.startswith("rank 1") else gradients)
+
+
+def one_micro_batch_short(self, step):
+    """The owners step before the step's last gradient is there."""
+    del self._visits[step][max(self._visits[step])]
+    _learn(self, step)
+
+
+def rate_of_the_wall(optimizer, gradients, options):
+    """The learning rate of the moment of the update instead of the gradient's step."""
+    _step_with(optimizer, gradients, options_of(optimizer))
+
+
+def state_of_other_rows(table, optimizer, held):
+    """The window's rows come with the optimizer state of the shard's first rows."""
+    for name, whole in held.items():
+        optimizer.state[table.parameter][name] = whole[: len(table.window_rows)].clone()
+
+
+FAULTS = {
+    "newest rows": (StageTables, "visit", newest_rows),
+    "kept from the newer": (RowVersions, "advance", kept_from_the_newer),
+    "not brought back": (RowVersions, "stand_at", not_brought_back),
+    "one rank's gradient lost": (Visit, "receive", one_ranks_gradient_lost),
+    "one micro-batch short": (StageTables, "learn", one_micro_batch_short),
+    "rate of the wall": (stage_tables, "step_with", rate_of_the_wall),
+    "state of other rows": (stage_tables, "open_window", state_of_other_rows),
+}
+
+
+def faulty(rank, world, faults, cases):
+    found = []
+    for name in faults:
+        if not name:
+            found.append(job(rank, world, cases))
+            continue
+        owner, attribute, fault = FAULTS[name]
+        right = getattr(owner, attribute)
+        setattr(owner, attribute, fault)
+        try:
+            found.append(job(rank, world, cases))
+        finally:
+            setattr(owner, attribute, right)
+    return found
+
+
+@pytest.mark.parametrize("options", [one_device(slack=1), pipeline(2, micro_batches=3, slack=1)])
+def test_planted_faults_are_seen(crew, options):
+    case = (plan_of(options, 2), "adagrad", torch.float64, (), ())
+    answers = crew(2).run(faulty, ["", *FAULTS], [case])
+    for number, name in enumerate(["", *FAULTS]):
+        found = refute([answer[number][0] for answer in answers], case, options, 2)
+        assert bool(found) == bool(name), (name, found)
+
+
+# Refusals
+
+
+def test_a_version_that_is_not_there_is_never_served():
+    shard = torch.arange(6.0)[:, None].clone()
+    versions = RowVersions("words", shard)
+    with pytest.raises(RuntimeError, match="words: version 1 of the rows is missing, there are \\(0,\\)"):
+        versions.stand_at(1)
+    for rows in ([1, 2], [2, 5]):
+        rows = torch.tensor(rows)
+        before = shard[rows].clone()
+        shard[rows] += 10
+        versions.advance(rows, before)
+    seen = []
+    for version in (0, 1, 2, 1, 0, 2):
+        versions.stand_at(version)
+        seen.append(shard.flatten().tolist())
+    zero, one, two = [0, 1, 2, 3, 4, 5], [0, 11, 12, 3, 4, 5], [0, 11, 22, 3, 4, 15]
+    assert seen == [zero, one, two, one, zero, two]
+    assert versions.held_bytes == 4 * 4
+    versions.forget(1)
+    assert versions.versions == (1, 2)
+    with pytest.raises(RuntimeError, match="version 0 of the rows is missing"):
+        versions.stand_at(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "message"),
+    [
+        ({"mode": "ring"}, {}, "cannot be kept by row in mode ring: .*take one_device, pipeline"),
+        (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
+        (pipeline(1, remedies=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
+        (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
+        (one_device(), {"wishes": {"0.marks": "replicated"}}, "can only ask for rows with owners"),
+        (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under a cyclic schedule only if kept by row"),
+    ],
+)
+def test_a_plan_that_cannot_keep_tables_by_row_is_refused_with_what_can(options, said, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(options, 1, **said)
+
+
+def refused(made, optimizer, example=None):
+    model = model_of()
+    with pytest.raises((ValueError, NotImplementedError)) as found:
+        drive(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, example or batch_of(0, 0))
+    return str(found.value)
+
+
+def edited(made, **changes):
+    group = next(group for group in made.groups if group.placement == "row_sharded")
+    return made.with_group(replace(group, **changes))
+
+
+def test_drive_refuses_edited_plans(crew):
+    for answer in crew(1).run(refusals, plan_of(one_device(), 1)):
+        assert "a cyclic schedule owns its loop: set it to 'none'" in answer[0]
+        assert "rows go straight to one owner and back" in answer[1]
+        assert "cannot be kept by row in mode ring" in answer[2]
+
+
+def refusals(rank, world, made):
+    ring = plan_of({"mode": "ring", "stages": 3, "points": points_of(3)}, 1, {})
+    tables = {group.parameters[0]: group for group in made.groups if group.placement == "row_sharded"}
+    whole = [replace(g, parameters=tuple(p for p in g.parameters if p not in tables)) for g in ring.groups
+             if set(g.parameters) - set(tables)]  # fmt: skip
+    return [
+        refused(edited(made, look_ahead="ids"), "sgd"),
+        refused(edited(made, exchange=Choice("gather_rows"), placement="replicated"), "sgd"),
+        refused(replace(ring, groups=(*whole, *tables.values())), "sgd"),
+    ]
+
+
+class More(nn.Module):
+    """Looks a table up as often as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(ROWS, 2)
+
+    def forward(self, ids):
+        return sum(self.words(ids).mean(1) for _ in range(int(ids.max()))).sum(1)
+
+
+def too_often(rank, world, made):
+    model = nn.Sequential(More()).double()
+    run = drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), more_loss, (torch.ones(2, 2).long(),))
+    with pytest.raises(RuntimeError) as found:
+        run.step([(2 * torch.ones(2, 2).long(),)] * 2)
+    return str(found.value)
+
+
+def more_loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def test_a_forward_may_not_look_up_more_often_than_its_example(crew):
+    link = Link(1e-4, 1e8)
+    facts = profile(nn.Sequential(More()).double(), [(torch.ones(2, 2).long(),)], more_loss)
+    schedule = Choice("cyclic", {"mode": "one_device", "stages": 1})
+    made = plan(
+        facts, Topology(1, 1, link, link, 1 << 33), schedule=schedule, constraints={"0.words.weight": "row_sharded"}
+    )
+    (answer,) = crew(1).run(too_often, made)
+    assert "a look-up of 0.words.weight came after the 1 that the example made" in answer
+
+
+def changed_options(rank, world, made):
+    run = run_of(made)
+    trained(run, 1)
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ValueError, match="rows move that get no gradient") as found:
+        trained(run, 2)
+    return str(found.value)
+
+
+def test_options_under_which_quiet_rows_would_move_are_refused(crew):
+    (answer,) = crew(1).run(changed_options, plan_of(one_device(), 1))
+    assert "'weight_decay': 0.1" in answer and "plan the table lazy" in answer
+
+
+# Bytes
+
+
+class Even(nn.Module):
+    """Reads the same rows in every micro-batch, as many of every owner's."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner = nn.Embedding(ROWS + 1, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.inner(self.words(ids)).mean(1)
+
+
+def even_loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def even_model():
+    return nn.Sequential(Even(), nn.Linear(WIDTH, 2), nn.Linear(2, 2))
+
+
+EVEN = (torch.arange(12).view(3, 4),)
+
+
+def counted(rank, world, made):
+    model = even_model()
+    run = drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), even_loss, EVEN)
+    counts = []
+    for _ in range(4):
+        run.step([EVEN] * len(run.micro_batches))
+        run.settle()
+        counts.append(run.channel.take()[0])
+    run.transport.close()
+    return counts
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("mode", ["one_device", "pipeline"])
+def test_the_bytes_forecast_are_the_bytes_sent(crew, processes, mode):
+    link = Link(1e-4, 1e8)
+    facts = profile(even_model(), [EVEN] * processes, even_loss, workers=processes)
+    schedule = Choice("cyclic", {"mode": mode, "points": ["1", "2"][: processes - 1], "micro_batches": 3})
+    topology, wish = Topology(processes, 1, link, link, 1 << 33), {"0.words.weight": "row_sharded"}
+    made = plan(facts, topology, schedule=schedule, constraints=wish)
+    answers = crew(processes).run(counted, made)
+    sent = [sum(counts[step] for counts in answers) / processes for step in (1, 2, 3)]  # forms travel at step 0
+    assert sent == pytest.approx([made.forecast.sent_bytes] * 3, rel=1e-12) and sent[0] > 0
+    table = made.group_of("0.words.weight")
+    assert table.update == "stale" and table.placement == "row_sharded"
+    assert "micro-batches read rows one step old" in str(made) and "row_sharded" in str(made)
+
+
+# Saving
+
+
+def saved(rank, world, made, folder):
+    """The checkpoint of a run, and what it exported."""
+    run = run_of(made, "adam")
+    trained(run, 3)
+    whole = export_cyclic(run)
+    save_cyclic(run, folder, 3, [{} for _ in range(3)], 1)
+    run.transport.close()
+    return whole
+
+
+def resumed(rank, world, made, path):
+    model = model_of()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    step, _ = load_plain(path, model, optimizer)
+    run = drive(made, model, optimizer, loss, batch_of(0, 0), seed=5, first_step=step)
+    whole = export_cyclic(run)
+    run.step([batch_of(3, number) for number in run.micro_batches])
+    after = export_cyclic(run)
+    run.transport.close()
+    return whole, after
+
+
+def test_a_checkpoint_is_plain_and_opens_on_another_number_of_ranks_and_modes(crew, tmp_path):
+    made = plan_of(one_device(), 2)
+    whole = crew(2).run(saved, made, tmp_path)[0]
+    model, optimizer, _ = truth(one_device(), 2, 3, "adam")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole["model"][name], parameter), name
+    mine, true = whole["optimizer"]["state"], optimizer.state_dict()["state"]
+    assert all(torch.equal(mine[n][entry], true[n][entry]) for n in true for entry in true[n])
+    path = next(tmp_path.glob("step-*"))
+    finals = []
+    for options, processes in ((one_device(), 1), (pipeline(3), 3)):
+        again, after = crew(processes).run(resumed, plan_of(options, processes), path)[0]
+        assert all(torch.equal(again["model"][name], whole["model"][name]) for name in whole["model"])
+        finals.append(after["model"])
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
