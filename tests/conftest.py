@@ -19,11 +19,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Callable[[int], Crew]]:
-    """crew(n): n rank processes over gloo, started at first use and kept for the session."""
+    """crew(n): n rank processes over gloo, started at first use and kept for many tests."""
     crews: dict[int, Crew] = {}
 
     def of(world: int) -> Crew:
-        if world not in crews or crews[world].is_disbanded:
+        if world in crews and crews[world].is_worn:
+            crews.pop(world).disband()
+        if world not in crews:
             crews[world] = Crew(world)
         return crews[world]
 

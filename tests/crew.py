@@ -1,6 +1,5 @@
-"""A crew of rank processes, started once a session; a job is a plain function of (rank, world, *args)."""
+"""A crew of rank processes, kept for many tests; a job is a plain function of (rank, world, *args)."""
 
-import gc
 import multiprocessing
 import os
 import queue
@@ -15,6 +14,9 @@ import torch.distributed as dist
 
 GRACE_SECONDS = 5.0
 JOB_SECONDS = 100.0
+MOST_JOBS = (
+    40  # of one crew: jobs leave gloo groups open, and each idle thread of theirs wakes a hundred times a second
+)
 
 
 def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
@@ -26,23 +28,11 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     while (order := inbox.get()) is not None:
         job, args = order
-        _give_groups_back()
         try:
             outbox.put((rank, True, job(rank, world, *args)))
         except BaseException:
             outbox.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()
-
-
-def _give_groups_back() -> None:
-    """Those that the last job left open: every thread of an idle gloo group wakes a hundred times a second, and after
-    hundreds of jobs that is most of what a machine does. All ranks are here, since every one of them had answered."""
-    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if left:
-        gc.collect()
-        dist.barrier()
-        for group in left:
-            dist.destroy_process_group(group)
 
 
 def _free_port() -> int:
@@ -62,6 +52,7 @@ class Crew:
         fork.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "armillary"])
         self.world = world
         self.is_disbanded = False
+        self.jobs = 0
         self.inboxes = [fork.SimpleQueue() for _ in range(world)]
         self.outbox = fork.Queue()
         port = _free_port()
@@ -74,6 +65,7 @@ class Crew:
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs job(rank, world, *args) on every rank; their answers in rank order."""
+        self.jobs += 1
         for inbox in self.inboxes:
             inbox.put((job, args))
         replies: list[tuple[int, bool, Any]] = []
@@ -82,7 +74,7 @@ class Crew:
             try:
                 replies.append(self.outbox.get(timeout=max(0.01, deadline - time.monotonic())))
             except queue.Empty:
-                self._disband()
+                self.disband()
                 break
             if not replies[-1][1]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -91,7 +83,13 @@ class Crew:
         assert not self.is_disbanded, f"ranks {sorted(reply[0] for reply in replies)} answered in {JOB_SECONDS} s"
         return [answer for _, _, answer in sorted(replies, key=lambda reply: reply[0])]
 
-    def _disband(self) -> None:
+    @property
+    def is_worn(self) -> bool:
+        """Whether the next test should have another one."""
+        return self.is_disbanded or self.jobs >= MOST_JOBS
+
+    def disband(self) -> None:
+        """At once, whatever the ranks are doing."""
         self.is_disbanded = True
         for process in self.ranks:
             process.kill()
