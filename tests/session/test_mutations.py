@@ -14,7 +14,7 @@ from armillary.runtime.hybrid import executor, handle
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.executor import Executor
 from armillary.runtime.hybrid.table import RowTable
-from armillary.session import attach as attaching
+from armillary.session import tables
 from armillary.session.run import Run
 from exchanges.test_dense_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_dense_bytes
 from exchanges.test_row_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_row_bytes
@@ -105,7 +105,7 @@ def a_rank_without_data_counts(patch, rank):
 
 def untouched_rows_left_alone(patch, rank):
     """Lazy where exact was promised."""
-    patch.setattr(attaching, "leaves_untouched_rows", lambda optimizer, group: True)
+    patch.setattr(tables, "leaves_untouched_rows", lambda optimizer, group: True)
 
 
 def padding_learns(patch, rank):
