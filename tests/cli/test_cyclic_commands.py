@@ -6,10 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.main import app
+from armillary.cli.schedule_options import Scheduled
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Link, Topology
 from armillary.schedules.cyclic_modes import RINGS
 from armillary.schedules.schedule import parse
+from armillary.session.decide import Wishes
 
 VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
 CYCLIC = ("--schedule", "cyclic", "--mode", "one_device", "--workers", "3")
@@ -125,7 +127,7 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
         (("--remedy", "stable_rate"), "--schedule simultaneous has no remedies"),
         ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
         ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),
-        ((*CYCLIC[:4], "--lazy", "0.weight"), "'0.weight' names no parameter"),
+        ((*CYCLIC[:4], "--lazy", "5.weight"), "can be lazy under a cyclic schedule only if kept by row"),
         (("--schedule", "delayed_all_reduce", "--lazy", "0.weight"), "lazy have no effect"),
     ],
 )
@@ -143,3 +145,13 @@ def test_help_names_every_option_of_a_schedule_with_its_default(armillary, comma
     for option in (*options, "--clip-by"):
         assert option in said
     assert "(default: ring)" in said and "NOT exact" in said
+
+
+@pytest.mark.parametrize(
+    ("workers", "micro_batches", "processes", "each"),
+    [(3, None, 1, 3), (None, 4, 1, 4), (2, 3, 2, 3)],
+)
+def test_micro_batches_of_one_device_leave_workers_to_be_processes(workers, micro_batches, processes, each):
+    asked = Scheduled("cyclic", "one_device", 0, None, micro_batches, [], [])
+    assert asked.processes(workers) == processes
+    assert asked.added_to(Wishes(), workers).schedule.options["micro_batches"] == each

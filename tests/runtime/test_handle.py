@@ -31,6 +31,7 @@ def bag(ids=IDS, offsets=OFFSETS, **options):
 
 
 NONE = torch.empty(0, dtype=torch.int64)
+BAG = torch.ops.aten.embedding_bag.padding_idx
 READS = {
     "embedding": lambda table, shift: functional.embedding(IDS, table),
     "embedding, sparse": lambda table, shift: functional.embedding(IDS, table, sparse=True),
@@ -60,6 +61,10 @@ READS = {
     "index_select": lambda table, shift: table.index_select(0, IDS),
     "torch.index_select, dim -2": lambda table, shift: torch.index_select(table, -2, IDS),
     "torch.index_select by name": lambda table, shift: torch.index_select(input=table, dim=0, index=IDS),
+    "traced embedding": lambda table, shift: torch.ops.aten.embedding.default(table, IDS, 3),
+    "traced embedding, no padding": lambda table, shift: torch.ops.aten.embedding.default(table, IDS),
+    "traced bag": lambda t, s: BAG(t, IDS, OFFSETS, False, 1, False, None, False, 3)[0],
+    "traced index_select": lambda table, shift: torch.ops.aten.index_select.default(table, 0, IDS),
     "numpy": lambda table, shift: table[IDS.numpy()],
     "a numpy number": lambda table, shift: table[IDS.numpy()[1]],
     "all columns": lambda table, shift: table[IDS, :] + table[IDS.view(-1, 1), ...][:, 0],

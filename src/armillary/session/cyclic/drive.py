@@ -195,7 +195,8 @@ def drive(
     stages = stages_of(model, value, options.points)
     refuse_other_groups(plan, stages)
     orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], model, value)
-    input_of = split.input_of if isinstance(model, nn.Sequential) else TracedInput(split, value).input_of
+    is_traced = len(stages) > 1 and not isinstance(model, nn.Sequential)
+    input_of = TracedInput(split, value).input_of if is_traced else split.input_of
     run = CyclicRun(plan, model, optimizer, transport, stages)
     divisor = micro_batches_of(options, run.workers)
     run.tables = make_tables(plan, (model, optimizer, stages), orders, divisor, (transport, run.channel))
