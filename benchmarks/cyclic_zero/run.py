@@ -39,6 +39,7 @@ def main() -> None:
                     cells.append({"mode": name, "workers": workers, "mbit": mbit, **cell})
                     print(cells[-1]["mode"], workers, mbit, f"{time.monotonic() - begun:.0f} s so far", flush=True)
     record = {"waiting_seconds": options.waiting_seconds, "steps": options.steps, "cells": cells}
+    (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / f"{options.name}.json").write_text(json.dumps(record) + "\n")
     print(table(record))
 
