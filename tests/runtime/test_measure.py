@@ -24,6 +24,7 @@ class Shaped:
         self.place = Place(0, 4)
         self.now = 0.0
         self.largest = 0
+        self.burst = self.credit = self.asked = 0.0  # bytes that pass at once after a rest
 
     def barrier(self):
         self.now += 0.5
@@ -34,7 +35,11 @@ class Shaped:
     def complete(self, program, label):
         request = next(program)
         messages = {AllReduce: 6, AllGather: 3, AllToAll: 1}[type(request)]
-        self.now += LINKS[type(request).__name__].seconds(sent_bytes(request, 4, 0), messages)
+        link, sent = LINKS[type(request).__name__], sent_bytes(request, 4, 0)
+        credit = min(self.burst, self.credit + (self.now - self.asked) * link.bytes_per_second)
+        self.credit = max(0.0, credit - sent)
+        self.now += link.seconds(max(0.0, sent - credit), messages)
+        self.asked = self.now
         self.largest = max(self.largest, request.tensor.nbytes)
 
 
@@ -53,6 +58,24 @@ def test_each_kind_of_request_is_fitted_with_the_messages_it_makes(shaped, kind,
     assert found.link.latency_seconds == pytest.approx(LINKS[kind].latency_seconds, rel=1e-6)
     assert found.link.bytes_per_second == pytest.approx(LINKS[kind].bytes_per_second, rel=1e-6)
     assert found.residual < 1e-6
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_burst_that_passes_at_once_is_not_taken_for_the_links_speed(shaped, kind):
+    shaped.burst = 256e3
+    found = request_link(shaped, kind, "between", 4, QUICK, torch.device("cpu"))
+    assert found.link.bytes_per_second == pytest.approx(LINKS[kind].bytes_per_second, rel=1e-2)
+
+
+def test_compute_that_took_longer_alone_makes_no_request_take_no_time(shaped, monkeypatch):
+    lasts = iter([1.0] * link_timer.PRODUCTS * QUICK.repeats)
+
+    def computed(*_):
+        shaped.now += next(lasts, 1e-4)
+
+    monkeypatch.setattr(link_timer.torch, "mm", computed)
+    found = request_link(shaped, "AllToAll", "between", 4, QUICK, torch.device("cpu"))
+    assert found.link.bytes_per_second == pytest.approx(LINKS["AllToAll"].bytes_per_second, rel=1e-6)
 
 
 def test_a_slow_link_is_not_asked_for_large_messages(shaped, monkeypatch):

@@ -20,6 +20,9 @@ class Clocked:
     def agree_largest(self, values):
         return list(values)
 
+    def complete(self, program, label):
+        """A burst is used up."""
+
     def start(self, request, label):
         shown, self.done = (1 - self.share) * 0.04, self.now + 0.04
         self.carried = shown

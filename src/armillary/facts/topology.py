@@ -46,7 +46,7 @@ class RequestLink:
     Args of note:
         link: latency of each of the messages it makes one after another (2 (N - 1) an all-reduce, N - 1 an all-gather,
             1 an all-to-all among N ranks), and bytes per second that a rank sends.
-        residual: largest relative error of that line over the sizes it was fitted to.
+        residual: largest relative error of that line over the sizes that were timed.
     """
 
     request: str

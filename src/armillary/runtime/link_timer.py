@@ -5,6 +5,8 @@ once, and backends differ in what they make of either. So each is timed and fitt
 
 A request is timed as training makes it: after a little compute, without a barrier before it. Right after a barrier
 every rank is awake and waits; after compute ranks come one by one, and where they share cores some still wait for one.
+And it is timed on a link that is in use: many links (clouds', and every token bucket) let a burst pass faster than they
+go on, and training sends a burst's bytes over and over.
 
 Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
 """
@@ -20,10 +22,9 @@ from torch import Tensor
 
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, sent_bytes
 from armillary.facts.topology import Link, RequestLink, Side
-from armillary.runtime.line import fit
 from armillary.runtime.transport import Transport
 
-__all__ = ["QUICK", "THOROUGH", "Effort", "request_link", "sides"]
+__all__ = ["QUICK", "THOROUGH", "Effort", "request_link", "sides", "use_up_burst"]
 
 ITEM_BYTES = 4
 SCOPES: dict[Side, Scope] = {"inside": "node", "between": "rail"}
@@ -48,7 +49,7 @@ class Effort:
 QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 7, 1.0)
 FEWEST_SIZES = 3
 WIDTH, PRODUCTS = 128, 20
-SHORTEST_SECONDS = 1e-6
+BURST_BYTES = 1 << 19  # sent before a size is timed, so that no credit is left
 THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 9, 8.0)
 
 
@@ -65,21 +66,29 @@ def request_link(
     computed = _compute_seconds(transport, effort.repeats, device)
     for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
         request = _request(kind, size, ranks, SCOPES[side], device)
-        spent = transport.agree_largest([_seconds(transport, request, effort.repeats, computed)])[0]
+        spent = transport.agree_largest([_seconds(transport, request, ranks, effort.repeats, computed)])[0]
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
         budget -= spent * effort.repeats
         if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * effort.repeats:
             break
-    line = fit(amounts, times)
-    latency, byte = line.costs
-    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), line.residual)
+    latency, byte = _line(amounts, times)
+    off = [abs((count * latency + sent * byte) / spent - 1) for (count, sent), spent in zip(amounts, times, strict=True)]
+    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), max(off))
+
+
+def _line(amounts: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
+    """Seconds a message and seconds a byte, through the smallest and the largest request. Those between are left out: a
+    burst that passes at once makes them quick, and a plan lives on what is large."""
+    (messages, few), (_, many) = amounts[0], amounts[-1]
+    byte = max(0.0, times[-1] - times[0]) / (many - few)
+    return max(0.0, times[0] - few * byte) / messages, byte
 
 
 def _foreseen(amounts: Sequence[tuple[float, float]], times: Sequence[float], factor: float) -> float:
     """Seconds of a request so many times the size of the last one, by what was measured so far. A small request is
     nearly all latency, so that a multiple of its time would forbid sizes that take hardly longer."""
-    latency, byte = fit(amounts, times).costs
+    latency, byte = _line(amounts, times)
     messages, sent = amounts[-1]
     return messages * latency + factor * sent * byte
 
@@ -94,18 +103,27 @@ def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.devic
     return AllToAll(torch.zeros(piece * ranks, device=device), (piece,) * ranks, (piece,) * ranks, scope)
 
 
-def _seconds(transport: Transport, request: Request, repeats: int, computed: float) -> float:
-    """Median of a few repeats after one that warms up, less the compute before each; on an accelerator each waits for
-    the device."""
+def use_up_burst(transport: Transport, ranks: int, scope: Scope, device: torch.device) -> None:
+    """Leaves a link no credit to send faster than it goes on, and nothing queued."""
+    transport.complete(_asking(_request("AllToAll", BURST_BYTES, ranks, scope, device)), "measure")
+
+
+def _seconds(transport: Transport, request: Request, ranks: int, repeats: int, computed: float) -> float:
+    """Median of a few repeats after one that warms up, less the compute before each, but not less than the shortest
+    there was; on an accelerator each waits for the device."""
     transport.barrier()
-    marks = [time.perf_counter()]
+    use_up_burst(transport, ranks, request.scope, request.tensor.device)
+    marks, waits = [time.perf_counter()], []
     for _ in range(repeats + 1):
         _compute(request.tensor.device)
+        asked = time.perf_counter()
         transport.complete(_asking(request), "measure")
         if request.tensor.device.type == "cuda":
             torch.cuda.synchronize(request.tensor.device)
         marks.append(time.perf_counter())
-    return max(statistics.median(after - before for before, after in pairwise(marks[1:])) - computed, SHORTEST_SECONDS)
+        waits.append(marks[-1] - asked)
+    taken = statistics.median(after - before for before, after in pairwise(marks[1:]))
+    return max(taken - computed, min(waits))
 
 
 def _compute(device: torch.device) -> None:
