@@ -73,8 +73,9 @@ def request_link(
         if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * effort.repeats:
             break
     latency, byte = _line(amounts, times)
-    off = [abs((count * latency + sent * byte) / spent - 1) for (count, sent), spent in zip(amounts, times, strict=True)]
-    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), max(off))
+    said = [count * latency + sent * byte for count, sent in amounts]
+    residual = max(abs(line / spent - 1) for line, spent in zip(said, times, strict=True))
+    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), residual)
 
 
 def _line(amounts: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
