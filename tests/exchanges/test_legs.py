@@ -5,7 +5,15 @@ from collections import Counter
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import (
+    Place,
+    RowTraffic,
+    Staying,
+    build_dense,
+    build_row,
+    dense_exchanges,
+    row_exchanges,
+)
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
@@ -132,3 +140,33 @@ def test_what_is_sent_is_what_the_legs_carry_when_owners_are_even(name, options)
     traffic = RowTraffic(10.0, 15.0, 12, 2, 0.75)
     legs = exchange.legs(traffic, 1.0, topology)
     assert exchange.sent_bytes(traffic, topology) == sum(leg.link_bytes for leg in (*legs.pull, *legs.push)) > 0
+
+
+EARLY = [(name, options) for name, options in ROWS if build_row(name, **options).pull_early is not None]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("name", "options"), EARLY)
+def test_the_legs_of_a_foreseen_pull_are_what_its_program_does(name, options, workers):
+    """Everybody reads every row; of those of any owner every third moves."""
+    exchange, topology = build_row(name, **options), Topology(workers, 1, LINK, LINK, 1)
+
+    def early(place, mine):
+        owned = exchange.ownership(TABLE, place)
+        keys = torch.unique(owned.keys(torch.arange(TABLE)))
+        asked = tuple(owned.counts(keys))
+        shard = torch.ones(owned.shard_rows(place.rank), WIDTH)
+        staying = Staying(lambda rows: rows % 3 > 0, lambda: False)
+        served = (asked[place.rank],) * workers
+        yield from watched(exchange.pull_early(keys, asked, served, shard, owned, place, staying), mine)
+
+    kept = [[] for _ in range(workers)]
+    lockstep.run([early(Place(rank, workers, 1), kept[rank]) for rank in range(workers)], 1)
+    owners = len(exchange.ownership(TABLE, Place(0, workers, 1)).owners)
+    traffic = RowTraffic(TABLE, TABLE, WIDTH * 4, 1, (workers - 1) / workers)
+    legs = exchange.early_legs(traffic, workers / owners, 2 / 3)
+    assert len(kept[0]) == len(legs)
+    for number, leg in enumerate(legs):
+        done = [[requests[number]] for requests in kept]
+        assert leg.messages == messages(done[0], topology)["world"]
+        assert leg.link_bytes == pytest.approx(busiest_bytes(done, topology)["world"], rel=1e-12)

@@ -50,14 +50,22 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
     alphas=st.lists(st.floats(0, 1), min_size=3, max_size=3).map(sorted),
     hottest=st.lists(st.tuples(st.integers(0, 999), st.floats(0, 1)), max_size=3).map(tuple),
     padding=st.none() | st.integers(0, 999),
+    repeated=st.none() | st.floats(0, 1),
 )
 def test_any_row_facts_survive_json(
-    alphas: list[float], hottest: tuple[tuple[int, float], ...], padding: int | None
+    alphas: list[float], hottest: tuple[tuple[int, float], ...], padding: int | None, repeated: float | None
 ) -> None:
     worker, node, union = alphas
     rows = replace(ROWS, alpha_worker=worker, alpha_node=node, alpha_union=union, hottest=hottest, padding_idx=padding)
+    rows = replace(rows, repeated=repeated)
     profile = replace(PROFILE, parameters=(replace(TABLE, rows=rows),))
     assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_file_that_does_not_say_how_many_rows_repeat_is_read() -> None:
+    fields = json.loads(PROFILE.to_json())
+    del fields["parameters"][2]["rows"]["repeated"]
+    assert Profile.from_json(json.dumps(fields)) == PROFILE
 
 
 def test_an_edited_file_that_is_another_model_is_refused() -> None:
@@ -126,6 +134,7 @@ def test_arrivals_are_in_order_and_leave_out_what_has_no_gradient() -> None:
         (ROWS, {"alpha_union": 1.5}, "want 0 <= alpha"),
         (ROWS, {"load_modulo": (0.5, 0.4)}, "load_modulo must be shares that add up to 1"),
         (ROWS, {"load_blocks": (1.5, -0.5)}, "load_blocks must be shares"),
+        (ROWS, {"repeated": 1.5}, "repeated is a share between 0 and 1"),
         (TABLE, {"rows": None}, "row facts go with 'rows'"),
         (TABLE, {"reads": "dense"}, "row facts go with 'rows'"),
         (TABLE, {"reads": "sparse"}, "want one of"),

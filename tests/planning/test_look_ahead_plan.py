@@ -6,9 +6,11 @@ import pytest
 
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Choice, Plan
-from armillary.planning.look_ahead import NOTE, looking_ahead
+from armillary.facts.profile_table import seconds_text
+from armillary.planning.look_ahead import NOTE, PROSPECT, looking_ahead
 from armillary.planning.planner import plan
-from armillary.planning.pricing import ADAM, SGD
+from armillary.planning.pricing import ADAM, SGD, Case
+from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
 PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), dense("head", arrival=1))
@@ -37,6 +39,37 @@ def test_the_plan_says_which():
     assert any(line.startswith("note: look-ahead rows (") and line.endswith("): two") for line in text)
     assert f"note: {NOTE}" in text
     assert Plan.from_json(ahead.to_json()) == ahead
+    assert ahead.looks_ahead and not made().looks_ahead
+
+
+def test_a_plan_with_look_ahead_and_one_without_both_say_what_it_brings():
+    """And what of the rows was taken to stay put."""
+    plain, case = made(), Case(PROFILE, machines(), SGD)
+    ahead = looking_ahead(plain, PROFILE, machines(), SGD)
+    before, after = (seconds_text(simulate(one, case).step_seconds) for one in (plain, ahead))
+    gain = f"simulated step {after} with it, {before} without; rows that may go before the step: "
+    (prospect,) = (note for note in plain.notes if note.startswith(PROSPECT))
+    assert gain in prospect and "of one, " in prospect and prospect.endswith("of two")
+    assert ahead.notes[-1].startswith(gain)
+    assert not any(note.startswith(PROSPECT) for note in ahead.notes)
+    moving = made(assumptions=ADAM)
+    assert moving.notes[-1].endswith("rows that may go before the step: none")
+
+
+def test_a_plan_without_tables_to_foresee_promises_nothing():
+    for wishes in ({"one": "gather_rows", "two": "replicated"}, {"*": "replicated"}):
+        assert not any(note.startswith(PROSPECT) for note in made(wishes).notes)
+
+
+def test_a_plan_that_looks_ahead_is_left_as_it_is():
+    ahead = looking_ahead(made(), PROFILE, machines(), SGD)
+    assert looking_ahead(ahead, PROFILE, machines(), SGD) is ahead
+
+
+def test_another_model_is_refused():
+    other = model(table("one", arrival=0), table("three", arrival=1))
+    with pytest.raises(ValueError, match="the plan was made for model"):
+        looking_ahead(made(), other, machines(), SGD)
 
 
 def test_other_exchanges_have_nothing_to_foresee():

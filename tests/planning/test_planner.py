@@ -167,7 +167,7 @@ def test_only_lazy_tables_are_not_exact_and_the_plan_says_so():
     profile = model(table("t", 0, alpha=0.001), table("u", 1, alpha=0.001), dense("d", arrival=2))
     made = plan(profile, machines(4, megabits=100), lazy=["t", "d"])
     assert {group.name: group.update for group in made.groups} == {"t": "lazy", "u": "exact", "bucket 0": "exact"}
-    assert made.notes == ("lazy was allowed but is not used, since they travel whole: d",)
+    assert made.notes[0] == "lazy was allowed but is not used, since they travel whole: d"
     assert "LAZY" in str(made) and "NOT exact" in str(made)
     assert "LAZY" not in str(plan(profile, machines(4, megabits=100)))
 
@@ -187,7 +187,7 @@ def test_the_runner_up_is_one_that_the_constraint_allows():
 
 def test_rows_that_were_profiled_with_other_workers_are_noted():
     assert any("extrapolated" in note for note in plan(one_table(0.01, workers=4), machines(16)).notes)
-    assert plan(one_table(0.01, workers=4), machines(4)).notes == ()
+    assert not any("extrapolated" in note for note in plan(one_table(0.01, workers=4), machines(4)).notes)
 
 
 def test_a_parameter_that_forward_writes_into_is_not_called_exact():

@@ -1,11 +1,13 @@
 """Rows of a step from what was profiled: exact where it was measured, inside its bounds where it was not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
 from planning_cases import machines, model, row_facts
 
 
@@ -70,3 +72,22 @@ def test_the_modulo_shares_are_those_of_real_rows():
     share = {p: (rows % p).bincount(minlength=p).double() / len(rows) for p in (2, 4)}
     facts = type(row_facts())(**{**row_facts().__dict__, "load_modulo": tuple(share[4].tolist())})
     assert busiest_share(facts, 2, "modulo") == pytest.approx(float(share[2].max()))
+
+
+def test_rows_that_stay_put_are_those_that_did_not_repeat_where_that_was_seen():
+    facts = replace(row_facts(), repeated=0.3)
+    assert staying_share(facts, model(), 4) == pytest.approx(0.7)
+    assert staying_share(facts, model(), 8) == staying_share(row_facts(), model(), 8)
+
+
+@given(exponent=st.floats(0, 1), workers=st.sampled_from([2, 4, 16]))
+def test_where_it_was_not_seen_a_batch_has_as_many_new_rows_as_those_of_one_more_worker(exponent, workers):
+    facts = row_facts(rows=1_000_000, alpha=1e-3, union=1e-3 * 4**exponent, workers=4)
+    staying = staying_share(facts, model(), workers)
+    assert staying == pytest.approx((workers + 1) ** exponent - workers**exponent, abs=1e-9)
+    if exponent in (0, 1):  # all batches alike, or none
+        assert staying == pytest.approx(exponent)
+
+
+def test_a_table_that_no_batch_reads_has_nothing_to_send_early():
+    assert staying_share(row_facts(alpha=0.0, union=0.0, ids=0.0), model(), 4) == 0.0

@@ -1,5 +1,6 @@
 """What a profile says of real batches agrees with a brute-force count, and bad input is told clearly."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -54,6 +55,10 @@ def test_row_facts_equal_a_brute_force_count(batches: list[list[int]], shape: tu
     assert rows.alpha_worker == pytest.approx(mean([len(set(batch)) / ROWS for batch in used]))
     assert rows.alpha_node == pytest.approx(mean([len(set().union(*node)) / ROWS for node in nodes]))
     assert rows.alpha_union == pytest.approx(mean([len(set().union(*step)) / ROWS for step in steps]))
+
+    later = [(set(batch), set().union(*before)) for before, step in itertools.pairwise(steps) for batch in step]
+    read = sum(len(mine) for mine, _ in later)
+    assert rows.repeated == (sum(len(mine & before) for mine, before in later) / read if read else None)
 
     sent = [row for batch in used for row in set(batch)]
     block = -(-ROWS // workers)

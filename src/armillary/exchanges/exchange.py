@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from armillary.exchanges.leg import Leg, Legs
+from armillary.exchanges.leg import EarlyLegs, Leg, Legs
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import Program
 from armillary.facts.parameter import ParameterFact
@@ -127,6 +127,7 @@ class RowExchange(NamedTuple):
         so that it may be made before the rows are final (look-ahead).
     pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay
         put until they are read; those rows; the others. None where there is no such program.
+    early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
     """
 
     placement: str
@@ -137,6 +138,7 @@ class RowExchange(NamedTuple):
     legs: Callable[[RowTraffic, float, Topology], Legs]
     pull_requests: int
     pull_early: Callable[..., Program[Pulled]] | None = None
+    early_legs: Callable[[RowTraffic, float, float], EarlyLegs] | None = None
 
     def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
         """Payload bytes per rank and step, pull and push together, mean over ranks."""

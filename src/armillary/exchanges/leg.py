@@ -6,7 +6,7 @@ those are made of it and a topology (`planning/leg_seconds.py`), so an exchange 
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Leg", "Legs", "Links"]
+__all__ = ["EarlyLegs", "Leg", "Legs", "Links"]
 
 Links = Literal["slowest", "everyone", "node", "rail"]
 
@@ -31,3 +31,15 @@ class Legs(NamedTuple):
 
     pull: tuple[Leg, ...]
     push: tuple[Leg, ...]
+
+
+class EarlyLegs(NamedTuple):
+    """Of a pull that is foreseen, in the order of its requests. What is not `late` leaves before the step it is for.
+
+    ids: asked for; masks: which of the rows stay put until they are read; early: those rows; late: the others.
+    """
+
+    ids: Leg
+    masks: Leg
+    early: Leg
+    late: Leg

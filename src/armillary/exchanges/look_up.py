@@ -27,7 +27,7 @@ from armillary.facts.topology import Topology
 
 __all__ = [
     "FLAGS", "FORESEEN", "HEADER_BYTES", "Round", "Table", "Wish", "foreseen_of_each", "look_up", "outlook_bytes",
-    "round_leg",
+    "outlook_leg", "round_leg",
 ]  # fmt: skip
 
 HEADER_BYTES = 7 * 8  # seven float64: exact for every integer below 2**53
@@ -133,6 +133,11 @@ def foreseen_of_each(tables: int) -> int:
 def outlook_bytes(tables: int) -> int:
     """What a rank sends each other rank once a step to say which look-ups it expects: bits, and a count for each."""
     return 8 * (1 + min(tables, FORESEEN) * foreseen_of_each(tables))
+
+
+def outlook_leg(tables: int, topology: Topology) -> Leg:
+    """The same as the links see it."""
+    return Leg("everyone", outlook_bytes(tables) * (topology.workers - 1), 1)
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, Staying, row_exchange
-from armillary.exchanges.leg import Leg, Legs
+from armillary.exchanges.leg import EarlyLegs, Leg, Legs
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.parameter import ParameterFact
@@ -27,6 +27,7 @@ from armillary.facts.topology import Topology
 __all__ = ["by_rank", "merge_rows", "owned_rows"]
 
 ID_BYTES = 4
+MASK_BYTES = 1  # per row asked for: whether it stays put
 
 
 class Ticket(NamedTuple):
@@ -97,7 +98,12 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         pull = Leg("everyone", rows * (traffic.row_bytes + ID_BYTES), 2 * traffic.lookups)
         return Legs((pull,), (Leg("everyone", rows * traffic.row_bytes, 1),))
 
-    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early)
+    def early_legs(traffic: RowTraffic, skew: float, staying: float) -> EarlyLegs:
+        rows = traffic.distinct_rows * traffic.away * skew
+        bytes_of = (ID_BYTES, MASK_BYTES, staying * traffic.row_bytes, (1 - staying) * traffic.row_bytes)
+        return EarlyLegs(*(Leg("everyone", rows * of_a_row, traffic.lookups) for of_a_row in bytes_of))
+
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs)
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:

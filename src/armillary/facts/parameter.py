@@ -35,6 +35,8 @@ class RowFacts:
         load_modulo, load_hashed, load_blocks: share of the rows sent (repeats merged per worker) that each owner
             gets when all workers own rows, dealt as `exchanges/ownership.py` does, or contiguous blocks.
         padding_idx: the row that gets no gradient, where every lookup agrees on it. It is read all the same.
+        repeated: share of the distinct rows of a worker's batch that some worker read in the step before; None where
+            that was not seen. These rows may have moved since, so look-ahead cannot send them before that step ends.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class RowFacts:
     load_hashed: tuple[float, ...] = (1.0,)
     load_blocks: tuple[float, ...] = (1.0,)
     padding_idx: int | None = None
+    repeated: float | None = None
 
     def __post_init__(self) -> None:
         alphas = (0.0, self.alpha_worker, self.alpha_node, self.alpha_union, 1.0)
@@ -58,6 +61,8 @@ class RowFacts:
             load = getattr(self, name)
             if not load or min(load) < 0 or abs(math.fsum(load) - 1) > ROUNDING:
                 raise ValueError(f"profile: {name} must be shares that add up to 1, got {load}")
+        if self.repeated is not None and not 0 <= self.repeated <= 1:
+            raise ValueError(f"profile: repeated is a share between 0 and 1, got {self.repeated}")
 
     @property
     def imbalance_modulo(self) -> float:

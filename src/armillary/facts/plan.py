@@ -158,6 +158,11 @@ class Plan:
         return tuple(parameter for group in self.groups for parameter in group.parameters)
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether it means loops over `run.batches`, whose loader may then be ahead of them."""
+        return any(group.look_ahead != "none" for group in self.groups)
+
+    @property
     def forecast(self) -> Forecast:
         """The whole step: bytes and memory add up; seconds are compute plus every exchange, none hidden."""
         total = Forecast(seconds=self.compute_seconds)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
+from armillary.exchanges.look_up import outlook_leg
 from armillary.facts.plan import Group, Mean
 from armillary.facts.topology import Topology
 from armillary.planning.buckets import bucket_bytes
@@ -17,6 +18,7 @@ from armillary.planning.leg_seconds import busy
 from armillary.planning.pricing import (
     Case,
     dense_update_seconds,
+    foresight_seconds,
     idle_leg,
     index_seconds,
     pack_seconds,
@@ -24,13 +26,15 @@ from armillary.planning.pricing import (
     row_work,
 )
 
-__all__ = ["Activities", "activities", "idle_request"]
+__all__ = ["Activities", "activities", "idle_request", "outlook_request"]
 
 
 class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
     headers: of its look-ups, which every rank sends to every other whoever asks.
+    ahead: of a table that looks ahead, what leaves in this step for one to come: ids; and where rows go early, masks
+        and these rows. `pull` then is of the other rows, and foresee_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
@@ -42,6 +46,8 @@ class Activities(NamedTuple):
     push: tuple[Request, ...]
     merge_seconds: float
     update_seconds: float
+    ahead: tuple[Request, ...] = ()
+    foresee_seconds: float = 0.0
 
 
 def activities(group: Group, mean: Mean, case: Case) -> Activities:
@@ -53,13 +59,15 @@ def activities(group: Group, mean: Mean, case: Case) -> Activities:
     topology, choice = case.topology, group.exchange
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
-        work = row_work(facts[0], choice, group.update, case)
+        work = row_work(facts[0], choice, group.update, case, group.look_ahead)
         headers = _requests(work.headers, work.headers, topology)
         pull = _requests(work.legs.pull, work.even_legs.pull, topology)
         push = _requests(work.legs.push, work.even_legs.push, topology)
         index = index_seconds(work, case)
         before = index / 2 if pull else 0.0
-        return Activities(headers, pull, before, 0.0, push, index - before, row_update_seconds(work, case))
+        ahead, foresee = _requests(work.ahead, work.even_ahead, topology), foresight_seconds(work, case)
+        after = index - before, row_update_seconds(work, case)
+        return Activities(headers, pull, before, 0.0, push, *after, ahead, foresee)
     nbytes, exchange = bucket_bytes(facts, mean == "weights"), build_dense(choice.name, **choice.options)
     legs, sent = exchange.legs(nbytes, topology), exchange.sent_bytes(nbytes, topology)
     hottest = sum(leg.link_bytes for leg in legs)
@@ -73,6 +81,12 @@ def idle_request(topology: Topology, tables: int) -> Request:
     """What ends the look-ups of a step with so many row-sharded tables."""
     header = idle_leg(topology, tables)
     return Request(header.link_bytes, *busy(header, topology))
+
+
+def outlook_request(topology: Topology, tables: int) -> Request:
+    """What ranks tell each other once a step of the look-ups of so many tables that they expect."""
+    outlook = outlook_leg(tables, topology)
+    return Request(outlook.link_bytes, *busy(outlook, topology))
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:

@@ -1,44 +1,79 @@
-"""Adds look-ahead to a plan: which of its tables are foreseen, what of them may go early, and what that sends.
+"""Adds look-ahead to a plan: which of its tables are foreseen, what of them may go early, what that sends and saves.
 
 Rows may go before a step only where it is provable that they stay put: the optimizer leaves rows without gradient
-alone, or the table is lazy. Otherwise ids and counts go early, and rows right after the step. Both are exact.
+alone, or the table is lazy. Otherwise ids and counts go early, and rows right after the step. Both are exact. How many
+rows stay put is taken from the profile (`traffic.staying_share`): those that no worker read in the step before.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from armillary.exchanges.exchange import row_exchanges
-from armillary.exchanges.look_up import FORESEEN, HEADER_BYTES, outlook_bytes
+from armillary.exchanges.look_up import FORESEEN, outlook_leg
 from armillary.facts.plan import Forecast, Group, LookAhead, Plan
 from armillary.facts.profile import Profile
+from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
-from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.planning.traffic import traffic
+from armillary.planning.leg_seconds import leg_seconds
+from armillary.planning.pricing import ADAM, Assumptions, Case, idle_round, row_forecast
+from armillary.planning.simulator import simulate
+from armillary.planning.traffic import staying_share
 
-__all__ = ["looking_ahead"]
+__all__ = ["looking_ahead", "with_prospect"]
 
-MASK_BYTES = 1  # per row asked for: whether it stays put
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that look ahead is foreseen"
+PROSPECT = "look-ahead is off"
 
 
 def looking_ahead(plan: Plan, profile: Profile, topology: Topology, assumptions: Assumptions = ADAM) -> Plan:
-    """The same plan for loops over `run.batches`, with every table by `owned_rows` foreseen.
+    """The same plan for loops over `run.batches`, with every table by `owned_rows` foreseen; or the plan itself, if it
+    has none, or looks ahead already.
 
-    Bytes are forecast as if every look-up were foreseen; one that is not sends a header more. Seconds stay as they
-    are: nothing is hidden in them, with look-ahead or without.
+    Bytes are forecast as if every look-up were foreseen; one that is not sends a header more. The seconds of its groups
+    hide nothing, so they are more than without; what is hidden the simulator says, in the notes.
 
     Args:
         profile, topology, assumptions: what the plan was made from.
+
+    Raises:
+        ValueError: the plan is for another model, or its schedule is not simultaneous.
     """
-    case = Case(profile, topology, assumptions)
-    names = [group.name for group in plan.groups if _can_be_early(group)][:FORESEEN]
-    groups = [_foreseen(group, case) if group.name in names else group for group in plan.groups]
+    names = _foreseeable(plan)
     if not names:
         return plan
-    # The round in which the loop gets its batch, and what every rank says of the batches to come.
-    once = Forecast(sent_bytes=float((topology.workers - 1) * (HEADER_BYTES + outlook_bytes(len(names)))))
-    first = next(place for place, group in enumerate(groups) if group.name in names)
-    groups[first] = replace(groups[first], forecast=groups[first].forecast + once)
-    return replace(plan, groups=tuple(groups), notes=(*plan.notes, NOTE))
+    case = Case(profile, topology, assumptions)
+    before_seconds = simulate(plan, case).step_seconds
+    ahead = _foreseen_plan(plan, names, case)
+    notes = tuple(note for note in plan.notes if not note.startswith(PROSPECT))
+    return replace(ahead, notes=(*notes, NOTE, _gain(before_seconds, ahead, case)))
+
+
+def with_prospect(plan: Plan, case: Case) -> Plan:
+    """The same plan; if it has tables that could look ahead, its notes say what that would bring."""
+    names = _foreseeable(plan)
+    if not names or plan.workers == 1:
+        return plan
+    gain = _gain(simulate(plan, case).step_seconds, _foreseen_plan(plan, names, case), case)
+    how = "armillary.looking_ahead, or train --trials; for loops over run.batches"
+    return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {gain}"))
+
+
+def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:
+    """What a step takes against a clock, and what that rests on."""
+    after, before = seconds_text(simulate(ahead, case).step_seconds), seconds_text(before_seconds)
+    early = [case.profile.parameter(group.parameters[0]) for group in ahead.groups if group.look_ahead == "rows"]
+    shares = [
+        f"{staying_share(fact.rows, case.profile, case.topology.workers):.0%} of {fact.name}"
+        for fact in early
+        if fact.rows is not None
+    ]
+    stays = ", ".join(shares) or "none"
+    return f"simulated step {after} with it, {before} without; rows that may go before the step: {stays}"
+
+
+def _foreseeable(plan: Plan) -> list[str]:
+    """The groups that could look ahead, which are none if any does."""
+    return [] if plan.looks_ahead else [group.name for group in plan.groups if _can_be_early(group)][:FORESEEN]
 
 
 def _can_be_early(group: Group) -> bool:
@@ -46,11 +81,22 @@ def _can_be_early(group: Group) -> bool:
     return entry is not None and entry.make(**group.exchange.options).pull_early is not None
 
 
+def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
+    groups = [_foreseen(group, case) if group.name in names else group for group in plan.groups]
+    # The round in which the loop gets its batch, and what every rank says of the batches to come.
+    outlook = outlook_leg(len(names), case.topology)
+    meeting = idle_round(case.topology, sum(group.placement == "row_sharded" for group in groups))
+    once = meeting + Forecast(outlook.link_bytes, 0.0, leg_seconds([outlook], case.topology))
+    first = next(place for place, group in enumerate(groups) if group.name in names)
+    groups[first] = replace(groups[first], forecast=groups[first].forecast + once)
+    return replace(plan, groups=tuple(groups))
+
+
 def _foreseen(group: Group, case: Case) -> Group:
+    """The forecast changes by what look-ahead changes of the table's own; rounds it was charged with stay in it."""
     kind: LookAhead = "rows" if group.update == "lazy" or not case.assumptions.moves_quiet_rows else "ids"
-    rows = next(fact.rows for fact in case.profile.parameters if fact.name == group.parameters[0])
-    assert rows is not None, group
-    moved = traffic(rows, case.profile, case.topology)
-    masks = moved.distinct_rows * moved.away * MASK_BYTES if kind == "rows" else 0.0
-    headers = moved.lookups * HEADER_BYTES * (case.topology.workers - 1)
-    return replace(group, look_ahead=kind, forecast=group.forecast + Forecast(sent_bytes=masks - headers))
+    fact = case.profile.parameter(group.parameters[0])
+    before = row_forecast(fact, group.exchange, group.update, case)
+    after = row_forecast(fact, group.exchange, group.update, case, kind)
+    more = Forecast(after.sent_bytes - before.sent_bytes, 0.0, after.seconds - before.seconds)
+    return replace(group, look_ahead=kind, forecast=group.forecast + more)

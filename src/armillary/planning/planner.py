@@ -25,6 +25,7 @@ from armillary.planning.cyclic_tables import wished_tables
 from armillary.planning.delayed_plan import plan_delayed
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import fit, menu, refuse_misfit
+from armillary.planning.look_ahead import with_prospect
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.schedules.chosen import LOOP_OWNERS
@@ -140,7 +141,7 @@ def _demanded_choice(constraint: Constraint | None) -> Choice:
 
 def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:
     profile, topology = question.case.profile, question.case.topology
-    return Plan(
+    made = Plan(
         workers=topology.workers,
         groups=groups(chosen, reasons, question, mean),
         model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in question.trained),
@@ -151,6 +152,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         notes=_notes(chosen, question),
         priced_with=asdict(question.case.assumptions),
     )
+    return with_prospect(made, question.case)
 
 
 def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ...]:

@@ -11,21 +11,24 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import Place, build_dense, build_row
+from armillary.exchanges.exchange import Place, RowExchange, RowTraffic, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, Plan, Update
+from armillary.facts.plan import Choice, Forecast, LookAhead, Plan, Update
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
 
 __all__ = [
     "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
-    "dense_update_seconds", "idle_leg", "idle_round", "index_seconds", "pack_seconds", "row_forecast",
-    "row_update_seconds", "row_work",
+    "dense_update_seconds", "foresight_seconds", "idle_leg", "idle_round", "index_seconds", "pack_seconds",
+    "row_forecast", "row_update_seconds", "row_work",
 ]  # fmt: skip
+
+
+KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,14 @@ class Case:
         kinds = (measured.gather, measured.merge, measured.add)
         return sum(kind.row_seconds + row_bytes * kind.byte_seconds for kind in kinds)
 
+    @property
+    def key_seconds(self) -> float:
+        """Equal keys found, per key: what merging costs without the rows, or a third of the index work assumed."""
+        measured = self.topology.processor
+        if measured is None:
+            return self.assumptions.row_seconds / 3
+        return measured.merge.row_seconds + KEY_BYTES * measured.merge.byte_seconds
+
 
 def dense_forecast(nbytes: int, choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
     """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1."""
@@ -117,8 +128,10 @@ class RowWork(NamedTuple):
     """What one table asks of a rank in a step.
 
     Args of note:
-        headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. handled_rows: asked for and
-            served, or gathered. copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
+        headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
+            of what leaves before the step it is for: ids; and of rows that go early, masks and these rows.
+        handled_rows: asked for and served, or gathered. copy_bytes: of the rows the fullest rank holds; touched_bytes:
+            of those a step updates.
         has_window: whether the optimizer sees the touched rows only.
     """
 
@@ -130,10 +143,19 @@ class RowWork(NamedTuple):
     copy_bytes: float
     touched_bytes: float
     has_window: bool
+    ahead: tuple[Leg, ...] = ()
+    even_ahead: tuple[Leg, ...] = ()
 
 
-def row_work(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> RowWork:
-    """The round in which ranks say they are idle is not in it (`idle_round`)."""
+def row_work(
+    fact: ParameterFact, choice: Choice, update: Update, case: Case, look_ahead: LookAhead = "none"
+) -> RowWork:
+    """The rounds in which ranks say they are idle are not in it (`idle_round`).
+
+    Args:
+        look_ahead: then every look-up is taken to be foreseen. Exchanges that cannot say what goes early are priced as
+            without.
+    """
     assert fact.rows is not None, fact
     rows, topology = fact.rows, case.topology
     exchange = build_row(choice.name, **choice.options)
@@ -147,10 +169,19 @@ def row_work(fact: ParameterFact, choice: Choice, update: Update, case: Case) ->
     else:
         moved, skew, headers = traffic_merged(rows, case.profile, topology), 1.0, ()
         handled = moved.distinct_rows * topology.workers
+    legs, even_legs = (exchange.legs(moved, load, topology) for load in (skew, 1.0))
+    ahead: tuple[Leg, ...] = ()
+    even_ahead: tuple[Leg, ...] = ()
+    if look_ahead != "none" and exchange.early_legs is not None:
+        staying = staying_share(rows, case.profile, topology.workers) if look_ahead == "rows" else None
+        (ahead, late), (even_ahead, even_late) = (_foreseen(exchange, moved, load, staying) for load in (skew, 1.0))
+        headers, legs, even_legs = (), legs._replace(pull=(late,)), even_legs._replace(pull=(even_late,))
     return RowWork(
         headers=headers,
-        legs=exchange.legs(moved, skew, topology),
-        even_legs=exchange.legs(moved, 1.0, topology),
+        legs=legs,
+        even_legs=even_legs,
+        ahead=ahead,
+        even_ahead=even_ahead,
         handled_rows=handled,
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
@@ -159,13 +190,32 @@ def row_work(fact: ParameterFact, choice: Choice, update: Update, case: Case) ->
     )
 
 
-def row_forecast(fact: ParameterFact, choice: Choice, update: Update, case: Case) -> Forecast:
-    """One table that is read by row, without the idle round."""
-    work = row_work(fact, choice, update, case)
-    links = leg_seconds([*work.headers, *work.legs.pull, *work.legs.push], case.topology)
-    sent = sum(leg.link_bytes for leg in (*work.headers, *work.even_legs.pull, *work.even_legs.push))
+def _foreseen(
+    exchange: RowExchange, moved: RowTraffic, skew: float, staying: float | None
+) -> tuple[tuple[Leg, ...], Leg]:
+    """What of a pull goes ahead, and what is left of it; staying: share of rows, None where none goes early."""
+    assert exchange.early_legs is not None
+    legs = exchange.early_legs(moved, skew, staying or 0.0)
+    return ((legs.ids,) if staying is None else (legs.ids, legs.masks, legs.early)), legs.late
+
+
+def row_forecast(
+    fact: ParameterFact, choice: Choice, update: Update, case: Case, look_ahead: LookAhead = "none"
+) -> Forecast:
+    """One table that is read by row, without the idle rounds; `look_ahead` as in `row_work`."""
+    work = row_work(fact, choice, update, case, look_ahead)
+    links = leg_seconds([*work.headers, *work.ahead, *work.legs.pull, *work.legs.push], case.topology)
+    even = (*work.headers, *work.even_ahead, *work.even_legs.pull, *work.even_legs.push)
+    sent = sum(leg.link_bytes for leg in even)
     memory = _row_memory(work.copy_bytes, work.touched_bytes, work.has_window, case)
-    return Forecast(sent, memory, links + index_seconds(work, case) + row_update_seconds(work, case))
+    processor = index_seconds(work, case) + foresight_seconds(work, case) + row_update_seconds(work, case)
+    return Forecast(sent, memory, links + processor)
+
+
+def foresight_seconds(work: RowWork, case: Case) -> float:
+    """Rows that are foreseen are found once more among a batch's ids, and those served among the rows of the batch
+    before."""
+    return work.handled_rows * case.key_seconds if work.ahead else 0.0
 
 
 def index_seconds(work: RowWork, case: Case) -> float:

@@ -3,28 +3,27 @@
 All ranks do the same in a simultaneous schedule, so one rank stands for any number of them: the one whose link is
 busiest. Tables are pulled before the stage that reads them; gradients are packed and pushed, in the plan's order, as
 backward makes them, and take the processor for what compute cannot hide of them; what an exchange brought is merged and
-the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Exchanges are not run: their requests and
-bytes are those of pricing (design 2.2).
+the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Tables that look ahead do so as
+`runtime/hybrid/look_ahead` does, in the midst of a loop: every step carries a part of the batch at hand, of the next
+and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
 
-Departures: one request at a time on a link; what belongs to one exchange is not interleaved with another's; a stage's
-gradients appear in the order of arrival, each after a part of the stage's backward in proportion to the elements read.
+Departures: one request at a time on a link; what belongs to one exchange is not interleaved with another's; what is
+asked for two steps early is in flight to the end of one.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Group, Plan
 from armillary.facts.profile import Profile
-from armillary.facts.stage import StageFact
 from armillary.facts.trace import Record, Trace
-from armillary.planning.activities import Activities, activities, idle_request
+from armillary.planning.activities import activities, idle_request, outlook_request
+from armillary.planning.backward_pieces import OUTSIDE, backward_pieces
 from armillary.planning.clock import Clock, Flight, Request, Span
 from armillary.planning.pricing import Case
 
 __all__ = ["LOOK_UPS", "Simulation", "simulate"]
 
-OUTSIDE = ""
 LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
 
 
@@ -74,14 +73,6 @@ class Simulation:
         return Trace(0, tuple(records))
 
 
-class _Piece(NamedTuple):
-    """A part of backward, and the parameter whose gradient is there after it."""
-
-    stage: str
-    seconds: float
-    parameter: str | None
-
-
 def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
     """One step of the plan on the machines of the case, which need not be those it was made for.
 
@@ -93,10 +84,12 @@ def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
     """
     _refuse_other(plan, case.profile)
     player = _Player(plan, case, overlap)
+    player.turn()
     player.forward()
     player.backward()
     player.step()
-    return Simulation(case.topology.workers, tuple(player.clock.spans), tuple(player.flights), player.clock.now_seconds)
+    flights = sorted(player.flights, key=lambda flight: flight.launch_seconds)
+    return Simulation(case.topology.workers, tuple(player.clock.spans), tuple(flights), player.clock.now_seconds)
 
 
 def _refuse_other(plan: Plan, profile: Profile) -> None:
@@ -109,15 +102,47 @@ def _refuse_other(plan: Plan, profile: Profile) -> None:
         raise ValueError(f"simulate: schedule {plan.schedule} is not simulated; give a plan with the simultaneous one")
 
 
+class _Sent(NamedTuple):
+    """Requests under way, and when the last of them is over."""
+
+    name: str
+    action: str
+    requests: tuple[Request, ...]
+    began_seconds: float
+    done_seconds: float
+
+
 class _Player:
-    """A step under way. waiting: (group, when its exchange is over, what the group does), in order of launch."""
+    """A step under way. late, ahead: by table, what it still has to bring for this step, and for the steps to come, in
+    order of launch. waiting: the pushes, likewise."""
 
     def __init__(self, plan: Plan, case: Case, overlap: bool) -> None:
         self.plan, self.case, self.overlap = plan, case, overlap
         self.clock = Clock()
         self.flights: list[Flight] = []
         self.does = {group.name: activities(group, plan.mean, case) for group in plan.groups}
-        self.waiting: list[tuple[Group, float, float, Activities]] = []
+        self.tables = sum(bool(does.pull) for does in self.does.values())
+        self.foreseen = {name: does for name, does in self.does.items() if does.ahead}
+        self.late: dict[str, _Sent] = {}
+        self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.foreseen}
+        self.waiting: list[_Sent] = []
+
+    def turn(self) -> None:
+        """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch, the
+        ids of the one after next, and the rows of the next that stay put."""
+        if not self.foreseen:
+            return
+        self._meet()
+        for name, does in self.foreseen.items():
+            self.clock.work(name, "foresee", does.foresee_seconds)
+        outlook = self._send(LOOK_UPS, "look-ahead", (outlook_request(self.case.topology, len(self.foreseen)),))
+        for name, does in self.foreseen.items():
+            self.late[name] = self._start(name, "pull", does.pull)
+        self._take(outlook)
+        for name, does in self.foreseen.items():
+            self.ahead[name].append(self._start(name, "look-ahead", does.ahead[:1]))
+        for name, does in self.foreseen.items():
+            self.ahead[name].append(self._start(name, "look-ahead", does.ahead[2:]))
 
     def forward(self) -> None:
         stages = {stage.name: stage for stage in self.case.profile.stages}
@@ -126,17 +151,27 @@ class _Player:
         for name in order:
             for group, stage in pulled:
                 if stage == name and self.does[group.name].pull:
-                    self._fetch(LOOK_UPS, "pull", self.does[group.name].headers)
-                    self._fetch(group.name, "pull", self.does[group.name].pull)
-                    self.clock.work(group.name, "gather rows", self.does[group.name].gather_seconds)
+                    self._pull(group.name)
             self.clock.work(name or "model", "forward", stages[name].forward_seconds)
 
+    def _pull(self, name: str) -> None:
+        does = self.does[name]
+        if name in self.late:
+            self._take(self.late.pop(name))
+        else:
+            self._take(self._send(LOOK_UPS, "pull", does.headers))
+            self._take(self._send(name, "pull", does.pull))
+        self.clock.work(name, "gather rows", does.gather_seconds)
+
     def backward(self) -> None:
-        tables = sum(bool(does.pull) for does in self.does.values())
-        if tables:
-            self._fetch(LOOK_UPS, "pull", (idle_request(self.case.topology, tables),))
+        if self.tables:
+            self._meet()
+        for name, does in self.foreseen.items():
+            if does.ahead[1:]:  # the owners have the ids, and say which of these rows stay put
+                self._take(self.ahead[name].pop(0))
+                self.ahead[name].append(self._start(name, "look-ahead", does.ahead[1:2]))
         missing = [set(group.parameters) for group in self.plan.groups]
-        for piece in _pieces(self.case.profile):
+        for piece in backward_pieces(self.case.profile):
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
             for names in missing:
                 names.discard(piece.parameter or "")
@@ -147,63 +182,41 @@ class _Player:
 
     def step(self) -> None:
         """Lands every exchange in order of launch, then the optimizer passes over all groups."""
-        for group, began, done, does in self.waiting:
-            self.clock.wait(group.name, done)
-            self._land(group.name, "push", began, does.push)
-            self.clock.work(group.name, "merge rows", does.merge_seconds)
+        for sent in self.waiting:
+            self._take(sent)
+            self.clock.work(sent.name, "merge rows", self.does[sent.name].merge_seconds)
         for group in self.plan.groups:
             self.clock.work(group.name, "update", self.does[group.name].update_seconds)
+        for under_way in self.ahead.values():
+            for sent in under_way:
+                self._take(sent)
+
+    def _meet(self) -> None:
+        """The round in which every rank says that it makes no look-up now."""
+        self._take(self._send(LOOK_UPS, "pull", (idle_request(self.case.topology, self.tables),)))
 
     def _launch(self, group: Group) -> None:
         does = self.does[group.name]
         self.clock.work(group.name, "pack", does.pack_seconds)
-        began = self.clock.now_seconds
-        done = self.clock.send(group.name, "push", does.push)
+        self.waiting.append(self._start(group.name, "push", does.push))
+
+    def _start(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
+        """Sends beside compute: what compute cannot hide of it takes the processor."""
+        sent = self._send(name, action, requests)
         if not self.overlap:
-            self.clock.wait(group.name, done)
-        else:  # what compute cannot hide of it takes the processor
+            self.clock.wait(name, sent.done_seconds)
+        else:
             shown = 1 - self.case.topology.hidden_share
-            self.clock.work(group.name, "carry", shown * sum(request.seconds for request in does.push))
-        self.waiting.append((group, began, done, does))
+            self.clock.work(name, "carry", shown * sum(request.seconds for request in requests))
+        return sent
 
-    def _fetch(self, name: str, action: str, requests: tuple[Request, ...]) -> None:
+    def _send(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
         began = self.clock.now_seconds
-        self.clock.wait(name, self.clock.send(name, action, requests))
-        self._land(name, action, began, requests)
+        return _Sent(name, action, requests, began, self.clock.send(name, action, requests))
 
-    def _land(self, name: str, action: str, began: float, requests: tuple[Request, ...]) -> None:
-        if requests:
-            sent_bytes = sum(request.sent_bytes for request in requests)
-            self.flights.append(Flight(name, action, began, self.clock.now_seconds, sent_bytes))
-
-
-def _pieces(profile: Profile) -> list[_Piece]:
-    """Backward, stage by stage, in the order in which their first gradients arrived."""
-    of_stage: dict[str, list[ParameterFact]] = {stage.name: [] for stage in profile.stages}
-    for fact in profile.arrivals:
-        of_stage[fact.stage].append(fact)
-    pieces = []
-    for stage in _backward_order(profile, of_stage):
-        facts = of_stage[stage.name]
-        works = [fact.alpha * fact.elements for fact in facts]
-        total = sum(works)
-        if total <= 0:
-            pieces += [_Piece(stage.name, 0.0, fact.name) for fact in facts]
-            pieces.append(_Piece(stage.name, stage.backward_seconds, None))
-            continue
-        for fact, work in zip(facts, works, strict=True):
-            pieces.append(_Piece(stage.name, stage.backward_seconds * work / total, fact.name))
-    return pieces
-
-
-def _backward_order(profile: Profile, of_stage: dict[str, list[ParameterFact]]) -> list[StageFact]:
-    """Against the model's order where gradients say nothing; what has no gradient goes with the stage after it."""
-    keyed: list[tuple[int, int, StageFact]] = []
-    last = -1
-    outside = [stage for stage in profile.stages if stage.name == OUTSIDE]
-    inner = [stage for stage in profile.stages if stage.name != OUTSIDE]
-    for stage in [*outside, *reversed(inner)]:
-        arrivals = [fact.arrival for fact in of_stage[stage.name] if fact.arrival is not None]
-        last = min(arrivals) if arrivals else last
-        keyed.append((last, len(keyed), stage))
-    return [stage for _, _, stage in sorted(keyed, key=lambda entry: entry[:2])]
+    def _take(self, sent: _Sent) -> None:
+        """Waits for it; what asked nothing of the links is no flight."""
+        self.clock.wait(sent.name, sent.done_seconds)
+        if sent.requests:
+            sent_bytes = sum(request.sent_bytes for request in sent.requests)
+            self.flights.append(Flight(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes))

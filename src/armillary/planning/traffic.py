@@ -13,7 +13,7 @@ from armillary.facts.parameter import RowFacts
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 
-__all__ = ["busiest_share", "merged_rows", "traffic", "traffic_merged"]
+__all__ = ["busiest_share", "merged_rows", "staying_share", "traffic", "traffic_merged"]
 
 
 def merged_rows(facts: RowFacts, profile: Profile, workers: int) -> float:
@@ -83,3 +83,18 @@ def busiest_share(facts: RowFacts, owners: int, order: str) -> float:
     if order == "hashed":  # blocks of scattered ids: neighbouring blocks join
         return max(sum(load[first : first + together]) for first in range(0, len(load), together))
     return max(sum(load[first::owners]) for first in range(owners))
+
+
+def staying_share(facts: RowFacts, profile: Profile, workers: int) -> float:
+    """Share of the rows of a worker's batch that no worker read in the step before, so that no step moves them.
+
+    As measured where it was. Else consecutive batches are taken to repeat one another as batches of different workers
+    do: what stays are the new rows that one more worker would bring.
+    """
+    if workers == profile.workers and facts.repeated is not None:
+        return 1 - facts.repeated
+    own = merged_rows(facts, profile, 1)
+    if own <= 0:
+        return 0.0
+    new = merged_rows(facts, profile, workers + 1) - merged_rows(facts, profile, workers)
+    return min(1.0, max(0.0, new / own))

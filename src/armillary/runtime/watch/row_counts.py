@@ -72,11 +72,20 @@ def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: in
         load_hashed=_load(used, Ownership(rows, owners, workers, "hashed")),
         load_blocks=_shares([batch.rows // -(-rows // workers) for batch in used], workers),
         padding_idx=paddings.pop() if len(paddings) == 1 else None,
+        repeated=_repeated(used, steps, workers),
     )
 
 
 def _alpha(merges: Sequence[Lookups], rows: int) -> float:
     return sum(len(part.rows) for part in merges) / (len(merges) * rows)
+
+
+def _repeated(batches: Sequence[Lookups], steps: Sequence[Lookups], workers: int) -> float | None:
+    """Share of the rows of a batch that are among those of the step before; None of a single step, or of no rows."""
+    later = list(enumerate(batches))[workers:]
+    shared = sum(int(torch.isin(batch.rows, steps[place // workers - 1].rows).sum()) for place, batch in later)
+    total = sum(len(batch.rows) for _, batch in later)
+    return shared / total if total else None
 
 
 def _hottest(lookups: Lookups) -> tuple[tuple[int, float], ...]:

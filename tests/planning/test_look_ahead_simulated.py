@@ -1,0 +1,159 @@
+"""A step with look-ahead against a clock: small cases by hand, and what holds for every plan on any machines."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armillary.facts.plan import Choice
+from armillary.facts.profile import Profile
+from armillary.facts.stage import StageFact
+from armillary.facts.topology import Link
+from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.planner import plan
+from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
+from armillary.planning.simulator import simulate
+from planning_cases import LINKS_ONLY, dense, machines, row_facts, table
+
+OWNED = (Choice("owned_rows"), Choice("owned_rows", {"owners": 1}), Choice("owned_rows", {"order": "hashed"}))
+MOVES_ALL = replace(LINKS_ONLY, moves_quiet_rows=True)
+
+
+def scene(first_seconds, assumptions=LINKS_ONLY, hidden_share=1.0):
+    """100 rows of 4 B, 60 of which no worker read in the step before, on 2 workers at 1 B/s: half of the rows live
+    elsewhere. The first layer reads no table; its backward is the last."""
+    rows = row_facts(rows=1000, width=1, alpha=0.1, workers=2)
+    read = replace(table("t.weight", 0, facts=replace(rows, repeated=0.4)), stage="t")
+    first = replace(dense("first.weight", 1, arrival=1), stage="first")
+    stages = (StageFact("first", 0, 0, 0, first_seconds, 500.0), StageFact("t", 0, 0, 0, 2.0, 4.0))
+    profile = Profile((first, read), stages, batches=2, workers=2)
+    topology = replace(machines(2, megabits=8e-6, latency=0.0), hidden_share=hidden_share)
+    wishes = {"t.weight": Choice("owned_rows"), "first.weight": Choice("all_reduce")}
+    made = plan(profile, topology, constraints=wishes, assumptions=assumptions)
+    case = Case(profile, topology, assumptions)
+    return made, looking_ahead(made, profile, topology, assumptions), case
+
+
+def on_the_link(simulation):
+    found = [span for span in simulation.spans if span.lane == "between"]
+    return [(span.what, span.action, span.start_seconds, span.end_seconds) for span in found]
+
+
+def test_rows_that_stay_put_travel_while_the_step_before_computes():
+    """Rounds 56 B each, outlook 40 B; ids 200 B, masks 50 B, rows 80 B late and 120 B early; gradients 200 B. Without
+    look-ahead the processor waits for a header, 56 B, and for ids and rows, 400 B."""
+    made, ahead, case = scene(first_seconds=500.0)
+    assert simulate(made, case).step_seconds == pytest.approx(1526.0)
+    found = simulate(ahead, case)
+    assert on_the_link(found) == [
+        ("look-ups", "pull", 0.0, 56.0),
+        ("look-ups", "look-ahead", 56.0, 96.0),
+        ("t.weight", "pull", 96.0, pytest.approx(176.0)),
+        ("t.weight", "look-ahead", pytest.approx(176.0), pytest.approx(376.0)),
+        ("t.weight", "look-ahead", pytest.approx(376.0), pytest.approx(496.0)),
+        ("look-ups", "pull", 598.0, 654.0),
+        ("t.weight", "look-ahead", 654.0, 704.0),
+        ("t.weight", "push", 704.0, 904.0),
+        ("bucket 0", "push", 1158.0, 1166.0),
+    ]
+    assert found.step_seconds == pytest.approx(1166.0)
+    assert found.exposed_seconds == pytest.approx({"look-ups": 152.0, "bucket 0": 8.0})
+
+
+def test_what_has_not_arrived_is_waited_for_where_it_is_read_and_early_rows_hold_up_the_round():
+    """The first layer takes 20 s: the late rows are there at 176, the early ones of the next batch at 496."""
+    _, ahead, case = scene(first_seconds=20.0)
+    found = simulate(ahead, case)
+    waits = {"t.weight": 176.0 - 116.0, "look-ups": 96.0 + 552.0 - 178.0, "bucket 0": 8.0}
+    assert found.exposed_seconds == pytest.approx(waits)
+    assert found.step_seconds == pytest.approx(552.0 + 4.0 + 500.0 + 8.0)
+
+
+def test_where_rows_move_only_ids_go_early_and_nobody_says_which_stay():
+    _, ahead, case = scene(first_seconds=500.0, assumptions=MOVES_ALL)
+    assert ahead.group_of("t.weight").look_ahead == "ids"
+    by_table = [line[1:] for line in on_the_link(simulate(ahead, case)) if line[0] == "t.weight"]
+    assert by_table == [("pull", 96.0, 296.0), ("look-ahead", 296.0, 496.0), ("push", 658.0, 858.0)]
+
+
+def test_what_compute_cannot_hide_takes_the_processor():
+    """A quarter of it: 20 s of the late rows, while the outlook is waited for; 50, 30 and 12.5 s of ids, early rows and
+    masks; 50 s of the gradients."""
+    _, ahead, case = scene(first_seconds=500.0, hidden_share=0.75)
+    assert simulate(ahead, case).step_seconds == pytest.approx(1166.0 + 50 + 30 + 12.5 + 50)
+
+
+def test_foreseeing_takes_the_processor():
+    """A third of a second a row that is asked for or served: 100 each."""
+    made, ahead, case = scene(first_seconds=500.0, assumptions=replace(LINKS_ONLY, row_seconds=1.0))
+    taken = [span.seconds for span in simulate(ahead, case).spans if span.action == "foresee"]
+    assert taken == [pytest.approx(200 / 3)]
+    assert not [span for span in simulate(made, case).spans if span.action == "foresee"]
+
+
+# Any plan on any machines ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    """A model of a few tables between dense layers on a few machines; its plan without look-ahead and with it."""
+    nodes, per_node = draw(st.sampled_from([(2, 1), (4, 1), (1, 4), (2, 2), (16, 8)]))
+    inside = Link(draw(st.floats(0, 1e-3)), draw(st.floats(1e6, 1e10)))
+    topology = machines(nodes, per_node, draw(st.floats(1, 1e4)), draw(st.floats(0, 1e-3)), inside=inside)
+    topology = replace(topology, hidden_share=draw(st.floats(0, 1)))
+    count = draw(st.integers(1, 3))
+    facts, stages, wishes = [], [], {}
+    for number in range(count):
+        rows = row_facts(workers=4, alpha=draw(st.floats(1e-4, 0.2)), lookups=draw(st.sampled_from([1.0, 2.0])))
+        rows = replace(rows, repeated=draw(st.none() | st.floats(0, 1)))
+        arrival = 2 * (count - number)
+        facts.append(replace(table(f"{number}.t", arrival, facts=rows), stage=str(number)))
+        facts.append(replace(dense(f"{number}.d", draw(st.integers(1, 300_000)), arrival + 1), stage=str(number)))
+        stages.append(StageFact(str(number), 0, 0, 0, draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1))))
+        wishes[f"{number}.t"] = draw(st.sampled_from((*OWNED, Choice("gather_rows"))))
+    profile = Profile(tuple(facts), tuple(stages), batches=4, workers=4)
+    assumptions = draw(st.sampled_from([LINKS_ONLY, SGD, ADAGRAD, ADAM]))
+    made = plan(profile, topology, constraints=wishes, assumptions=assumptions)
+    return made, looking_ahead(made, profile, topology, assumptions), Case(profile, topology, assumptions)
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_look_ahead_never_costs_a_step_more_than_what_it_adds(scene):
+    """What it adds: a round and an outlook, masks, a message more a look-up, index work; less the headers it saves."""
+    made, ahead, case = scene
+    added = ahead.forecast.seconds - made.forecast.seconds
+    before, after = (simulate(one, case).step_seconds for one in (made, ahead))
+    assert after <= before + added + 1e-9 * before
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_seconds_and_bytes_with_look_ahead_are_those_the_plan_forecasts(scene):
+    _, ahead, case = scene
+    for overlap in (True, False):
+        found = simulate(ahead, case, overlap)
+        assert sum(found.sent_bytes.values()) == pytest.approx(ahead.forecast.sent_bytes)
+        assert sum(span.sent_bytes for span in found.spans) == pytest.approx(ahead.forecast.sent_bytes)
+    assert found.step_seconds == pytest.approx(ahead.forecast.seconds)
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_the_fewer_rows_a_batch_repeats_the_shorter_the_step(scene):
+    """On one kind of link (a request on two is over when the slower one is) and compute that hides all (what it cannot
+    of late rows may fall into the wait for the outlook)."""
+    made, _, case = scene
+    case = replace(case, topology=replace(case.topology, inside=case.topology.between, hidden_share=1.0))
+    seconds = []
+    for repeated in (1.0, 0.5, 0.0):
+        facts = [
+            replace(fact, rows=replace(fact.rows, repeated=repeated)) if fact.rows else fact
+            for fact in case.profile.parameters
+        ]
+        profile = replace(case.profile, parameters=tuple(facts))
+        ahead = looking_ahead(made, profile, case.topology, case.assumptions)
+        seconds.append(simulate(ahead, replace(case, profile=profile)).step_seconds)
+    assert all(fewer <= more * (1 + 1e-9) for more, fewer in pairwise(seconds))
