@@ -13,7 +13,7 @@ from armillary.session.every import Every
 from armillary.session.export import export
 from armillary.session.feed import shard
 from armillary.session.load import load
-from armillary.session.parallelize import measure, parallelize
+from armillary.session.parallelize import fastest, measure, parallelize
 from armillary.session.verify import verify
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "attach",
     "drive",
     "export",
+    "fastest",
     "latest",
     "load",
     "looking_ahead",

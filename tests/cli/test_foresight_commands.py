@@ -10,6 +10,7 @@ from armillary.cli.main import app
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Link, Topology
+from armillary.planning.rivals import AHEAD, CHOSEN
 
 SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"
@@ -76,6 +77,19 @@ def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, fo
     (taken,) = [one["candidate"] for one in mine if not one["lost"]]
     assert made.group_of("embedding.weight").exchange.name == taken["choice"]["name"]
     assert all(one["candidate"]["forecast"]["seconds"] > 0 for one in mine)
+
+
+def test_plan_lists_whole_plans_with_look_ahead_and_without_by_their_simulated_step(armillary, foreseen):
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    _, out, _ = armillary("plan", *SMALL, *files)
+    whole = json.loads(armillary("plan", *SMALL, *files, "--json")[1])["whole_plans"]
+    seconds = [cost["seconds"] for cost in whole.values()]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    by_row = [name for name in whole if name.split("(")[0] == "owned_rows" and AHEAD not in name]
+    assert by_row and all(name + AHEAD in whole for name in by_row)
+    assert all(f"{name}  " in out for name in whole)
+    played = json.loads(armillary("simulate", foreseen / "plan.json", "--json")[1])
+    assert whole[CHOSEN]["seconds"] == pytest.approx(played["step_seconds"])
 
 
 def test_measure_without_a_workload_prints_one_object(armillary, tmp_path):

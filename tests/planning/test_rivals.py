@@ -3,7 +3,7 @@
 from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
-from armillary.planning.rivals import CHOSEN, by_simulation, rivals
+from armillary.planning.rivals import AHEAD, CHOSEN, best, by_simulation, rivals, with_look_ahead
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
@@ -42,3 +42,36 @@ def test_the_best_is_the_one_whose_simulated_step_is_shortest():
     order = by_simulation(found, case)
     seconds = [simulate(found[name], case).step_seconds for name in order]
     assert sorted(order) == sorted(found) and seconds == sorted(seconds)
+
+
+def contenders(megabits=50.0):
+    case = Case(PROFILE, machines(4, megabits=megabits), SGD)
+    found = rivals(PROFILE, case.topology, constraints={"a": "owned_rows"}, assumptions=SGD)
+    return found, with_look_ahead(found, case), case
+
+
+def test_every_plan_with_tables_to_foresee_stands_beside_the_same_looking_ahead():
+    found, both, _ = contenders()
+    by_row = [name for name, one in found.items() if any(g.exchange.name == "owned_rows" for g in one.groups)]
+    assert set(both) == set(found) | {name + AHEAD for name in by_row}
+    assert all(both[name].looks_ahead == name.endswith(AHEAD) for name in both)
+    assert all(both[name + AHEAD].looks_ahead for name in by_row)
+
+
+def test_the_best_with_look_ahead_and_the_best_without_are_always_timed():
+    """However the clock orders them; the others follow by its order."""
+    for megabits in (1.0, 50.0, 1e6):
+        _, both, case = contenders(megabits)
+        order = by_simulation(both, case)
+        plain, ahead = (next(name for name in order if both[name].looks_ahead is way) for way in (False, True))
+        assert set(best(both, case, 2)) == {plain, ahead}
+        for count in (3, 4, len(both)):
+            kept = best(both, case, count)
+            rest = [name for name in order if name not in (plain, ahead)]
+            assert set(kept) == {plain, ahead, *rest[: count - 2]}
+            assert list(kept) == [name for name in order if name in kept]
+
+
+def test_without_plans_that_look_ahead_the_best_are_those_of_the_shortest_step():
+    found, _, case = contenders()
+    assert list(best(found, case, 2)) == by_simulation(found, case)[:2]

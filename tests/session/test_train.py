@@ -12,6 +12,7 @@ from torch import nn
 from armillary.cli.find import find, small
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
+from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest
 from armillary.session.decide import Wishes, assumptions_of
@@ -82,6 +83,23 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
     assert [event.step for event in of(Resumed, again)] == [6]
     for name, value in whole[-1].metrics.items():
         assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
+
+
+def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
+    """Its feed is two batches further by then. It ends where a run does that never looked ahead, bit for bit."""
+    wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})
+    whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "wishes": wishes})[0]
+    facts, optimizer = whole[0], workload_of("recommender").optimizer([nn.Parameter(torch.ones(2, 2))])
+    ahead = looking_ahead(facts.plan, facts.profile, facts.topology, assumptions_of(optimizer))
+    assert {group.look_ahead for group in ahead.groups} == {"none", "rows"}
+    wishes = Wishes(plan=ahead)
+    broken = str(tmp_path / "broken")
+    crew(2).run(train_job, "recommender", broken, {}, {"steps": 7, "wishes": wishes})
+    again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 14, "resume": True, "wishes": wishes})[0]
+    assert [event.step for event in of(Resumed, again)] == [7]
+    assert again[-1].metrics == whole[-1].metrics
+    asked = {record.group for record in Trace.load(Path(broken) / "trace.json").records}
+    assert "look-ahead" in asked
 
 
 def test_four_workers_have_the_loss_curve_of_one_on_the_same_global_batches(crew, tmp_path):

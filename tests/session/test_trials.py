@@ -1,27 +1,28 @@
 """Plans timed in the job: the quicker one is carried out on every rank, and nothing of the trial is left."""
 
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
 import torch
 
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice
+from armillary.planning.rivals import AHEAD
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.profiler import profile
 from armillary.session import trials
 from armillary.session.decide import Wishes, decide, first_batches, open_transport, subject_of
 from armillary.session.forced import forced
+from armillary.session.parallelize import fastest
 
 SLOWED_SECONDS = 0.02
 
 
-def tried(rank, workers, slowed):
-    """Two plans; in one the table of that name is a group of its own, and waits before every request."""
-    task = find("language_model", small("language_model"))
-    subject, transport = subject_of(task, 0), open_transport()
-    seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
-    plans = {name: forced(seen, Choice(name)) for name in ("gather_rows", "all_reduce")}
-    (batch,) = first_batches(task, workers, 1, 0)[rank : rank + 1]
-    before = {name: value.clone() for name, value in subject.model.state_dict().items()}
-    stream, start = torch.get_rng_state(), Transport.start
+@contextmanager
+def slower(slowed):
+    """Requests of that label wait before they are made."""
+    start = Transport.start
 
     def late(self, request, label):
         if label == slowed:
@@ -30,9 +31,22 @@ def tried(rank, workers, slowed):
 
     Transport.start = late
     try:
-        found = trials.fastest(plans, subject.model, subject.optimizer, subject.loss, batch, transport)
+        yield
     finally:
         Transport.start = start
+
+
+def tried(rank, workers, slowed):
+    """Two plans; in one the table of that name is a group of its own, and waits before every request."""
+    task = find("language_model", small("language_model"))
+    subject, transport = subject_of(task, 0), open_transport()
+    seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
+    plans = {name: forced(seen, Choice(name)) for name in ("gather_rows", "all_reduce")}
+    batches = first_batches(task, workers, 2, 0)[rank::workers]
+    before = {name: value.clone() for name, value in subject.model.state_dict().items()}
+    stream = torch.get_rng_state()
+    with slower(slowed):
+        found = trials.fastest(plans, subject.model, subject.optimizer, subject.loss, batches, transport)
     transport.close()
     assert torch.equal(stream, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
@@ -48,11 +62,53 @@ def test_the_plan_that_took_longer_is_not_carried_out(crew):
     assert first.notes[-1].endswith("all_reduce is carried out")
 
 
-def decided(rank, workers):
-    found = decide(subject_of(find("language_model", small("language_model")), 0), Wishes(trials=2))
-    return found.plan
+def tried_ahead(rank, workers, slowed):
+    """The same plan with look-ahead and without, by the public function."""
+    task = find("language_model", small("language_model"))
+    subject = subject_of(task, 0)
+    seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
+    plain = forced(seen, Choice("owned_rows"))
+    ahead = [replace(group, look_ahead="ids") if group.placement == "row_sharded" else group for group in plain.groups]
+    plans = {"plain": plain, "ahead": replace(plain, groups=tuple(ahead))}
+    batches = first_batches(task, workers, 2, 0)[rank::workers]
+    with slower(slowed):
+        return fastest(plans, subject.model, subject.optimizer, batches, subject.loss)
 
 
-def test_every_rank_decides_for_the_same_timed_plan(crew):
-    first, second = crew(2).run(decided)
+@pytest.mark.parametrize(("slowed", "looks_ahead"), [("look-ahead", False), ("look-ups", True)])
+def test_look_ahead_is_carried_out_only_where_it_is_faster(crew, slowed, looks_ahead):
+    """Slowed is what only look-ahead sends, or the rounds of which it makes fewer."""
+    first, second = crew(2).run(tried_ahead, slowed)
+    assert first == second and first.looks_ahead == looks_ahead
+    assert first.notes[-1].startswith("timed in this job over 12 steps each: plain ")
+    assert first.notes[-1].endswith("ahead is carried out" if looks_ahead else "plain is carried out")
+
+
+def without_batches(rank, workers):
+    subject = subject_of(find("language_model", small("language_model")), 0)
+    seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
+    plans = {"plain": forced(seen, Choice("all_reduce"))}
+    with pytest.raises(ValueError, match="have no batch") as caught:
+        fastest(plans, subject.model, subject.optimizer, [subject.draw(workers)[0]][rank:], subject.loss)
+    with pytest.raises(ValueError, match="no plan to choose from"):
+        fastest({}, subject.model, subject.optimizer, [], subject.loss)
+    return str(caught.value)
+
+
+def test_a_rank_without_a_batch_is_named_on_every_rank(crew):
+    assert (
+        crew(2).run(without_batches) == ["ranks [1] have no batch to time plans with; give every rank two or more"] * 2
+    )
+
+
+def decided(rank, workers, look_ahead):
+    subject = subject_of(find("language_model", small("language_model")), 0)
+    return decide(subject, Wishes(trials=2, look_ahead=look_ahead)).plan
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_every_rank_decides_for_the_same_timed_plan(crew, look_ahead):
+    """Among them is one that looks ahead, if the loop lets it."""
+    first, second = crew(2).run(decided, look_ahead)
     assert first == second and "timed in this job" in first.notes[-1]
+    assert (AHEAD in first.notes[-1]) == look_ahead

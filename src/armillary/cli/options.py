@@ -59,7 +59,11 @@ ProfileFile = Annotated[
     Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
 ]
 Trials = Annotated[
-    int, typer.Option(help="Times so many of the best plans before step 0 and carries out the fastest; 0: none.")
+    int,
+    typer.Option(
+        help="Times so many of the best plans, with look-ahead and without, before step 0 and carries out the fastest; "
+        "0: none."
+    ),
 ]
 
 

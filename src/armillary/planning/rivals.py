@@ -1,4 +1,5 @@
-"""Whole plans that the chosen one is held against: each way a table may cross the workers, for all tables that have it.
+"""Whole plans that the chosen one is held against: each way a table may cross the workers, for all tables that have it,
+with look-ahead and without.
 
 The planner prices tables one by one and hides nothing behind compute. Which of a few whole plans is the fastest the
 simulator says, and better still a few steps of each (`session/trials.py`).
@@ -10,13 +11,15 @@ from armillary.facts.plan import Choice, Mean, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
+from armillary.planning.look_ahead import looking_ahead
 from armillary.planning.planner import NO_CONSTRAINTS, explain, plan
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.simulator import simulate
 
-__all__ = ["CHOSEN", "by_simulation", "rivals"]
+__all__ = ["AHEAD", "CHOSEN", "best", "by_simulation", "rivals", "with_look_ahead"]
 
 CHOSEN = "chosen"
+AHEAD = " + look-ahead"
 
 
 def rivals(
@@ -58,3 +61,25 @@ def rivals(
 def by_simulation(plans: Mapping[str, Plan], case: Case) -> list[str]:
     """The names of the plans, the shortest simulated step first."""
     return sorted(plans, key=lambda name: simulate(plans[name], case).step_seconds)
+
+
+def with_look_ahead(plans: Mapping[str, Plan], case: Case) -> dict[str, Plan]:
+    """The plans, each followed by the same looking ahead where it has tables that can."""
+    found: dict[str, Plan] = {}
+    for name, plain in plans.items():
+        found[name] = plain
+        ahead = looking_ahead(plain, case.profile, case.topology, case.assumptions)
+        if ahead is not plain:
+            found[name + AHEAD] = ahead
+    return found
+
+
+def best(plans: Mapping[str, Plan], case: Case, count: int) -> dict[str, Plan]:
+    """So many of them, the shortest simulated step first. Where there are plans that look ahead, the best of these and
+    the best of the others are both among them: a clock that knows neither waits nor crowds favours look-ahead."""
+    order = by_simulation(plans, case)
+    kinds = [[name for name in order if plans[name].looks_ahead == ahead] for ahead in (False, True)]
+    first = [names[0] for names in kinds if names]
+    others = [name for name in order if name not in first]
+    kept = {*first, *others[: max(0, count - len(first))]}
+    return {name: plans[name] for name in order if name in kept}

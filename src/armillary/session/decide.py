@@ -19,7 +19,7 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.rivals import CHOSEN, by_simulation, rivals
+from armillary.planning.rivals import CHOSEN, best, rivals, with_look_ahead
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.transport import Transport
@@ -48,6 +48,7 @@ class Wishes:
         schedule, mean: of the plan to make.
         trials: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
+        look_ahead: whether plans that look ahead are among them, the loop being one over `run.batches` then.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Wishes:
     schedule: Choice = SIMULTANEOUS
     mean: Mean = "workers"
     trials: int = 0
+    look_ahead: bool = False
 
     @property
     def owns_loop(self) -> bool:
@@ -132,8 +134,10 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
         )
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
-    best = by_simulation(plans, Case(found, topology, taken))[: wishes.trials]
-    return {name: plans[name].to_json() for name in best}
+    case = Case(found, topology, taken)
+    if wishes.look_ahead:
+        plans = with_look_ahead(plans, case)
+    return {name: plan.to_json() for name, plan in best(plans, case, wishes.trials).items()}
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
@@ -148,15 +152,15 @@ def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Pro
     found = Profile.from_json(by_rank_zero(transport, look))
     if transport.place.workers == 1:  # what is planned for are other machines
         return found
-    return timed_at_once(found, subject.model, lambda: _own(subject, transport.place), subject.loss, transport)
+    return timed_at_once(found, subject.model, lambda: _own(subject, transport.place)[0], subject.loss, transport)
 
 
-def _own(subject: Subject, place: Place) -> Batch:
-    """A batch of this rank; its first, where it has fewer than ranks."""
+def _own(subject: Subject, place: Place) -> list[Batch]:
+    """The batches of this rank; one of another's, where there are fewer than ranks."""
     batches = list(subject.draw(place.workers))
     if not batches:
         raise ValueError("no batch to time a step with; give every rank at least one")
-    return batches[place.rank % len(batches)]
+    return batches[place.rank :: place.workers] or [batches[place.rank % len(batches)]]
 
 
 def _refuse_other_model(found: Profile, model: nn.Module) -> None:

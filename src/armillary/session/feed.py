@@ -18,7 +18,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.source import leaves
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "device_of", "shard", "stream_seed"]
+__all__ = ["Feed", "alike_ranks", "device_of", "placed", "shard", "stream_seed"]
 
 Item = TypeVar("Item")
 
@@ -97,6 +97,13 @@ class Feed:
         """Goes on where `state` left off; with other batches or workers, after as many examples (rounded down)."""
         drawn = state["examples"] // (workload.batch_size * place[1])
         return cls(workload, place, seed, state["epoch"], drawn)
+
+
+def placed(feed: Feed) -> Iterator[tuple[Batch, dict[str, int]]]:
+    """Every batch with the place in the data after it. A loop that looks ahead holds a batch while the feed has drawn
+    others; what it saves is the place of the one it holds."""
+    for batch in feed:
+        yield batch, feed.state()
 
 
 def alike_ranks(batch: Batch, transport: Transport) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Source", "leaves"]
+__all__ = ["WATCHED_DRAWS", "Source", "leaves"]
 
 Batch = TypeVar("Batch")
 

@@ -7,7 +7,7 @@ a test collects them. Every rank iterates over it alike; only rank 0 writes file
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,12 +24,12 @@ from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.evaluate import evaluate
 from armillary.session.events import Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
 from armillary.session.every import Every
-from armillary.session.feed import Feed, alike_ranks, device_of, stream_seed
+from armillary.session.feed import Feed, alike_ranks, device_of, placed, stream_seed
 from armillary.session.folder import CHECKPOINTS, keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
 from armillary.session.tally import Tally, compare, held_bytes, reset_peak_memory, resident_bytes
-from armillary.session.workload import Workload, baseline
+from armillary.session.workload import Batch, Workload, baseline
 
 __all__ = ["Settings", "train"]
 
@@ -74,7 +74,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
     subject = subject_of(workload, settings.seed)
-    decided = decide(subject, settings.wishes)
+    decided = decide(subject, replace(settings.wishes, look_ahead=True))
     run = attach(decided.plan, subject.model, subject.optimizer)
     by_rank_zero(run.transport, lambda: open_folder(settings.folder))
     if run.rank == 0:
@@ -90,12 +90,16 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
 
 
 class Training:
-    """A run from its first step, or the one it resumes at, to its last. Sums are of this rank, since last told."""
+    """A run from its first step, or the one it resumes at, to its last. Sums are of this rank, since last told.
+
+    drawn: its batches, each with the place after it; reached: the place after the one trained on last.
+    """
 
     def __init__(self, workload: Workload, settings: Settings, run: Run, activations: Forecast):
         self.workload, self.settings, self.run = workload, settings, run
         self.place = (run.rank, run.workers)
-        self.feed = Feed(workload, self.place, settings.seed)
+        self.drawn = self._drawn(Feed(workload, self.place, settings.seed))
+        self.reached: dict[str, int] = {}
         self.tally = Tally(run.plan)
         self.forecast = run.plan.forecast + activations
         self.resident_bytes = self.peak_bytes = 0.0  # before training without the plan's tensors; while training
@@ -105,13 +109,17 @@ class Training:
         self.total_samples = self.train_seconds = 0.0
         self.since = time.perf_counter()
 
+    def _drawn(self, feed: Feed) -> Iterator[tuple[Batch, dict[str, int]]]:
+        """Through the run only where the plan looks ahead, since that costs a round a step."""
+        return self.run.batches(placed(feed)) if self.run.plan.looks_ahead else placed(feed)
+
     def begin(self) -> Iterator[Event]:
         """Resumes where a checkpoint left off, if asked to, and looks whether ranks draw the same data."""
         path = latest(self.settings.checkpoints) if self.settings.resume else None
         if path is not None:
             state = load(self.run, path)
             self.step = self.first_step = self.told_step = int(state["step"])
-            self.feed = Feed.resume(self.workload, self.place, self.settings.seed, state["feed"])
+            self.drawn = self._drawn(Feed.resume(self.workload, self.place, self.settings.seed, state["feed"]))
             yield Resumed(self.step, path)
         first = next(self.workload.batches("train", *self.place, self.settings.seed), None)
         for same in alike_ranks(first, self.run.transport):
@@ -125,7 +133,7 @@ class Training:
     def advance(self) -> None:
         """One optimizer step."""
         seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
-        batch = next(self.feed)
+        batch, self.reached = next(self.drawn)
         self.run.optimizer.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.run.model, batch)
         value = loss.item()
@@ -194,7 +202,7 @@ class Training:
     def _save(self) -> Saved:
         began = time.perf_counter()
         self.run.transport.recording = False
-        loop = {"step": self.step, "feed": self.feed.state()}
+        loop = {"step": self.step, "feed": self.reached}
         path = save(self.run, self.settings.checkpoints, loop=loop, keep=self.settings.keep)
         self.run.transport.recording = True
         self.since += time.perf_counter() - began

@@ -8,9 +8,10 @@ launch, here it is a turn in the job that is to be run.
 """
 
 import copy
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,66 +20,88 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile_table import seconds_text
+from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.untouched import untouched
 from armillary.session.attach import attach
 from armillary.session.run import Run
+from armillary.session.source import WATCHED_DRAWS
 
 __all__ = ["fastest"]
 
+Steps = Generator[None, None, None]
 WARM_STEPS, TIMED_STEPS, ROUNDS = 2, 3, 4
 
 
 def fastest(
-    plans: Mapping[str, Plan], model: nn.Module, optimizer: Optimizer, loss: Loss, batch: Any, transport: Transport
+    plans: Mapping[str, Plan],
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    batches: Sequence[Any],
+    transport: Transport,
 ) -> Plan:
     """The plan whose steps were the shortest, with what was measured in its notes. Every rank must call it; all get the
     same plan. Model, optimizer and random streams stay as they were; memory for a copy of both a plan is needed.
 
     Args:
-        plans: by name, for this model. batch: of this rank.
+        plans: by name, for this model. Those that look ahead take their batches from `run.batches`, the others do not.
+        batches: of this rank, trained on by turns; of one alone, again and again, no row could go early.
+
+    Raises:
+        ValueError: a rank has no batch, or a plan does not fit; on every rank.
     """
+    if lacking := [rank for rank, count in enumerate(transport.share(len(batches))) if not count]:
+        raise ValueError(f"ranks {lacking} have no batch to time plans with; give every rank two or more")
     with untouched(model):
-        running = {name: _running(plan, model, optimizer, loss, batch) for name, plan in plans.items()}
+        running = {name: _running(plan, model, optimizer, loss, batches) for name, plan in plans.items()}
         names, turns = list(plans), {name: list[float]() for name in plans}
         for index in range(ROUNDS):  # another one first each time, so that none always follows the same
             for name in names[index % len(names) :] + names[: index % len(names)]:
                 turns[name].append(_turn(running[name][1], transport))
-        for run, _ in running.values():
+        for run, steps in running.values():
+            steps.close()
+            run.finish()
             run.detach()
             run.transport.close()
     seconds = {name: statistics.median(found) for name, found in turns.items()}
     winner = min(names, key=seconds.__getitem__)
     said = ", ".join(f"{name} {seconds_text(seconds[name])}" for name in names)
-    steps = ROUNDS * TIMED_STEPS
-    note = f"timed in this job over {steps} steps each: {said}; {winner} is carried out"
+    count = ROUNDS * TIMED_STEPS
+    note = f"timed in this job over {count} steps each: {said}; {winner} is carried out"
     return replace(plans[winner], notes=(*plans[winner].notes, note))
 
 
 def _running(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, loss: Loss, batch: Any
-) -> tuple[Run, Callable[[], None]]:
-    """A copy under that plan, and its step."""
+    plan: Plan, model: nn.Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Any]
+) -> tuple[Run, Steps]:
+    """A copy under that plan, warm, and its steps."""
     mine, stepper = copy.deepcopy((model, optimizer))
     run = attach(plan, mine, stepper)
-
-    def step() -> None:
-        stepper.zero_grad(set_to_none=True)
-        loss(mine, batch).backward()
-        stepper.step()
-
-    for _ in range(WARM_STEPS):
-        step()
-    return run, step
+    steps = _steps(run, mine, stepper, loss, batches)
+    learned = WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0  # steps of which nothing is foreseen yet
+    for _ in range(learned + WARM_STEPS):
+        next(steps)
+    return run, steps
 
 
-def _turn(step: Callable[[], None], transport: Transport) -> float:
+def _steps(run: Run, model: nn.Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Any]) -> Steps:
+    """Without end; the batch is got in its step."""
+    endless = itertools.cycle(batches)
+    for batch in run.batches(endless) if run.plan.looks_ahead else endless:
+        optimizer.zero_grad(set_to_none=True)
+        loss(model, batch).backward()
+        optimizer.step()
+        yield
+
+
+def _turn(steps: Steps, transport: Transport) -> float:
     """Seconds a step, of the slowest rank."""
-    step()  # its connections and caches are cold
+    next(steps)  # its connections and caches are cold
     transport.barrier()
     began = time.perf_counter()
     for _ in range(TIMED_STEPS):
-        step()
+        next(steps)
     transport.barrier()
     return transport.agree_largest([(time.perf_counter() - began) / TIMED_STEPS])[0]
