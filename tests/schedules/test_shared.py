@@ -1,4 +1,4 @@
-"""Shared devices: the mapping is possible, the only one, even over devices, and everything arrives before it is used."""
+"""Shared devices: the mapping is possible and the only one, and everything arrives before it is used."""
 
 from collections import Counter
 from itertools import chain, pairwise
@@ -15,7 +15,7 @@ from armillary.schedules.shared import Sharing, devices_for, workers_on
 from armillary.schedules.shared_messages import shared_messages
 
 PICTURE = """\
-shared: 6 workers (devices), 3 stages, 3 micro-batches, a step every 6 ticks; 2 steps, their micro-batches counted through
+shared: 6 workers (devices), 3 stages, 3 micro-batches, a step every 6 ticks; 2 steps, micro-batches counted on
 worker 0, stage 0: F0 .  .  .  .  B0 F3 .  .  .  .  B3 .  .  .  .   staleness 1 1
 worker 1, stage 0: .  .  F1 .  .  .  .  B1 F4 .  .  .  .  B4 .  .   staleness 1 1
 worker 2, stage 0: .  .  .  .  F2 .  .  .  .  B2 F5 .  .  .  .  B5  staleness 0 0

@@ -90,7 +90,7 @@ class Sharing:
             rows.append(tuple(sorted(numbered)))
         head = (
             f"shared: {self.devices} workers (devices), {count} stages, {count} micro-batches, a step every "
-            f"{2 * count} ticks; {SHOWN_STEPS} steps, their micro-batches counted through"
+            f"{2 * count} ticks; {SHOWN_STEPS} steps, micro-batches counted on"
         )
         return "\n".join([head, *lines_of(rows, self.schedule.staleness * SHOWN_STEPS)])
 
@@ -151,7 +151,7 @@ class Sharing:
         return self.schedule.action(kind, micro_batch, stage).start + step * self.schedule.period
 
     def readers(self, version: int, stage: int) -> dict[int, int]:
-        """By device, in order of time: the tick at which it first reads a version of a stage (the first drain aside)."""
+        """By device, in order of time: the tick at which it first reads a version of a stage if no drain comes."""
         count = self.schedule.workers
         first = version * count + sum(ages[stage] for ages in self.schedule.staleness)
         places = [(number // count, number % count, stage) for number in range(first, first + len(self.ranks(stage)))]
