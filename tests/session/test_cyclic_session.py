@@ -31,6 +31,7 @@ from armillary.session.train import Settings
 WIDTH, ROWS = 4, 3
 ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}
 ZERO = {"mode": "zero_ring"}
+SHARED = {"mode": "shared"}
 
 
 def model_of():
@@ -129,6 +130,7 @@ REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
         (2, [(VIT, ZERO), (BATCH_NORM, {**ZERO, "slack": 2, "stages": 3, "clip_norm": 0.1})]),
         (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
         (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
+        (3, [(VIT, SHARED), (BATCH_NORM, {**SHARED, "slack": 2}), (VIT, {**SHARED, "clip_norm": 0.1, "slack": 1})]),
         (2, [(VIT, {**ROUND, "clip_norm": 0.1, "slack": 1}), (VIT, {**ROUND, "clip_norm": 0.1, "clip_by": "stage"})]),
     ],
 )
@@ -194,7 +196,7 @@ def look(rank, world, made):
     return seen, losses, export_cyclic(run)
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1})])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1}), (3, SHARED)])
 def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, processes, options):
     answers = crew(processes).run(look, plan_of(options, processes))
     for rank, (seen, _, _) in enumerate(answers):
@@ -243,15 +245,15 @@ def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
     crew(1).run(drive_without_momentum, plan_of({**ONE, "remedies": ["weight_prediction"]}, 1))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_in_plain_torch(
     crew, tmp_path, processes, options
 ):
-    """With two stages and two micro-batches the three modes follow one rule, dropout and optimizer state included."""
+    """With two stages and two micro-batches the modes follow one rule, dropout and optimizer state included."""
     path, uninterrupted = crew(processes).run(save_on_the_way, plan_of(options, processes), str(tmp_path))[0]
     model, optimizer, _ = truth(ONE, 1, 5, drains=(3,))
     assert same(uninterrupted, {"model": dict(model), "optimizer": optimizer})
-    for others, another in [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)]:
+    for others, another in [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)]:
         assert same(crew(others).run(resume, plan_of(another, others), path)[0], uninterrupted), another
     saved = torch.load(Path(path) / REST, weights_only=True)
     plain = model_of()
@@ -312,7 +314,7 @@ def float_batch_of(step, micro_batch):
     return tuple(tensor.float() for tensor in batch_of(step, micro_batch))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_steps_under_autocast_are_the_references_under_autocast_in_every_mode(crew, processes, options):
     model = float_model_of()
     optimizer, found = optimizer_of(model), read_options(options, processes)
@@ -353,12 +355,15 @@ CLIPPED = {"slack": 2, "clip_norm": 1.0}
         {**UP, **CLIPPED},
         {**ROUND, **CLIPPED, "stages": 4},
         {**ROUND, **CLIPPED, "clip_by": "stage"},
+        SHARED,
+        {**SHARED, **CLIPPED},
     ],
 )
 def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
-    answers = crew(2).run(count_bytes, plan_of(options, 2))
+    processes = 3 if options["mode"] == "shared" else 2
+    answers = crew(processes).run(count_bytes, plan_of(options, processes))
     sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
-    assert sent == 4 * 2 * answers[0][1] > 0
+    assert sent == 4 * sum(planned for _, planned in answers) > 0
 
 
 def count_undrained(rank, world, made):

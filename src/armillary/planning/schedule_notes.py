@@ -233,6 +233,6 @@ def _shared(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLo
         f"(counted through all steps) runs on m mod ({count} - j) of them; without sharing they would be {count**2}",
         f"utilisation: {busy:.0%} of {sharing.devices} devices with this cut ({sharing.utilisation:.0%} with equal "
         f"stages), {1 / count:.0%} of {count**2} without sharing; mode pipeline reaches {piped:.0%} of {count}",
-        f"activations per device: {bytes_text(most)} at most, one stage of one micro-batch; {bytes_text(fullest)} in the "
-        f"pipeline's fullest process. As fast on {count} devices, the pipeline is the better plan unless those do not fit",
+        f"activations per device: {bytes_text(most)} at most, one stage of one micro-batch; {bytes_text(fullest)} in "
+        f"the pipeline's fullest. As fast on {count} devices, the pipeline is better unless those do not fit",
     ]

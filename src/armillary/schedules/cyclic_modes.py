@@ -75,7 +75,7 @@ class CyclicOptions:
         if self.mode == "shared" and (self.costs or not self.stages == self.micro_batches):
             raise ValueError(
                 f"schedule: mode shared wants as many equal stages as micro-batches, or a device is "
-                f"wanted twice at a time; got {self.stages} stages, {self.micro_batches} micro-batches, costs {self.costs}"
+                f"wanted twice; got {self.stages} stages, {self.micro_batches} micro-batches, costs {self.costs}"
             )
         if self.mode in RINGS and self.recompute:
             raise ValueError("schedule: a ring runs the user's own forward; checkpoint modules there, drop recompute")
@@ -85,7 +85,7 @@ class CyclicOptions:
         if self.mode in (*RINGS, "shared") and self.remedies:
             raise ValueError(
                 f"schedule: mode {self.mode} has no {', '.join(self.remedies)}: momentum and gradients are at a "
-                f"stage's home only, and workers read weights as they pass; take one_device or pipeline, or drop remedies"
+                f"stage's home only, and workers read weights as they pass; take one_device or pipeline, or drop them"
             )
         self.built_remedies()
 
