@@ -134,7 +134,7 @@ def shared(schedule):
         return run.part.index, weights(stages[run.part.index])
 
     found = in_threads(devices_for(schedule.workers), alone)
-    first = {stage: own for stage, own in reversed(found)}
+    first = dict(reversed(found))
     if any(not same(own, first[stage]) for stage, own in found):
         raise AssertionError("devices of one stage do not agree")
     return [weight for stage in sorted(first) for weight in first[stage]]

@@ -30,8 +30,8 @@ Mode = Annotated[
         metavar="MODE",
         help="Of cyclic. ring: one worker a process. zero_ring: the same, weights only where they live or are used. "
         "pipeline: one stage a process. shared: N stages on N(N+1)/2 processes for --workers N. one_device: one "
-        "process in all, --workers staggered micro-batches in it; with --micro-batches too, so many in each of --workers "
-        "processes. (default: ring)",
+        "process in all, --workers staggered micro-batches in it; with --micro-batches too, so many in each of "
+        "--workers processes. (default: ring)",
     ),
 ]
 Slack = Annotated[

@@ -8,8 +8,8 @@
     run.drain()
 
 Between steps micro-batches are under way, and a process of a pipeline, of shared devices or of a zero_ring holds part
-of the model: look at it inside `run.newest()`, which changes nothing in training. No gradient is ever in the user's hands,
-so clipping is the plan's (clip_norm, clip_by). Autocast around `run.step` reaches forward and loss of its
+of the model: look at it inside `run.newest()`, which changes nothing in training. No gradient is ever in the user's
+hands, so clipping is the plan's (clip_norm, clip_by). Autocast around `run.step` reaches forward and loss of its
 micro-batches, however late.
 """
 
