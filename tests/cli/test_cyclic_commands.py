@@ -123,7 +123,7 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
         ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring, zero_ring"),
         ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
         ((*CYCLIC[:4], "--remedy", "prayer"), "no remedy 'prayer'; there are error_feedback, nesterov"),
-        (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "a ring has no stable_rate"),
+        (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "has no stable_rate"),
         (("--remedy", "stable_rate"), "--schedule simultaneous has no remedies"),
         ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
         ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),

@@ -92,7 +92,7 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("spiral", 2, {}, "there are one_device, pipeline, ring, zero_ring"),
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("zero_ring", 2, {"recompute": [0]}, "drop recompute"),
-        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "a ring has no stable_rate"),
+        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "has no stable_rate"),
         ("one_device", 2, {"clip_norm": 1.0}, "on 2 processes knows no clip_norm"),
         ("one_device", 2, {"remedies": ["error_feedback"]}, "on 2 processes knows no remedies"),
         ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),

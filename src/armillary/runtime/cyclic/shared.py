@@ -21,7 +21,7 @@ from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.edge import Incoming, Outgoing
 from armillary.runtime.cyclic.passed_buffers import PassedBuffers
 from armillary.runtime.cyclic.shared_stage import SharedStage
-from armillary.runtime.cyclic.stage_pass import Flight, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.schedules.agenda import Agenda, Due
 from armillary.schedules.norm_in_time import refuse_on_one_device
@@ -139,7 +139,7 @@ class Shared:
         given, target = self._given.pop((step, micro_batch))
         value, self._flights[place] = take_off(
             self._stage,
-            (version, weights),
+            Reads(version, weights),
             enter(given) if arrived is None else Value(*arrived),
             (self._course.seed, place),
             self._autocasts[step],

@@ -128,7 +128,8 @@ class SharedStage:
 
     def made(self, gradients: Means, options: Options) -> None:
         """At the home: makes the next version and hands it on."""
-        weights = self._home.step(self.index, gradients, options)
+        self._home.step(self.index, gradients, options)
+        weights = self._home.copy(self.index)
         self.replica.arrive(weights)
         self._hand_on(weights)
 
