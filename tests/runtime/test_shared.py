@@ -152,6 +152,25 @@ def test_running_statistics_go_on_from_device_to_device_in_micro_batch_order(cre
     compare(crew, [*cases, (cyclic(2), {"norm": nn.BatchNorm1d, "settles": (2,)})])
 
 
+class FromFirst(nn.Module):
+    """Sets its offset by the first value it ever sees; later forwards only read it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(width))
+        self.register_buffer("is_set", torch.zeros(()))
+
+    def forward(self, value):
+        if not self.is_set:
+            self.offset.copy_(value.detach().mean(0))
+            self.is_set.fill_(1.0)
+        return value - self.offset
+
+
+def test_a_buffer_that_only_the_first_micro_batch_writes_reaches_every_device(crew):
+    compare(crew, [(cyclic(3, slack=slack), {"norm": FromFirst, "drains": (2,)}) for slack in (0, 1)])
+
+
 def test_clipping_is_the_references_bit_for_bit(crew):
     cases = [(cyclic(n, slack=n), {"clip": Clip(LOOSE)}) for n in (1, 2)]
     cases += [(cyclic(3, slack=1), {"clip": clip, "dtype": torch.float32}) for clip in EVERY_CLIP]

@@ -94,7 +94,8 @@ class Scheduled(NamedTuple):
         if self.name == "cyclic" and self.mode == "shared":
             if workers is None and is_worker():
                 return None
-            return devices_for(DEFAULT_WORKERS if workers is None else workers)
+            count = DEFAULT_WORKERS if workers is None else workers
+            return devices_for(count) if count > 0 else count
         if self.name != "cyclic" or self.mode != "one_device":
             return workers
         return workers or 1 if self.micro_batches else 1
@@ -102,7 +103,7 @@ class Scheduled(NamedTuple):
     def announced(self, workers: int | None) -> int | None:
         """`processes`; tells a user for whom they are more than workers."""
         count = self.processes(workers)
-        if self.name == "cyclic" and self.mode == "shared" and count is not None and not is_worker():
+        if self.name == "cyclic" and self.mode == "shared" and (count or 0) > 0 and not is_worker():
             asked = DEFAULT_WORKERS if workers is None else workers
             typer.echo(f"mode shared: {asked} workers share {count} processes, one a device (N(N+1)/2)", err=True)
         return count

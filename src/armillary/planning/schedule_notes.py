@@ -23,6 +23,7 @@ from armillary.schedules.zero_messages import held_copies, zero_messages
 __all__ = ["notes_on", "peak_on_one_device", "peak_over_workers", "running_note", "stagger"]
 
 SHOWN = 3  # names of modules
+ALIKE = 1.05  # ratio of two times up to which they are called the same
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
@@ -225,6 +226,10 @@ def _shared(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLo
     pace = stagger(flops) or 1.0
     busy = sum(flops) / pace / sharing.devices if sum(flops) else sharing.utilisation
     piped = sum(flops) / (count * max(flops)) if max(flops) else 1.0
+    slower = max(flops) / pace if max(flops) else 1.0
+    verdict = f"As fast on {count} devices, the pipeline is better unless those do not fit"
+    if slower > ALIKE:
+        verdict = f"With this cut the pipeline's {count} devices take {slower:.2f} times as long"
     most = max(stage.activation_bytes for stage in stages)
     schedule_piped = cyclic_pipeline(count, count, options.slack)
     fullest = max(peak_over_workers(schedule_piped, stages, worker) for worker in range(count))
@@ -234,5 +239,5 @@ def _shared(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLo
         f"utilisation: {busy:.0%} of {sharing.devices} devices with this cut ({sharing.utilisation:.0%} with equal "
         f"stages), {1 / count:.0%} of {count**2} without sharing; mode pipeline reaches {piped:.0%} of {count}",
         f"activations per device: {bytes_text(most)} at most, one stage of one micro-batch; {bytes_text(fullest)} in "
-        f"the pipeline's fullest. As fast on {count} devices, the pipeline is better unless those do not fit",
+        f"the pipeline's fullest. {verdict}",
     ]

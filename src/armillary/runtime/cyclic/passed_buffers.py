@@ -1,8 +1,9 @@
 """The buffers of a stage that several devices share: running statistics are kept once, in micro-batch order.
 
 What a forward writes goes on to the device of the next micro-batch, which reads it before its own forward of the stage.
-Buffers that no forward writes (masks) stay where they are. Which are written is seen by their values: torch's batch
-norm writes running statistics without raising their version counters (torch 2.13).
+Buffers that no forward writes (masks) stay where they are; one that was written goes on for good, since a later device
+may only read it. Which are written is seen by their values: torch's batch norm writes running statistics without
+raising their version counters (torch 2.13).
 """
 
 import torch
@@ -31,7 +32,7 @@ class PassedBuffers:
         self._incoming: dict[int, Incoming] = {}  # by peer
         self._outgoing: dict[int, Outgoing] = {}
         self._before: list[Tensor] = []  # copies, of before a forward
-        self._written = set[int]()  # by any forward so far
+        self._written = set[int]()  # by any forward so far, of any device before this one
         self._owed: int | None = None  # the next micro-batch, which is not handed in yet
 
     def expect(self, number: int) -> None:
@@ -52,6 +53,7 @@ class PassedBuffers:
             own = list(self._module.buffers())
             for place, tensor in zip(places, tensors, strict=True):
                 own[place].copy_(tensor)
+            self._written |= set(places)
         self._before = [buffer.clone() for buffer in self._module.buffers()]
 
     def after(self, number: int, handed_in: int) -> None:

@@ -36,6 +36,7 @@ __all__ = ["SharedStage"]
 
 _PARTIAL, _SUM, _WEIGHTS = range(1 << 16, (1 << 16) + 3)  # tags, beyond those of buffers (`edge.py`)
 _PATIENCE_TICKS = 2  # that a send is waited for later than it might be
+_NEVER = 1 << 62  # a tick
 
 
 class SharedStage:
@@ -216,9 +217,6 @@ class SharedStage:
 
     def _room(self, tag: int) -> list[Tensor]:
         return self.replica.flat.empty_weights() if tag == _WEIGHTS else self.replica.flat.empty_gradients()
-
-
-_NEVER = 1 << 62  # a tick
 
 
 class _AtHome:
