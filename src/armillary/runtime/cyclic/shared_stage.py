@@ -8,7 +8,8 @@ Note [Nothing can hang]. Every wait is for something that the schedule's clock p
 two of its own actions (it takes a sum, steps, hands on weights and norms) is done at the end of the tick that finished
 the sum or the norm; in its program it stands before its first action after that tick, and at the latest where its call
 ends. A call of `step` covers the same ticks on all devices, so nobody waits within a call for what another does in the
-next one. Of what may never be sent nothing is posted.
+next one. Of what may never be sent nothing is posted. And nothing is polled: what a device does next depends on what it
+has done, never on time, so whether a run ends does not either.
 
 Source: `schedules/shared.py`, Note [Home].
 """
