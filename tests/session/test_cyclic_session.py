@@ -152,7 +152,7 @@ def verify_against_another_rule(rank, world, wish):
         cyclic_verify.read_choice = real
 
 
-@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_another_rule_is_not_called_equal(crew, processes, wish):
     for found in crew(processes).run(verify_against_another_rule, wish):
         assert not found.is_equal
@@ -279,14 +279,21 @@ def held_weights(rank, world, made):
     """Bytes of the model's parameters on this process: between two steps, and in a look."""
     run, _ = driven(made)
     trained(run, range(2))
-    between = sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+    between = bytes_of(run.model)
     with run.newest():
-        return between, sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+        return between, bytes_of(run.model)
 
 
-def test_a_process_of_a_pipeline_holds_the_weights_of_its_stage_only(crew):
+def bytes_of(model):
+    """Every storage counted once."""
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, UP), (3, SHARED)])
+def test_a_process_that_runs_one_stage_holds_the_weights_of_that_stage_only(crew, processes, options):
     whole = sum(parameter.nbytes for parameter in model_of().parameters())
-    assert crew(2).run(held_weights, plan_of(UP, 2)) == [(whole // 2, whole)] * 2
+    assert crew(processes).run(held_weights, plan_of(options, processes)) == [(whole // 2, whole)] * processes
 
 
 def halved(rank, world, made):
@@ -454,14 +461,14 @@ def drive_tied(rank, world, mode):
     return said
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, mode):
     for said in crew(processes).run(drive_tied, mode):
         for sentence, (_, places) in zip(said, tied_models(), strict=True):
             assert places in sentence
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, mode):
     link = Link(1e-4, 1e8)
     topology = Topology(1, processes, link, link, 1 << 33)
@@ -535,17 +542,17 @@ def last_model(folder):
     return torch.load(newest / REST, weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("options", [UP, ROUND, {**ZERO, "stages": 4}])
-def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, options):
-    whole = crew(2).run(train_job, str(tmp_path / "whole"), 12, False, options)
+@pytest.mark.parametrize(("processes", "options"), [(2, UP), (2, ROUND), (2, {**ZERO, "stages": 4}), (3, SHARED)])
+def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, processes, options):
+    whole = crew(processes).run(train_job, str(tmp_path / "whole"), 12, False, options)
     kinds = [type(event) for event in whole[0]]
     assert kinds[0] is Decided and kinds[-1] is Ended and kinds.count(Saved) == 2 and Evaluated in kinds
     ended = whole[0][-1]
     assert ended.steps == 12 and ended.metrics["nats_per_image"] < 1.3  # four classes: log 4 is 1.386
     measured, forecast = ended.comparison[0].measured, ended.comparison[0].forecast
     assert measured.sent_bytes == pytest.approx(forecast.sent_bytes, rel=0.1)
-    crew(2).run(train_job, str(tmp_path / "half"), 6, False, options)
-    going_on = crew(2).run(train_job, str(tmp_path / "half"), 12, True, options)
+    crew(processes).run(train_job, str(tmp_path / "half"), 6, False, options)
+    going_on = crew(processes).run(train_job, str(tmp_path / "half"), 12, True, options)
     assert [event.step for event in going_on[1] if isinstance(event, Resumed)] == [6]
     assert same(last_model(tmp_path / "half"), last_model(tmp_path / "whole"))
     assert (tmp_path / "half" / "plot.png").exists()
