@@ -2,8 +2,8 @@
 
 Layers wait instead of computing, as if every process had a processor of its own; weights, gradients, activations and
 messages are real. Memory is the process's PSS at its peak over the timed steps, beside what it had before it built the
-model. It is taken with micro-batches of one sample and of several: what grows with samples is activations, kept or on
-their way. Data are made before and not counted.
+model. It is taken with micro-batches of all samples and of half of them: what grows with samples is activations, kept or
+on their way. Data are made before and not counted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     transport = Transport(options.workers if options.mode == "replicas" else 1)
     transport.open_lanes()
     sizes = Sizes(options.workers, options.slack, options.samples, options.stage_seconds)
-    few = _maker(options.mode, transport, replace(sizes, samples=1))
+    few = _maker(options.mode, transport, replace(sizes, samples=sizes.samples // 2))
     many = _maker(options.mode, transport, sizes)
     _watched(few, 0, 1, transport)  # what libraries and connections take once
     runs = [_watched(few, 1, options.steps, transport), _watched(many, options.rounds, options.steps, transport)]

@@ -32,7 +32,7 @@ from armillary.schedules.schedule import Schedule
 from armillary.schedules.shared import Sharing, devices_for
 from benchmarks.cyclic_ring.modes import Waiting
 
-LAYERS, WIDTH = 8, 512  # of a stage: 8.4 MB of weights
+LAYERS, WIDTH = 8, 256  # of a stage: 2.1 MB of weights
 MODES = ("replicas", "shared", "pipeline")
 
 Batch = tuple[Tensor, Tensor]  # what the first stage reads, what the loss wants

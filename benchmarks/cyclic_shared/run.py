@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", default="2,3", help="N, or several")
     parser.add_argument("--slack", type=int, default=0, help="of shared and pipeline")
-    parser.add_argument("--samples", type=int, default=1024, help="a micro-batch")
+    parser.add_argument("--samples", type=int, default=4096, help="a micro-batch, an even number")
     parser.add_argument(
         "--stage-seconds", type=float, default=0.2, help="that a stage waits for a micro-batch, forward and backward"
     )
@@ -82,10 +82,8 @@ def _row(cell: dict[str, Any], record: dict[str, Any]) -> str:
     busy = [rank["busy_seconds"] / statistics.fmean(rank["step_seconds"]) for rank in many]
     rate = cell["workers"] * samples / steps.median
     added = [rank["peak_bytes"] / 1e6 for rank in many]
-    grown = [  # with the samples; scaled to all of them
-        (rank["peak_bytes"] - one["peak_bytes"]) / 1e6 * samples / (samples - 1)
-        for one, rank in zip(cell["few"], many, strict=True)
-    ]
+    # the first half of the samples is taken to weigh what the second half did
+    grown = [2 * (rank["peak_bytes"] - one["peak_bytes"]) / 1e6 for one, rank in zip(cell["few"], many, strict=True)]
     return (
         f"| {cell['workers']} | {NAMES[cell['mode']]} | {said.devices} "
         f"| {steps.median * 1e3:.0f} ({steps.first * 1e3:.0f}-{steps.third * 1e3:.0f}) "

@@ -54,7 +54,7 @@ def test_forecasts_are_one_in_n_two_in_n_plus_one_and_all(workers):
 
 def test_the_columns_by_hand():
     """Two devices of a pipeline; the slower one's steps count, and what grows with samples is scaled to all of them."""
-    few = [{"peak_bytes": 10e6}, {"peak_bytes": 20e6}]
+    few = [{"peak_bytes": 20e6}, {"peak_bytes": 25e6}]
     many = [
         {"peak_bytes": 40e6, "step_seconds": [0.4, 0.5, 0.4], "busy_seconds": 0.39},
         {"peak_bytes": 35e6, "step_seconds": [0.5, 0.4, 0.4], "busy_seconds": 0.26},
