@@ -2,8 +2,8 @@
 
 Layers wait instead of computing, as if every process had a processor of its own; weights, gradients, activations and
 messages are real. Memory is the process's PSS at its peak over the timed steps, beside what it had before it built the
-model. It is taken with micro-batches of all samples and of half of them: what grows with samples is activations, kept or
-on their way. Data are made before and not counted.
+model. It is taken with micro-batches of all samples and of half of them: what grows with samples is activations, kept
+or on their way. Data are made before and not counted.
 """
 
 import argparse
