@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", default="2,3", help="N, or several")
     parser.add_argument("--slack", type=int, default=0, help="of shared and pipeline")
-    parser.add_argument("--samples", type=int, default=4096, help="a micro-batch, an even number")
+    parser.add_argument("--samples", type=int, default=2048, help="a micro-batch, an even number")
     parser.add_argument(
         "--stage-seconds", type=float, default=0.2, help="that a stage waits for a micro-batch, forward and backward"
     )
