@@ -80,31 +80,40 @@ def _model(sizes: Sizes) -> nn.Sequential:
 
 
 class Waiting(nn.Linear):
-    """A layer of the same parameters that takes a third of `seconds` forward and the rest backward, without work."""
+    """A layer of the same parameters that takes a third of `seconds` forward and the rest backward, without work.
+
+    It keeps its input for its backward, as a layer that works does. busy_seconds: spent in it so far, both ways.
+    """
 
     def __init__(self, seconds: float, width: int) -> None:
         super().__init__(width, width)
-        self.seconds = seconds
+        self.seconds, self.busy_seconds = seconds, 0.0
 
     def forward(self, value: Tensor) -> Tensor:
-        return _Wait.apply(value, self.weight, self.bias, self.seconds)
+        return _Wait.apply(value, self.weight, self.bias, self)
 
 
 class _Wait(torch.autograd.Function):
     """Passes its input on; a parameter's gradient is the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        ctx.save_for_backward(weight, bias)
-        time.sleep(seconds / 3)
-        return value.clone()
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, layer: Waiting) -> Tensor:
+        begun = time.perf_counter()
+        ctx.layer = layer
+        ctx.save_for_backward(value, weight, bias)
+        time.sleep(layer.seconds / 3)
+        passed = value.clone()
+        layer.busy_seconds += time.perf_counter() - begun
+        return passed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        weight, bias = ctx.saved_tensors
-        time.sleep(ctx.seconds * 2 / 3)
-        return gradients[0], weight.detach().clone(), bias.detach().clone(), None
+        begun, layer = time.perf_counter(), ctx.layer
+        _, weight, bias = ctx.saved_tensors
+        time.sleep(layer.seconds * 2 / 3)
+        found = gradients[0], weight.detach().clone(), bias.detach().clone(), None
+        layer.busy_seconds += time.perf_counter() - begun
+        return found
 
 
 def _batch(transport: Transport, sizes: Sizes) -> tuple[Tensor, Tensor]:

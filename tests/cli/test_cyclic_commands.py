@@ -9,8 +9,10 @@ from armillary.cli.main import app
 from armillary.cli.schedule_options import Scheduled
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Link, Topology
+from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_modes import RINGS
 from armillary.schedules.schedule import parse
+from armillary.schedules.shared import Sharing
 from armillary.session.decide import Wishes
 
 VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
@@ -123,7 +125,7 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
         ((*CYCLIC[:2], "--mode", "spiral"), "there are one_device, pipeline, ring, zero_ring"),
         ((*CYCLIC[:4], "--slack", "-1"), "slack >= 0"),
         ((*CYCLIC[:4], "--remedy", "prayer"), "no remedy 'prayer'; there are error_feedback, nesterov"),
-        (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "a ring has no stable_rate"),
+        (("--schedule", "cyclic", "--mode", "ring", "--remedy", "stable_rate"), "has no stable_rate"),
         (("--remedy", "stable_rate"), "--schedule simultaneous has no remedies"),
         ((*CYCLIC[:4], "--stages", "99"), "modules make no 99 stages"),
         ((*CYCLIC[:4], "--cut", "nowhere"), "cannot cut at nowhere"),
@@ -145,6 +147,32 @@ def test_help_names_every_option_of_a_schedule_with_its_default(armillary, comma
     for option in (*options, "--clip-by"):
         assert option in said
     assert "(default: ring)" in said and "NOT exact" in said
+
+
+def test_mode_shared_is_planned_for_devices_that_are_not_here(armillary, tmp_path):
+    link = Link(1e-4, 1e8)
+    Topology(6, 1, link, link, 1 << 33).save(tmp_path / "six.json")
+    options = ("--schedule", "cyclic", "--mode", "shared", "--topology", "six.json")
+    code, out, err = armillary("plan", *VISION, *options)
+    assert (code, err) == (0, "")
+    assert str(Sharing(cyclic(3))) in out and "6 devices for 3 workers" in out and "mode pipeline reaches" in out
+    code, out, err = armillary("train", *VISION, *options[:4], "--workers", "0", "--steps", "2")
+    assert code == 1 and err == "error: --workers: want at least 1, got 0\n"
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 3), (3, 6), (None, 3), (0, 0), (-2, -2)])
+def test_mode_shared_starts_a_process_for_every_device_and_says_so(workers, devices, capsys):
+    asked = Scheduled("cyclic", "shared", 0, None, None, [], [])
+    assert asked.announced(workers) == devices
+    said = f"mode shared: {workers or 2} workers share {devices} processes, one a device (N(N+1)/2)\n"
+    assert capsys.readouterr().err == (said if devices > 0 else "")
+
+
+def test_under_torchrun_mode_shared_takes_the_processes_there_are(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    asked = Scheduled("cyclic", "shared", 0, None, None, [], [])
+    assert (asked.announced(None), asked.announced(2)) == (None, 3)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

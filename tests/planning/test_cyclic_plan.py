@@ -17,6 +17,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_modes import read_options
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.schedule import parse
+from armillary.schedules.shared import Sharing
 from armillary.schedules.zero_messages import held_copies, mean_copies, zero_messages
 from planning_cases import LINKS_ONLY, machines
 
@@ -92,7 +93,7 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("spiral", 2, {}, "there are one_device, pipeline, ring, zero_ring"),
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("zero_ring", 2, {"recompute": [0]}, "drop recompute"),
-        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "a ring has no stable_rate"),
+        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "has no stable_rate"),
         ("one_device", 2, {"clip_norm": 1.0}, "on 2 processes knows no clip_norm"),
         ("one_device", 2, {"remedies": ["error_feedback"]}, "on 2 processes knows no remedies"),
         ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),
@@ -101,6 +102,11 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("ring", 2, {"slack": -1}, "slack >= 0"),
         ("ring", 2, {"recompute": [0]}, "drop recompute"),
         ("pipeline", 4, {"micro_batches": 2}, "want at least 3 micro-batches"),
+        ("shared", 4, {}, r"wants N\(N\+1\)/2 processes for N workers \(1, 3, 6, 10, ...\), got 4; take 3 or 6"),
+        ("shared", 3, {"stages": 3}, "has stages=2, got 3"),
+        ("shared", 3, {"costs": [[1, 2], [1, 2]]}, "as many equal stages as micro-batches"),
+        ("shared", 3, {"remedies": ["stable_rate"]}, "mode shared has no stable_rate"),
+        ("shared", 3, {"clip_norm": 1.0}, "slack=1 is enough"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(mode, processes, options, message):
@@ -193,6 +199,25 @@ def test_what_batch_norm_means_is_printed_where_there_is_one():
             assert ("batch statistics (a.norm)" in text) == (len(running) == 1)
             assert ("(a.norm, b.0, b.1 and 2 more)" in text) == (len(running) == 5)
             assert Profile.from_json(with_norms.to_json()) == with_norms
+
+
+@pytest.mark.parametrize(("workers", "flops"), [(2, (1, 1)), (3, (1, 1, 1)), (3, (3, 1, 1)), (3, (1, 1, 3))])
+def test_shared_devices_stand_beside_those_without_sharing_and_the_pipeline(workers, flops):
+    devices = workers * (workers + 1) // 2
+    flops = [1000 * one for one in flops]
+    made = planned("shared", devices, flops=flops, points=list("bc")[: workers - 1])
+    text, sharing = " ".join(made.notes), Sharing(cyclic(workers))
+    assert made.picture == str(sharing) and made.workers == devices
+    pace = max(sum(flops[j:]) / (workers - j) for j in range(workers))
+    assert f"{devices} devices for {workers} workers" in text and f"without sharing they would be {workers**2}" in text
+    assert f"utilisation: {sum(flops) / pace / devices:.0%} of {devices} devices with this cut" in text
+    assert f"({2 / (workers + 1):.0%} with equal stages), {1 / workers:.0%} of {workers**2} without sharing" in text
+    assert f"mode pipeline reaches {sum(flops) / max(flops) / workers:.0%} of {workers}" in text
+    assert f"{bytes_text(1000)} at most, one stage of one micro-batch" in text
+    assert f"{bytes_text(1000 * workers)} in the pipeline's fullest" in text
+    assert ("the pipeline is better unless" in text) == (pace == max(flops))
+    assert (f"take {max(flops) / pace:.2f} times as long" in text) == (pace < max(flops))
+    assert made.compute_seconds == pytest.approx(workers * 3e-3)  # what every stage takes
 
 
 def test_activations_held_are_those_of_the_schedule_of_equal_stages():

@@ -7,14 +7,17 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import home_updates, remedied_step, worker_loop
+from armillary.runtime.cyclic import home_updates, remedied_step, shared_stage, worker_loop
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.replica import Replica
 from armillary.runtime.cyclic.ring import Ring
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.shared_stage import SharedStage
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.cyclic.zero_ring import ZeroRing
@@ -23,6 +26,7 @@ from armillary.schedules.agenda import Due
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.shared import Sharing, devices_for
 from armillary.schedules.simultaneous import simultaneous
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
@@ -114,6 +118,28 @@ def pipeline(schedule):
     return [weight for stage in in_threads(schedule.stages, alone) for weight in stage]
 
 
+def shared(schedule):
+    def alone(rank, channel):
+        channel.board.timeout_seconds = 1.0
+        stages = stages_of(schedule.stages, dropout=0.0)
+        optimizer = OPTIMIZERS["momentum"](stages.parameters())
+        run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
+        scheduler = drop(optimizer, DROP)
+        for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
+            if step == DRAIN:
+                run.drain()
+            run.step(batches)
+            scheduler.step()
+        run.settle()
+        return run.part.index, weights(stages[run.part.index])
+
+    found = in_threads(devices_for(schedule.workers), alone)
+    first = dict(reversed(found))
+    if any(not same(own, first[stage]) for stage, own in found):
+        raise AssertionError("devices of one stage do not agree")
+    return [weight for stage in sorted(first) for weight in first[stage]]
+
+
 MODES = {
     "one_device": (one_device, cyclic(3)),
     "one_device, slack 1": (one_device, cyclic(3, slack=1)),
@@ -123,6 +149,8 @@ MODES = {
     "zero_ring, slack 1": (zero_ring, cyclic(3, 6, slack=1)),
     "pipeline": (pipeline, cyclic_pipeline(3, 3)),
     "pipeline, slack 1": (pipeline, cyclic_pipeline(3, 3, 1)),
+    "shared": (shared, cyclic(3)),
+    "shared, slack 1": (shared, cyclic(3, slack=1)),
 }
 _version = Schedule.version
 
@@ -216,6 +244,23 @@ def another_home(schedule, stage):
 
 
 _home = messages.home
+_rank_of, _shared_add = Sharing.rank_of, SharedStage.add
+
+
+def counted_anew(self, place):
+    """The device of a micro-batch is found by its number within the step instead of through all steps."""
+    return _rank_of(self, (0, *place[1:]))
+
+
+def without_one(self, place, gradients):
+    """One device hands on the sum without its own part."""
+    _shared_add(self, place, {} if self.rank == 1 else gradients)
+
+
+def keeps_its_version(self, weights):
+    """A device counts a version that arrives and goes on reading the one before."""
+    self.newest += 1
+    self._versions[self.newest] = self._versions[self.newest - 1]
 
 
 EVERYWHERE = [
@@ -243,7 +288,14 @@ ZEROS = [
     (ZeroRing, "_weights", backward_by_the_newest),
     (home_updates, "home", another_home),
 ]
-OWN = {"ring": RINGS, "zero_ring": ZEROS}
+SHARES = [
+    (shared_stage, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
+    (Sharing, "rank_of", counted_anew),
+    (SharedStage, "add", without_one),
+    (Replica, "arrive", keeps_its_version),
+    (Home, "means", undivided),
+]
+OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong
 CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode.split(",")[0], STORES)]
 
 
@@ -274,7 +326,7 @@ def test_a_planted_fault_is_caught(mode, owner, name, fault, monkeypatch):
     monkeypatch.setattr(owner, name, fault)
     try:
         got = run(schedule)
-    except (RuntimeError, AssertionError, KeyError, ValueError, queue.Empty):
+    except (RuntimeError, AssertionError, LookupError, ValueError, queue.Empty):
         return  # refused, lost from the books, or a worker that waits for ever: as good
     assert not same(got, truth)
 

@@ -31,6 +31,7 @@ from armillary.session.train import Settings
 WIDTH, ROWS = 4, 3
 ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}
 ZERO = {"mode": "zero_ring"}
+SHARED = {"mode": "shared"}
 
 
 def model_of():
@@ -129,6 +130,7 @@ REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
         (2, [(VIT, ZERO), (BATCH_NORM, {**ZERO, "slack": 2, "stages": 3, "clip_norm": 0.1})]),
         (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
         (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
+        (3, [(VIT, SHARED), (BATCH_NORM, {**SHARED, "slack": 2}), (VIT, {**SHARED, "clip_norm": 0.1, "slack": 1})]),
         (2, [(VIT, {**ROUND, "clip_norm": 0.1, "slack": 1}), (VIT, {**ROUND, "clip_norm": 0.1, "clip_by": "stage"})]),
     ],
 )
@@ -150,7 +152,7 @@ def verify_against_another_rule(rank, world, wish):
         cyclic_verify.read_choice = real
 
 
-@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_another_rule_is_not_called_equal(crew, processes, wish):
     for found in crew(processes).run(verify_against_another_rule, wish):
         assert not found.is_equal
@@ -194,7 +196,7 @@ def look(rank, world, made):
     return seen, losses, export_cyclic(run)
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1})])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1}), (3, SHARED)])
 def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, processes, options):
     answers = crew(processes).run(look, plan_of(options, processes))
     for rank, (seen, _, _) in enumerate(answers):
@@ -243,15 +245,15 @@ def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
     crew(1).run(drive_without_momentum, plan_of({**ONE, "remedies": ["weight_prediction"]}, 1))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_in_plain_torch(
     crew, tmp_path, processes, options
 ):
-    """With two stages and two micro-batches the three modes follow one rule, dropout and optimizer state included."""
+    """With two stages and two micro-batches the modes follow one rule, dropout and optimizer state included."""
     path, uninterrupted = crew(processes).run(save_on_the_way, plan_of(options, processes), str(tmp_path))[0]
     model, optimizer, _ = truth(ONE, 1, 5, drains=(3,))
     assert same(uninterrupted, {"model": dict(model), "optimizer": optimizer})
-    for others, another in [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)]:
+    for others, another in [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)]:
         assert same(crew(others).run(resume, plan_of(another, others), path)[0], uninterrupted), another
     saved = torch.load(Path(path) / REST, weights_only=True)
     plain = model_of()
@@ -277,14 +279,21 @@ def held_weights(rank, world, made):
     """Bytes of the model's parameters on this process: between two steps, and in a look."""
     run, _ = driven(made)
     trained(run, range(2))
-    between = sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+    between = bytes_of(run.model)
     with run.newest():
-        return between, sum(parameter.untyped_storage().nbytes() for parameter in run.model.parameters())
+        return between, bytes_of(run.model)
 
 
-def test_a_process_of_a_pipeline_holds_the_weights_of_its_stage_only(crew):
+def bytes_of(model):
+    """Every storage counted once."""
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, UP), (3, SHARED)])
+def test_a_process_that_runs_one_stage_holds_the_weights_of_that_stage_only(crew, processes, options):
     whole = sum(parameter.nbytes for parameter in model_of().parameters())
-    assert crew(2).run(held_weights, plan_of(UP, 2)) == [(whole // 2, whole)] * 2
+    assert crew(processes).run(held_weights, plan_of(options, processes)) == [(whole // 2, whole)] * processes
 
 
 def halved(rank, world, made):
@@ -312,7 +321,7 @@ def float_batch_of(step, micro_batch):
     return tuple(tensor.float() for tensor in batch_of(step, micro_batch))
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_steps_under_autocast_are_the_references_under_autocast_in_every_mode(crew, processes, options):
     model = float_model_of()
     optimizer, found = optimizer_of(model), read_options(options, processes)
@@ -353,12 +362,15 @@ CLIPPED = {"slack": 2, "clip_norm": 1.0}
         {**UP, **CLIPPED},
         {**ROUND, **CLIPPED, "stages": 4},
         {**ROUND, **CLIPPED, "clip_by": "stage"},
+        SHARED,
+        {**SHARED, **CLIPPED},
     ],
 )
 def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
-    answers = crew(2).run(count_bytes, plan_of(options, 2))
+    processes = 3 if options["mode"] == "shared" else 2
+    answers = crew(processes).run(count_bytes, plan_of(options, processes))
     sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
-    assert sent == 4 * 2 * answers[0][1] > 0
+    assert sent == 4 * sum(planned for _, planned in answers) > 0
 
 
 def count_undrained(rank, world, made):
@@ -449,14 +461,14 @@ def drive_tied(rank, world, mode):
     return said
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, mode):
     for said in crew(processes).run(drive_tied, mode):
         for sentence, (_, places) in zip(said, tied_models(), strict=True):
             assert places in sentence
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
+@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, mode):
     link = Link(1e-4, 1e8)
     topology = Topology(1, processes, link, link, 1 << 33)
@@ -530,17 +542,17 @@ def last_model(folder):
     return torch.load(newest / REST, weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("options", [UP, ROUND, {**ZERO, "stages": 4}])
-def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, options):
-    whole = crew(2).run(train_job, str(tmp_path / "whole"), 12, False, options)
+@pytest.mark.parametrize(("processes", "options"), [(2, UP), (2, ROUND), (2, {**ZERO, "stages": 4}), (3, SHARED)])
+def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, processes, options):
+    whole = crew(processes).run(train_job, str(tmp_path / "whole"), 12, False, options)
     kinds = [type(event) for event in whole[0]]
     assert kinds[0] is Decided and kinds[-1] is Ended and kinds.count(Saved) == 2 and Evaluated in kinds
     ended = whole[0][-1]
     assert ended.steps == 12 and ended.metrics["nats_per_image"] < 1.3  # four classes: log 4 is 1.386
     measured, forecast = ended.comparison[0].measured, ended.comparison[0].forecast
     assert measured.sent_bytes == pytest.approx(forecast.sent_bytes, rel=0.1)
-    crew(2).run(train_job, str(tmp_path / "half"), 6, False, options)
-    going_on = crew(2).run(train_job, str(tmp_path / "half"), 12, True, options)
+    crew(processes).run(train_job, str(tmp_path / "half"), 6, False, options)
+    going_on = crew(processes).run(train_job, str(tmp_path / "half"), 12, True, options)
     assert [event.step for event in going_on[1] if isinstance(event, Resumed)] == [6]
     assert same(last_model(tmp_path / "half"), last_model(tmp_path / "whole"))
     assert (tmp_path / "half" / "plot.png").exists()

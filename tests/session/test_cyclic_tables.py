@@ -286,6 +286,7 @@ def test_a_version_that_is_not_there_is_never_served():
     [
         ({"mode": "ring"}, {}, "cannot be kept by row in mode ring: .*take one_device, pipeline"),
         ({"mode": "zero_ring"}, {}, "cannot be kept by row in mode zero_ring: .*take one_device, pipeline"),
+        ({"mode": "shared"}, {}, "cannot be kept by row in mode shared: .*take one_device, pipeline"),
         (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
         (pipeline(1, remedies=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
         (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),

@@ -104,7 +104,7 @@ def plan_command(
                 decided.plan.save(out)
         return 0
 
-    run_in_workers(asked.processes(workers) if topology_file is None else 1, body)
+    run_in_workers(asked.announced(workers) if topology_file is None else 1, body)
 
 
 def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> tuple[Verdict, ...]:

@@ -5,10 +5,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from armillary.cli.launch import is_worker
 from armillary.cli.workers import DEFAULT_WORKERS
 from armillary.facts.plan import Choice
 from armillary.schedules.chosen import LOOP_OWNERS
 from armillary.schedules.remedies.remedy import remedies
+from armillary.schedules.shared import devices_for
 from armillary.session.decide import Wishes
 
 __all__ = ["Clip", "ClipBy", "Cut", "MicroBatches", "Mode", "Remedies", "Schedule", "Scheduled", "Slack", "Stages"]
@@ -27,8 +29,9 @@ Mode = Annotated[
     typer.Option(
         metavar="MODE",
         help="Of cyclic. ring: one worker a process. zero_ring: the same, weights only where they live or are used. "
-        "pipeline: one stage a process. one_device: one process in all, --workers staggered micro-batches in it; with "
-        "--micro-batches too, so many in each of --workers processes. (default: ring)",
+        "pipeline: one stage a process. shared: N stages on N(N+1)/2 processes for --workers N. one_device: one "
+        "process in all, --workers staggered micro-batches in it; with --micro-batches too, so many in each of "
+        "--workers processes. (default: ring)",
     ),
 ]
 Slack = Annotated[
@@ -87,10 +90,23 @@ class Scheduled(NamedTuple):
     clip_by: str = ""
 
     def processes(self, workers: int | None) -> int | None:
-        """How many processes to start where the user asked for `workers`."""
+        """How many processes to start where the user asked for `workers`; under torchrun, None for what there is."""
+        if self.name == "cyclic" and self.mode == "shared":
+            if workers is None and is_worker():
+                return None
+            count = DEFAULT_WORKERS if workers is None else workers
+            return devices_for(count) if count > 0 else count
         if self.name != "cyclic" or self.mode != "one_device":
             return workers
         return workers or 1 if self.micro_batches else 1
+
+    def announced(self, workers: int | None) -> int | None:
+        """`processes`; tells a user for whom they are more than workers."""
+        count = self.processes(workers)
+        if self.name == "cyclic" and self.mode == "shared" and (count or 0) > 0 and not is_worker():
+            asked = DEFAULT_WORKERS if workers is None else workers
+            typer.echo(f"mode shared: {asked} workers share {count} processes, one a device (N(N+1)/2)", err=True)
+        return count
 
     def added_to(self, wishes: Wishes, workers: int | None) -> Wishes:
         """

@@ -105,7 +105,7 @@ def train_command(
         chosen.append(run_folder(runs, stem, name, resume))
         return [] if name else ["--name", chosen[0].name]
 
-    processes = asked.processes(workers)
+    processes = asked.announced(workers)
     run_in_workers(processes, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
 
 

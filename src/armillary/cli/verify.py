@@ -94,4 +94,4 @@ def verify_command(
         transport.barrier()  # a rank that leaves with an exit code ends the others
         return 0 if found.is_equal else 1
 
-    run_in_workers(asked.processes(workers), body)
+    run_in_workers(asked.announced(workers), body)

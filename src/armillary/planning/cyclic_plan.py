@@ -1,8 +1,9 @@
 """A plan whose schedule is cyclic: where to cut, what each stage sends and holds, the picture, and what speaks against.
 
-The profile's stages are joined into K consecutive ones of nearly equal cost, unless the user names the cuts. A ring's
-bytes are those of the schedule's messages, a pipeline's those that the stages return; both are what the runtime counts.
-What a zero_ring holds is the schedule's count, too: the mean over workers and actions.
+The profile's stages are joined into K consecutive ones of nearly equal cost, unless the user names the cuts. Bytes are
+those of the schedule's messages, between stages of what they return; both are what the runtime counts. Shared devices
+change from step to step, so theirs are the mean over steps; what a zero_ring holds is the mean over workers and
+actions.
 
 Source: Fournier & Oyallon, 2024.
 """
@@ -17,12 +18,14 @@ from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.planning.cyclic_tables import NO_TABLES, Wish, table_groups, team_notes, team_traffic
 from armillary.planning.pricing import Case
-from armillary.planning.schedule_notes import notes_on, peak_over_workers
+from armillary.planning.schedule_notes import notes_on, peak_over_workers, stagger
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
 from armillary.schedules.cyclic_modes import RINGS, CyclicOptions, read_options
-from armillary.schedules.messages import NORM_BYTES, pipeline_messages, ring_messages
+from armillary.schedules.messages import NORM_BYTES, Message, pipeline_messages, ring_messages
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing
+from armillary.schedules.shared_messages import shared_messages
 from armillary.schedules.table_modes import refuse_tables
 from armillary.schedules.zero_messages import TOKENS, mean_copies, zero_messages
 
@@ -67,7 +70,9 @@ def plan_cyclic(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
         forecast = _forecast(j, subject, case)
         groups.append(Group(f"stage {j}", names, placement, Choice(subject.options.mode), update, forecast, reason))
     seconds = [stage.seconds for stage in subject.stages]
-    per_step = max(seconds) if subject.options.mode == "pipeline" else sum(seconds)
+    per_step = sum(seconds)
+    if subject.options.mode in ("pipeline", "shared"):
+        per_step = max(seconds) if subject.options.mode == "pipeline" else stagger(seconds)
     return Plan(
         workers=topology.workers,
         groups=tuple(groups),
@@ -81,7 +86,7 @@ def plan_cyclic(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
             *team_notes(subject.options, topology.workers),
         ),
         priced_with=asdict(case.assumptions),
-        picture=str(subject.schedule),
+        picture=subject.options.picture(),
     )
 
 
@@ -185,9 +190,9 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     holders = 1 if mode == "one_device" else processes
     slots = case.assumptions.optimizer_slots
     is_stale = any(ages[j] for ages in subject.schedule.staleness)
-    messages = _messages(j, subject)
-    sent_bytes = sum(messages) / processes
-    seconds = case.topology.link.seconds(sent_bytes, len(messages)) if messages else 0.0
+    turn, messages = _messages(j, subject)
+    sent_bytes = sum(messages) / turn / processes
+    seconds = case.topology.link.seconds(sent_bytes, round(len(messages) / turn)) if messages else 0.0
     if mode == "one_device":
         sent_bytes, seconds = team_traffic(load.weight_bytes + load.count_bytes, case.topology)
     if mode == "ring":  # a copy and a gradient everywhere; master weights and state at home
@@ -195,13 +200,17 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     if mode == "zero_ring":  # master weights and state at home; elsewhere what is there for its use
         tokens = mean_copies(subject.schedule, j, subject.options.clip)
         return Forecast(sent_bytes, load.weight_bytes * ((1 + slots) / processes + tokens), seconds)
+    if mode == "shared":  # the same on the devices of the stage, and an older copy where one is read
+        devices = len(Sharing(subject.schedule).ranks(j))
+        copies = (2 + is_stale) * devices + 1 + slots
+        return Forecast(sent_bytes, load.weight_bytes * copies / processes, seconds)
     remembered = sum(remedy.copies for remedy in subject.options.built_remedies()) * is_stale
     return Forecast(sent_bytes, load.weight_bytes * (2 + is_stale + remembered + slots) / holders, seconds)
 
 
-def _messages(j: int, subject: _Subject) -> list[int]:
-    """Bytes of every message of stage j in a step: in a pipeline those it sends."""
-    mode, clip, load = subject.options.mode, subject.options.clip, subject.stages[j]
+def _messages(j: int, subject: _Subject) -> tuple[int, list[int]]:
+    """Bytes of every message of stage j, between stages those it sends; and how many steps they are of."""
+    options, load = subject.options, subject.stages[j]
     below = subject.stages[j - 1].output_bytes if j else 0
     # behind gradients that are summed a count per parameter travels
     bytes_of: dict[str, int] = {
@@ -213,8 +222,15 @@ def _messages(j: int, subject: _Subject) -> list[int]:
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS, load.weight_bytes),
     }
-    if mode == "one_device":
-        return []
-    made = {"ring": ring_messages, "zero_ring": zero_messages}.get(mode, pipeline_messages)
-    found = made(subject.schedule, clip)
-    return [bytes_of[message.content] for message in found if message.stage == j]
+    turn, found = 1, list[Message]()
+    if options.mode == "ring":
+        found = ring_messages(subject.schedule, options.clip)
+    elif options.mode == "zero_ring":
+        found = zero_messages(subject.schedule, options.clip)
+    elif options.mode == "pipeline":
+        found = pipeline_messages(subject.schedule, options.clip)
+    elif options.mode == "shared":
+        sharing = Sharing(subject.schedule)
+        turn = sharing.rotation(j)
+        found = [message for step in range(turn) for message in shared_messages(sharing, step, options.clip)]
+    return turn, [bytes_of[message.content] for message in found if message.stage == j]

@@ -13,14 +13,17 @@ from armillary.facts.profile_table import bytes_text
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic_modes import RINGS, CyclicOptions
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.messages import NORM_BYTES, ring_messages
 from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.shared import Sharing
 from armillary.schedules.simultaneous import simultaneous
 from armillary.schedules.zero_messages import held_copies, zero_messages
 
-__all__ = ["notes_on", "peak_on_one_device", "peak_over_workers", "running_note"]
+__all__ = ["notes_on", "peak_on_one_device", "peak_over_workers", "running_note", "stagger"]
 
 SHOWN = 3  # names of modules
+ALIKE = 1.05  # ratio of two times up to which they are called the same
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
@@ -32,7 +35,14 @@ def notes_on(
     Args:
         running: paths of modules that keep running statistics.
     """
-    mode = {"one_device": _one_device, "pipeline": _pipeline, "ring": _ring, "zero_ring": _zero_ring}[options.mode]
+    modes = {
+        "one_device": _one_device,
+        "pipeline": _pipeline,
+        "ring": _ring,
+        "zero_ring": _zero_ring,
+        "shared": _shared,
+    }
+    mode = modes[options.mode]
     notes = [_age(schedule), *_clip(options), *mode(options, schedule, stages)]
     if schedule.workers > 1 and options.mode != "one_device":
         notes.append(
@@ -62,6 +72,15 @@ def peak_over_workers(schedule: Schedule, stages: Sequence[StageLoad], only: int
         return {place for place in held if only is None or schedule.worker_of(place[1], place[2]) == only}
 
     return max(_bytes(mine(tick), stages) for tick in _steady(schedule))
+
+
+def stagger(stages: Sequence[float]) -> float:
+    """Time from one micro-batch to the next on shared devices, from those of a forward and backward of each stage.
+
+    A device keeps a micro-batch until it comes back from all stages above, and stage j of K has K - j devices to take
+    turns: the slowest such tail sets the pace.
+    """
+    return max(sum(stages[j:]) / (len(stages) - j) for j in range(len(stages)))
 
 
 def _steady(schedule: Schedule) -> range:
@@ -195,4 +214,30 @@ def _pipeline(options: CyclicOptions, schedule: Schedule, stages: Sequence[Stage
         f"utilisation of {cut} devices: {balance:.0%} with this cut and no bubble; a flush pipeline (1F1B) of {count} "
         f"micro-batches, exact, would reach {balance * flush:.0%}",
         f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]
+
+
+def _shared(options: CyclicOptions, schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
+    """Beside the N^2 devices it is half of, and the pipeline, which wants N."""
+    count, sharing = options.stages, Sharing(schedule)
+    if count == 1:
+        return []
+    flops = [float(stage.flops) for stage in stages]
+    pace = stagger(flops) or 1.0
+    busy = sum(flops) / pace / sharing.devices if sum(flops) else sharing.utilisation
+    piped = sum(flops) / (count * max(flops)) if max(flops) else 1.0
+    slower = max(flops) / pace if max(flops) else 1.0
+    verdict = f"As fast on {count} devices, the pipeline is better unless those do not fit"
+    if slower > ALIKE:
+        verdict = f"With this cut the pipeline's {count} devices take {slower:.2f} times as long"
+    most = max(stage.activation_bytes for stage in stages)
+    schedule_piped = cyclic_pipeline(count, count, options.slack)
+    fullest = max(peak_over_workers(schedule_piped, stages, worker) for worker in range(count))
+    return [
+        f"{sharing.devices} devices for {count} workers: stage j has {count} - j of them, micro-batch number m "
+        f"(counted through all steps) runs on m mod ({count} - j) of them; without sharing they would be {count**2}",
+        f"utilisation: {busy:.0%} of {sharing.devices} devices with this cut ({sharing.utilisation:.0%} with equal "
+        f"stages), {1 / count:.0%} of {count**2} without sharing; mode pipeline reaches {piped:.0%} of {count}",
+        f"activations per device: {bytes_text(most)} at most, one stage of one micro-batch; {bytes_text(fullest)} in "
+        f"the pipeline's fullest. {verdict}",
     ]

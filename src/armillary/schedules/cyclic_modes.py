@@ -8,6 +8,7 @@ one_device: M staggered micro-batches through K stages in a process; several pro
 pipeline: K processes, one a stage; M micro-batches.
 ring: N processes, one micro-batch each (M = N); K stages on every one of them.
 zero_ring: the same, but a process holds the weights of a stage only where it is home to it or uses it just now.
+shared: N(N+1)/2 processes, N stages, M = N micro-batches that go from process to process (`shared.py`).
 """
 
 from collections.abc import Mapping
@@ -20,11 +21,12 @@ from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing, workers_on
 
 __all__ = ["MODES", "RINGS", "CyclicOptions", "read_options"]
 
 RINGS = ("ring", "zero_ring")  # a micro-batch a process
-MODES = ("one_device", "pipeline", *RINGS)
+MODES = ("one_device", "pipeline", *RINGS, "shared")
 DEFAULT_MICRO_BATCHES = 2  # of one_device, which no number of processes suggests
 
 
@@ -70,15 +72,20 @@ class CyclicOptions:
             )
         if self.mode == "pipeline" and self.costs:
             raise ValueError("schedule: costs set the clock of one_device and rings; a pipeline has none, drop them")
+        if self.mode == "shared" and (self.costs or not self.stages == self.micro_batches):
+            raise ValueError(
+                f"schedule: mode shared wants as many equal stages as micro-batches, or a device is "
+                f"wanted twice; got {self.stages} stages, {self.micro_batches} micro-batches, costs {self.costs}"
+            )
         if self.mode in RINGS and self.recompute:
             raise ValueError("schedule: a ring runs the user's own forward; checkpoint modules there, drop recompute")
         if self.clip_by is not None and self.clip_norm is None:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
         _refuse_late_norm(self)
-        if self.mode in RINGS and self.remedies:
+        if self.mode in (*RINGS, "shared") and self.remedies:
             raise ValueError(
-                f"schedule: a ring has no {', '.join(self.remedies)}: momentum and gradients of a stage are at its "
-                f"home only, and workers read weights as they pass; take one_device or pipeline, or drop remedies"
+                f"schedule: mode {self.mode} has no {', '.join(self.remedies)}: momentum and gradients are at a "
+                f"stage's home only, and workers read weights as they pass; take one_device or pipeline, or drop them"
             )
         self.built_remedies()
 
@@ -101,6 +108,10 @@ class CyclicOptions:
         if self.mode == "pipeline":
             return cyclic_pipeline(self.stages, self.micro_batches, self.slack)
         return cyclic(self.micro_batches, self.stages, self.slack, self.costs or None)
+
+    def picture(self) -> str:
+        """Who does what when."""
+        return str(Sharing(self.schedule()) if self.mode == "shared" else self.schedule())
 
     def as_options(self) -> dict[str, Any]:
         """What a plan writes down: everything but what is empty, with lists for tuples, as JSON has them."""
@@ -146,6 +157,9 @@ def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
             f"schedule: mode one_device on {processes} processes knows no {' and no '.join(alone)}, for which its "
             f"reference has no words; drop them, or take 1 process or a ring"
         )
+    if given["mode"] == "shared":
+        workers = workers_on(processes)
+        return {"stages": workers, "micro_batches": workers}
     if given["mode"] in RINGS:
         return {"micro_batches": processes}
     return {"stages": processes} if given["mode"] == "pipeline" else {}
@@ -153,7 +167,8 @@ def _implied(given: Mapping[str, Any], processes: int) -> dict[str, int]:
 
 def _refuse_late_norm(options: CyclicOptions) -> None:
     """With the least slack that would do, if any does."""
-    refuse = {"one_device": refuse_on_one_device, "pipeline": refuse_in_pipeline}.get(options.mode, refuse_in_ring)
+    rings = dict.fromkeys(RINGS, refuse_in_ring)
+    refuse = {"pipeline": refuse_in_pipeline, **rings}.get(options.mode, refuse_on_one_device)
     if options.clip is None or not options.clip.waits:
         return
     try:

@@ -62,6 +62,10 @@ class DelayedOptions:
     def schedule(self) -> Schedule:
         return delayed_all_reduce(self.micro_batches)
 
+    def picture(self) -> str:
+        """Who does what when."""
+        return str(self.schedule())
+
     def as_options(self) -> dict[str, Any]:
         """What a plan writes down."""
         said = {"clip_norm": self.clip_norm, "bucket_bytes": self.bucket_bytes}

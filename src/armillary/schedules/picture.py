@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from armillary.schedules.action import Action, Kind, Row, Staleness
 
-__all__ = ["Table", "draw", "read"]
+__all__ = ["Table", "draw", "lines_of", "read"]
 
 Table = tuple[str, int, tuple[Row, ...], Staleness]  # name, period, rows, staleness
 
@@ -28,19 +28,25 @@ _CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?$")
 def draw(table: Table, guilty: int | None = None) -> str:
     """The picture; the line of the `guilty` worker is marked."""
     name, period, rows, staleness = table
+    head = (
+        f"{name}: {_count(len(rows), 'worker')}, {_count(len(staleness[0]), 'stage')}, "
+        f"{_count(len(staleness), 'micro-batch', 'es')}, a step every {_count(period, 'tick')}"
+    )
+    return "\n".join([head, *lines_of(rows, staleness, guilty)])
+
+
+def lines_of(rows: Sequence[Row], staleness: Staleness, guilty: int | None = None) -> list[str]:
+    """The picture below its header."""
     width = max((action.end for row in rows for action in row), default=0)
     labels = [_label(worker, row) for worker, row in enumerate(rows)]
     cells = [_cells(row, width) for row in rows]
     room = max((len(cell) for line in cells for cell in line), default=1)
-    lines = [
-        f"{name}: {_count(len(rows), 'worker')}, {_count(len(staleness[0]), 'stage')}, "
-        f"{_count(len(staleness), 'micro-batch', 'es')}, a step every {_count(period, 'tick')}"
-    ]
+    lines = []
     for worker, (label, line) in enumerate(zip(labels, cells)):
         drawn = " ".join(cell.ljust(room) for cell in line)
         mark = "  <- here" if worker == guilty else ""
         lines.append(f"{label.ljust(max(map(len, labels)))} {drawn}  staleness {_ages(rows[worker], staleness)}{mark}")
-    return "\n".join(lines)
+    return lines
 
 
 def read(text: str) -> Table:

@@ -33,10 +33,15 @@ class _Form(NamedTuple):
 
 
 class Outgoing:
-    """Sends to one peer; holds every tensor until the peer has it."""
+    """Sends to one peer; holds every tensor until the peer has it.
 
-    def __init__(self, channel: Channel, peer: int) -> None:
+    Args:
+        stage: that the peer runs, where its rank is not its stage.
+    """
+
+    def __init__(self, channel: Channel, peer: int, stage: int | None = None) -> None:
         self._channel, self._peer = channel, peer
+        self._stage = peer if stage is None else stage
         self._form: _Form | None = None
         self._under_way: deque[list[tuple[Pending, Tensor]]] = deque()
 
@@ -53,7 +58,7 @@ class Outgoing:
             message += [self._start(torch.tensor([packed.numel()]), _LENGTH), self._start(packed, _FORM)]
         if form != self._form:
             raise RuntimeError(
-                f"pipeline: what goes to stage {self._peer} changed from {self._form.leaves} to {form.leaves}; "
+                f"pipeline: what goes to stage {self._stage} changed from {self._form.leaves} to {form.leaves}; "
                 f"want micro-batches of one shape and dtype (drop the last incomplete batch, or pad it; enter autocast "
                 f"around every step alike, or around none)"
             )

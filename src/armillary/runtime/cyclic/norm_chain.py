@@ -1,8 +1,10 @@
-"""The norm of a step on its way through the stages of a pipeline: down as a sum of squares, up again as the whole.
+"""The norm of a step on its way through stages on processes of their own: down as a sum of squares, up as the whole.
 
 One number a message. The sum follows the step's last gradient down; stage 0 knows the whole, which goes up ahead of the
 activation of the micro-batch that `schedules/messages.py` calls the carrier, so nobody waits for it alone.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,13 +19,14 @@ class NormChain:
     """One stage's link. For every step: `add` once, then `take` once (on stage 0, `add` is enough).
 
     Args:
+        ranks: for every stage, the process that has its gradients.
         device: of the stage's tensors, on which messages travel.
     """
 
-    def __init__(self, channel: Channel, stage: int, stages: int, device: torch.device) -> None:
+    def __init__(self, channel: Channel, stage: int, ranks: Sequence[int], device: torch.device) -> None:
         self._channel, self._device = channel, device
-        self._below = stage - 1 if stage else None
-        self._above = stage + 1 if stage + 1 < stages else None
+        self._below = ranks[stage - 1] if stage else None
+        self._above = ranks[stage + 1] if stage + 1 < len(ranks) else None
         self._from_above: list[tuple[Pending, Tensor]] = []
         self._from_below: list[tuple[Pending, Tensor]] = []
         self._under_way: list[tuple[Pending, Tensor]] = []

@@ -94,7 +94,7 @@ class Pipeline:
         self._to_above = None if last else Outgoing(channel, j + 1)
         clip = self._course.clip
         needs_norms = clip is not None and clip.needs_all_stages
-        self._norms = NormChain(channel, j, self.schedule.stages, device) if needs_norms else None
+        self._norms = NormChain(channel, j, range(self.schedule.stages), device) if needs_norms else None
         self._known = 0  # steps whose norm is known here
         self._carrier = carrier(self.schedule)
 

@@ -6,14 +6,26 @@ that is missing raises.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from armillary.runtime.cyclic.delayed_step import Options
-from armillary.runtime.cyclic.versions import Means, StageWeights
+from armillary.runtime.cyclic.versions import Means
 from armillary.schedules.clipping import Clip, square_of_stage
 
-__all__ = ["Updates", "clipped"]
+__all__ = ["Stepped", "Updates", "clipped"]
+
+
+class Stepped(Protocol):
+    """The weights of one stage, as far as their steps go."""
+
+    @property
+    def newest(self) -> int:
+        """The version there is."""
+
+    def advance(self, gradients: Means, options: Options) -> None:
+        """Makes the next one."""
 
 
 def clipped(means: Means, square: Tensor, clip: Clip) -> Means:
@@ -29,17 +41,17 @@ class Updates:
         drains: the run's own list; it grows.
     """
 
-    def __init__(self, weights: Sequence[StageWeights], clip: Clip | None, drains: Collection[int]) -> None:
+    def __init__(self, weights: Sequence[Stepped], clip: Clip | None, drains: Collection[int]) -> None:
         self._weights, self._clip, self._drains = weights, clip, drains
         self._options: dict[int, Options] = {}
-        self._waiting: list[tuple[StageWeights, int, Means]] = []
+        self._waiting: list[tuple[Stepped, int, Means]] = []
         self._squares: dict[int, Tensor] = {}  # of the norm over all stages, by step
 
     def begin(self, step: int, options: Options) -> None:
         """A step is handed in, with the optimizer's options of this moment."""
         self._options[step] = options
 
-    def complete(self, weights: StageWeights, step: int, means: Means) -> Tensor | None:
+    def complete(self, weights: Stepped, step: int, means: Means) -> Tensor | None:
         """A stage's gradients of a step are all there. Returns their square if the other stages must learn of it."""
         self._waiting.append((weights, step, means))
         self._advance()

@@ -7,9 +7,10 @@
         scheduler.step()                 # the rate of a gradient is the one at its own step
     run.drain()
 
-Between steps micro-batches are under way, and a process of a pipeline or a zero_ring holds part of the model: look at
-it inside `run.newest()`, which changes nothing in training. No gradient is ever in the user's hands, so clipping is the
-plan's (clip_norm, clip_by). Autocast around `run.step` reaches forward and loss of its micro-batches, however late.
+Between steps micro-batches are under way, and a process of a pipeline, of shared devices or of a zero_ring holds part
+of the model: look at it inside `run.newest()`, which changes nothing in training. No gradient is ever in the user's
+hands, so clipping is the plan's (clip_norm, clip_by). Autocast around `run.step` reaches forward and loss of its
+micro-batches, however late.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.team import Team
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
@@ -39,9 +41,10 @@ from armillary.schedules.delayed_all_reduce import DelayedOptions
 from armillary.schedules.messages import home
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.delayed import DelayedMode, delayed_runtime, one_stage, unfit_groups
-from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode, ZeroRingMode
+from armillary.session.cyclic.modes import Mode, OneDeviceMode, PipelineMode, RingMode, SharedMode, ZeroRingMode
 from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.cyclic.tables import (
@@ -102,7 +105,7 @@ class CyclicRun:
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         """One training step: a batch for each of `micro_batches`. Returns the losses of the steps now complete.
 
-        The optimizer's options of this moment are the step's. A pipeline knows its losses on the last process only.
+        The optimizer's options of this moment are the step's. Stages know their losses on the last process only.
 
         Raises:
             ValueError: another number of batches.
@@ -226,13 +229,16 @@ def _cyclic_mode(
     if options.mode == "zero_ring":
         zero = ZeroLoop(model, stages, optimizer, course, run.channel, run.rank)
         return ZeroRingMode(zero, (model, optimizer, loss), run.transport)
+    if options.mode == "shared":
+        shared = Shared(stages, optimizer, course, run.channel, run.rank)
+        return SharedMode(shared, input_of, stages, run.transport)
     loop = RingLoop(model, stages, optimizer, course, run.channel, run.rank)
     return RingMode(loop, (model, optimizer, loss))
 
 
 def _other_picture(plan: Plan) -> str:
     """An edited plan must not show what it does not do."""
-    drawn = str(read_choice(plan.schedule, plan.workers).schedule())
+    drawn = read_choice(plan.schedule, plan.workers).picture()
     if plan.picture in ("", drawn):
         return ""
     return (
@@ -249,4 +255,6 @@ def _unfit_optimizer(options: CyclicOptions, optimizer: Optimizer) -> str:
 def _owner(options: ScheduleOptions, schedule: Schedule, stage: int) -> int:
     if options.mode in RINGS:
         return home(schedule, stage)
+    if options.mode == "shared":
+        return Sharing(schedule).home(stage)
     return stage if options.mode == "pipeline" else 0

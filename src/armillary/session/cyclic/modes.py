@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,19 +12,15 @@ from armillary.runtime.cyclic.autocast import without_autocast
 from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
+from armillary.session.cyclic.own_stage import OwnStage
 from armillary.session.workload import Batch
 
-__all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode", "ZeroRingMode"]
-
-
-def held_whole(stage: Stage) -> list[nn.Parameter]:
-    """The parameters of a stage whose rows are not spread over the processes."""
-    return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
+__all__ = ["Mode", "OneDeviceMode", "PipelineMode", "RingMode", "SharedMode", "ZeroRingMode"]
 
 
 InputOf = Callable[[Batch], Any]  # what the first stage reads
@@ -59,34 +54,37 @@ class OneDeviceMode:
 
 
 class PipelineMode:
-    """Between looks a process holds the weights of its own stage only; the other parameters of its model are empty."""
-
     def __init__(self, runtime: Pipeline, input_of: InputOf, stages: Sequence[Stage], transport: Transport) -> None:
-        self.runtime, self.input_of, self.stages, self.transport = runtime, input_of, stages, transport
+        self.runtime, self.input_of = runtime, input_of
         self.settle, self.drain = runtime.settle, runtime.drain
-        others = [stage for stage in stages if stage.index != transport.place.rank]
-        self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
-        self._empty()
+        self._own = OwnStage(stages, transport.place.rank, transport)
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
 
     @contextmanager
     def newest(self) -> Iterator[None]:
-        for parameter, shape in self._away:
-            parameter.data = parameter.data.new_empty(shape)
-        with torch.no_grad():
-            for stage in self.stages:
-                for tensor in [*held_whole(stage), *stage.module.buffers()]:
-                    self.transport.spread(tensor, stage.index)
-        try:
+        ranks = range(self.runtime.schedule.stages)
+        with self._own.whole(ranks, ranks):
             yield
-        finally:
-            self._empty()
 
-    def _empty(self) -> None:
-        for parameter, _ in self._away:
-            parameter.data = parameter.data.new_empty(0)
+
+class SharedMode:
+    def __init__(self, runtime: Shared, input_of: InputOf, stages: Sequence[Stage], transport: Transport) -> None:
+        self.runtime, self.input_of = runtime, input_of
+        self.settle, self.drain = runtime.settle, runtime.drain
+        self._own = OwnStage(stages, runtime.part.index, transport)
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        return self.runtime.step([(self.input_of(batch), batch) for batch in batches])
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Buffers come from the device of the last micro-batch."""
+        sharing, last = self.runtime.sharing, max(self.runtime.part.steps - 1, 0)
+        stages = range(self.runtime.schedule.stages)
+        with self._own.whole([sharing.home(j) for j in stages], [sharing.last(last, j) for j in stages]):
+            yield
 
 
 class RingMode:

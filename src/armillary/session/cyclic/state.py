@@ -131,13 +131,13 @@ def load_plain(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[int,
 
 
 def _states(run: CyclicRun) -> dict[str, dict[str, Any]]:
-    """The optimizer state that this process holds, by name. A ring's optimizer keeps the stages at home here only."""
+    """The optimizer state that this process holds, by name. A home's optimizer keeps the stages at home there only."""
     stage_of = {name: stage.index for stage in run.stages for name in stage.names.values()}
     held: dict[str, dict[str, Any]] = {}
     first = 0
     for group, count in zip(run.optimizer.param_groups, run.groups, strict=True):
         names = run.names[first : first + count]
-        if run.options.mode in RINGS:
+        if run.options.mode in (*RINGS, "shared"):
             names = [name for name in names if name in stage_of and run.owners[stage_of[name]] == run.rank]
         for name, parameter in zip(names, group["params"], strict=True):
             entries = run.optimizer.state.get(parameter, {})

@@ -84,6 +84,8 @@ def _micro_batches_held(run: CyclicRun) -> float:
     """Activations at a process's peak, in those of one micro-batch, as if stages kept alike."""
     if run.has_own_data:
         return 1.0
+    if run.options.mode == "shared":
+        return 1 / run.schedule.stages
     ticks = range(2 * run.schedule.period, 4 * run.schedule.period)
     held = max(len(run.schedule.held_after(tick)) for tick in ticks) / run.schedule.stages
     return held if run.options.mode == "one_device" else held / run.workers

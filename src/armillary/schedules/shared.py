@@ -1,0 +1,163 @@
+"""Which device runs which stage of which micro-batch when data and model parallelism share devices: N(N+1)/2 of them.
+
+N micro-batches on N stages (K = N) would take N devices each, N^2 in all, and keep 1/N of them busy. Staggered, stage j
+is in use by N - j micro-batches at a time, so it gets N - j devices: micro-batch number m (counted through all steps: m
+= step N + i) runs stage j, forward and backward, on device m mod (N - j) of that stage. There is no other choice: when
+its forward is due, only the device of micro-batch m - (N - j) is free, since the very tick before. A device keeps one
+micro-batch at a time and is busy 2 of its 2(N - j) ticks; all together 2/(N + 1) of theirs.
+
+Ranks: the devices of stage 0 first, then those of stage 1, and so on; the last stage has one.
+
+Note [Home]. Gradients of a stage are summed in worker order from device to device. One of them, the home, has the
+master weights and the optimizer state; it gets the sum and hands on the new weights. The micro-batch that reads a
+version first at slack 0 is N - j after the last one that it is made of, so it is on the same device: the hop without
+slack is none, where that device is the home. It always is where N - j divides N; elsewhere the device changes from step
+to step, the home does not, and two hops are exposed at slack 0.
+
+Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the home; `slack`.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from math import gcd
+
+from armillary.schedules.action import Action, Row
+from armillary.schedules.picture import lines_of
+from armillary.schedules.schedule import Place, Schedule
+
+__all__ = ["Sharing", "devices_for", "workers_on"]
+
+SHOWN_STEPS = 2
+
+
+def devices_for(workers: int) -> int:
+    """How many devices N workers share."""
+    return workers * (workers + 1) // 2
+
+
+def workers_on(devices: int) -> int:
+    """N, of N(N+1)/2 devices.
+
+    Raises:
+        ValueError: no N has so many.
+    """
+    workers = next(n for n in range(devices + 1) if devices_for(n) >= devices)
+    if workers < 1 or devices_for(workers) != devices:
+        more = [devices_for(n) for n in range(max(1, workers - 1), max(1, workers - 1) + 2)]
+        raise ValueError(
+            f"schedule: mode shared wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got {devices}; take "
+            f"{' or '.join(map(str, more))}"
+        )
+    return workers
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """
+    Args:
+        schedule: `cyclic(N, slack=...)`; its rows are micro-batches, which here have no device of their own.
+
+    Raises:
+        ValueError: another schedule, for which this is no mapping.
+    """
+
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        count = self.schedule.workers
+        wanted = [
+            (2 * i + (j if kind == "F" else 2 * count - 1 - j), 1, kind, j, i)
+            for i in range(count)
+            for j in range(count)
+            for kind in ("F", "B")
+        ]
+        if self.schedule.period != 2 * count or sorted(chain(*self.schedule.ticks)) != sorted(wanted):
+            raise ValueError(
+                f"schedule: mode shared wants a cyclic schedule of as many equal stages as micro-batches; got\n"
+                f"{self.schedule}"
+            )
+
+    def __str__(self) -> str:
+        """Device by tick, for two steps, because devices change from one to the next; the ages are theirs, too."""
+        count = self.schedule.workers
+        rows: list[Row] = []
+        for rank in range(self.devices):
+            numbered = [
+                action._replace(micro_batch=step * count + action.micro_batch)
+                for step in range(SHOWN_STEPS)
+                for action in self.actions(rank, step)
+            ]
+            rows.append(tuple(sorted(numbered)))
+        head = (
+            f"shared: {self.devices} workers (devices), {count} stages, {count} micro-batches, a step every "
+            f"{2 * count} ticks; {SHOWN_STEPS} steps, micro-batches counted on"
+        )
+        return "\n".join([head, *lines_of(rows, self.schedule.staleness * SHOWN_STEPS)])
+
+    @property
+    def devices(self) -> int:
+        return devices_for(self.schedule.workers)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the devices' ticks in which they compute, in the steady state."""
+        return 2 / (self.schedule.workers + 1)
+
+    def ranks(self, stage: int) -> range:
+        """The devices of a stage."""
+        count = self.schedule.workers - stage
+        first = self.devices - devices_for(count)
+        return range(first, first + count)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a device."""
+        return next(stage for stage in range(self.schedule.stages) if rank in self.ranks(stage))
+
+    def rank_of(self, place: Place) -> int:
+        """The device that runs this stage for this micro-batch of this step, both ways."""
+        step, micro_batch, stage = place
+        ranks = self.ranks(stage)
+        return ranks[(step * self.schedule.workers + micro_batch) % len(ranks)]
+
+    def rotation(self, stage: int) -> int:
+        """After how many steps the micro-batches of a step meet the same devices again."""
+        count = len(self.ranks(stage))
+        return count // gcd(count, self.schedule.workers)
+
+    def actions(self, rank: int, step: int) -> list[Action]:
+        """What a device does for one step, at the ticks at which it does it."""
+        begin = step * self.schedule.period
+        return [
+            action._replace(start=action.start + begin)
+            for action in sorted(chain(*self.schedule.ticks))
+            if self.rank_of((step, action.micro_batch, action.stage)) == rank
+        ]
+
+    def home(self, stage: int) -> int:
+        """The device that has a stage's master weights and optimizer state: the one of step 0's last micro-batch."""
+        return self.rank_of((0, self.schedule.workers - 1, stage))
+
+    def last(self, step: int, stage: int) -> int:
+        """The device on which the sum of a step's gradients is finished."""
+        return self.rank_of((step, self.schedule.workers - 1, stage))
+
+    def complete(self, step: int, stage: int) -> int:
+        """The tick of the last backward of a step: after it the home may step with the step's gradient."""
+        return self.start("B", (step, self.schedule.workers - 1, stage))
+
+    def start(self, kind: str, place: Place) -> int:
+        """The tick of an action."""
+        step, micro_batch, stage = place
+        return self.schedule.action(kind, micro_batch, stage).start + step * self.schedule.period
+
+    def readers(self, version: int, stage: int) -> dict[int, int]:
+        """By device, in order of time: the tick at which it first reads a version of a stage if no drain comes."""
+        count = self.schedule.workers
+        first = version * count + sum(ages[stage] for ages in self.schedule.staleness)
+        places = [(number // count, number % count, stage) for number in range(first, first + len(self.ranks(stage)))]
+        return {self.rank_of(place): self.start("F", place) for place in places}
+
+    def weight_path(self, version: int, stage: int) -> tuple[int, ...]:
+        """The way of a version from hand to hand: its home, then the others in the order in which they read it."""
+        start = self.home(stage)
+        return start, *(rank for rank in self.readers(version, stage) if rank != start)

@@ -1,0 +1,57 @@
+"""The one stage that a process keeps; the parameters of the others are empty, but for looks at the whole model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.transport import Transport
+
+__all__ = ["OwnStage", "held_whole"]
+
+
+def held_whole(stage: Stage) -> list[nn.Parameter]:
+    """The parameters of a stage whose rows are not spread over the processes."""
+    return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
+
+
+class OwnStage:
+    """
+    Args:
+        stages: of the whole model.
+        index: of the stage kept here.
+    """
+
+    def __init__(self, stages: Sequence[Stage], index: int, transport: Transport) -> None:
+        self._stages, self._transport = stages, transport
+        others = [stage for stage in stages if stage.index != index]
+        self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
+        self._empty()
+
+    @contextmanager
+    def whole(self, owners: Sequence[int], keepers: Sequence[int]) -> Iterator[None]:
+        """Collective; inside, every process has the whole model.
+
+        Args:
+            owners: by stage, the process whose parameters everybody gets.
+            keepers: by stage, the process whose buffers.
+        """
+        for parameter, shape in self._away:
+            parameter.data = parameter.data.new_empty(shape)
+        with torch.no_grad():
+            for stage in self._stages:
+                for parameter in held_whole(stage):
+                    self._transport.spread(parameter, owners[stage.index])
+                for buffer in stage.module.buffers():
+                    self._transport.spread(buffer, keepers[stage.index])
+        try:
+            yield
+        finally:
+            self._empty()
+
+    def _empty(self) -> None:
+        for parameter, _ in self._away:
+            parameter.data = parameter.data.new_empty(0)
