@@ -96,41 +96,41 @@ def table(race: Race) -> str:
     ]
     at = reached(_first(race), goal)
     for name, curve in race.curves.items():
-        mine, last = reached(curve, goal), points(curve, goal.metric)[-1]
+        mine, last = reached(curve, goal), points(curve)[-1]
         there = (f"{mine.step}", f"{mine.seconds:.1f}") if mine else ("not reached", f"{last.seconds:.1f} so far")
         faster = f"{at.seconds / mine.seconds:.2f}" if at and mine else "-"
         step_ms = 1e3 * statistics.median(turn.seconds / turn.steps for turn in curve)
         sent_mb = sum(turn.sent_bytes for turn in curve) / last.step / 1e6
-        value = f"{goal.metric} {(mine or last).value:.4g}"
+        value = ", ".join(f"{name} {(mine or last).metrics[name]:.4g}" for name in (goal.metric, *race.beside))
         cells = (*there, faster, f"{step_ms:.0f}", f"{sent_mb:.2f}", value, f"{apart(curve, _first(race)):.1e}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(races: Mapping[str, Race]) -> Figure:
-    """A row a task: the metric against steps, where all sides should coincide, and against seconds."""
-    figure = Figure(figsize=(11, 4.2 * len(races)), dpi=110, layout="constrained")
-    for (by_steps, by_seconds), race in zip(figure.subplots(len(races), 2, squeeze=False), races.values()):
+    """A row a task and metric: against steps, where all sides should coincide, and against seconds."""
+    rows = [(race, metric) for race in races.values() for metric in (race.goal.metric, *race.beside)]
+    figure = Figure(figsize=(11, 3.8 * len(rows)), dpi=110, layout="constrained")
+    for (by_steps, by_seconds), (race, metric) in zip(figure.subplots(len(rows), 2, squeeze=False), rows):
         for place, (name, curve) in enumerate(race.curves.items()):
-            found = points(curve, race.goal.metric)
-            values = [point.value for point in found]
-            style = {"color": COLORS.get(name), "marker": "o", "markersize": 3}
+            found = points(curve)
+            values = [point.metrics[metric] for point in found]
+            style = {"color": COLORS.get(name), "marker": "o", "markersize": 3, "label": name}
             wider = 1.2 + 2 * (len(race.curves) - 1 - place)  # what coincides must still be seen
-            by_steps.plot([point.step for point in found], values, linewidth=wider, label=name, **style)
-            by_seconds.plot([point.seconds for point in found], values, linewidth=1.4, label=name, **style)
-        _label(by_steps, race, "steps")
-        _label(by_seconds, race, "seconds of training (evaluation left out)")
+            by_steps.plot([point.step for point in found], values, linewidth=wider, **style)
+            by_seconds.plot([point.seconds for point in found], values, linewidth=1.4, **style)
+        _label(by_steps, race, metric, "steps")
+        _label(by_seconds, race, metric, "seconds of training (evaluation left out)")
     told = next(iter(races.values())).conditions
     figure.suptitle(f"{told['workers']} workers, {told['Mbit/s']:g} Mbit/s links, against steps and against time")
     return figure
 
 
-def _label(axes: Axes, race: Race, of: str) -> None:
-    goal = race.goal
-    axes.axhline(goal.target, color="#777777", linestyle="--", linewidth=1, label=f"target {goal.target:g}")
-    axes.set(xlabel=of, ylabel=f"held-out {goal.metric}", title=race.conditions["task"])
-    if not goal.rises:
-        axes.set_yscale("log")
+def _label(axes: Axes, race: Race, metric: str, of: str) -> None:
+    axes.set(xlabel=of, ylabel=f"held-out {metric}", title=race.conditions["task"])
+    if metric == race.goal.metric:
+        axes.axhline(race.goal.target, color="#777777", linestyle="--", linewidth=1, label=f"{race.goal.target:g}")
+        axes.set_yscale("linear" if race.goal.rises else "log")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, frameon=False)

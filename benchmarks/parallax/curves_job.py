@@ -61,7 +61,7 @@ def main() -> None:
             "notes": list(plans["planned"].notes), "bucket MiB": best, "seconds by bucket MiB": buckets,
             "load before": load, "machine": machine(),
         }  # fmt: skip
-        save(Race(conditions, task.goal, curves), options.out)
+        save(Race(conditions, task.goal, task.beside, curves), options.out)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one

@@ -48,10 +48,12 @@ Curve = tuple[Turn, ...]
 
 @dataclass(frozen=True)
 class Race:
-    """curves: by side, the one that others are held against first; turn after turn all have taken the same steps."""
+    """curves: by side, the one that others are held against first; turn after turn all have taken the same steps.
+    beside: metrics that are shown beside that of the goal."""
 
     conditions: Mapping[str, Any]
     goal: Goal
+    beside: tuple[str, ...]
     curves: Mapping[str, Curve]
 
     def __post_init__(self) -> None:
@@ -66,21 +68,21 @@ class Point:
 
     step: int
     seconds: float
-    value: float
+    metrics: Mapping[str, float]
 
 
-def points(curve: Curve, metric: str) -> tuple[Point, ...]:
+def points(curve: Curve) -> tuple[Point, ...]:
     """One after each turn."""
     found, step, seconds = [], 0, 0.0
     for turn in curve:
         step, seconds = step + turn.steps, seconds + turn.seconds
-        found.append(Point(step, seconds, turn.metrics[metric]))
+        found.append(Point(step, seconds, turn.metrics))
     return tuple(found)
 
 
 def reached(curve: Curve, goal: Goal) -> Point | None:
     """The first evaluation that meets the goal."""
-    return next((point for point in points(curve, goal.metric) if goal.is_met(point.value)), None)
+    return next((point for point in points(curve) if goal.is_met(point.metrics[goal.metric])), None)
 
 
 def apart(one: Curve, other: Curve) -> float:
@@ -100,7 +102,7 @@ def save(race: Race, path: Path) -> None:
 def load(path: Path) -> Race:
     found = json.loads(path.read_text())
     curves = {name: tuple(_turn(fields) for fields in curve) for name, curve in found["curves"].items()}
-    return Race(found["conditions"], Goal(**found["goal"]), curves)
+    return Race(found["conditions"], Goal(**found["goal"]), tuple(found["beside"]), curves)
 
 
 def _turn(fields: dict[str, Any]) -> Turn:
