@@ -26,6 +26,7 @@ __all__ = ["draw", "misses", "table"]
 
 HERE = Path(__file__).parent
 WORKERS, MBIT = 4, 100.0
+REST = "all_reduce"  # how most parameters travel; a table names the others
 ROUNDING = 1e-3  # of a loss, relative, over the whole run: sums in another order, many steps on
 COLORS = {"ddp_sparse": "#c2570c", "planned": "#2563a8", "planned_ahead": "#3f9b6c"}
 HEADER = (
@@ -85,15 +86,8 @@ def _first(race: Race) -> Curve:
 
 def table(race: Race) -> str:
     """A row a side; speed is against the first side, at the same number of steps if both need as many."""
-    goal, told = race.goal, race.conditions
-    sizes = ", ".join(f"{name} {size}" for name, size in told["workload"].items())
-    plan = ", ".join(f"{name} by {exchange}" for name, exchange in told["plan"].items())
-    lines = [
-        f"{told['task']} ({sizes}), {told['optimizer']}, to {goal.metric} {goal.target:g}; {told['workers']} workers, "
-        f"{told['Mbit/s']:g} Mbit/s, {told['machine']}. DDP's buckets: {told['bucket MiB']:g} MiB. Planned: {plan}.\n",
-        f"| {' | '.join(HEADER)} |",
-        "| --- " * len(HEADER) + "|",
-    ]
+    goal = race.goal
+    lines = [f"{_told(race)}\n", f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
     at = reached(_first(race), goal)
     for name, curve in race.curves.items():
         mine, last = reached(curve, goal), points(curve)[-1]
@@ -105,6 +99,18 @@ def table(race: Race) -> str:
         cells = (*there, faster, f"{step_ms:.0f}", f"{sent_mb:.2f}", value, f"{apart(curve, _first(race)):.1e}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _told(race: Race) -> str:
+    """What a reader must know before the rows."""
+    told, goal = race.conditions, race.goal
+    sizes = ", ".join(f"{name} {size}" for name, size in told["workload"].items())
+    ways = [f"{name} by {exchange}" for name, exchange in told["plan"].items() if exchange != REST]
+    return (
+        f"{told['task']} ({sizes}), {told['optimizer']}, to {goal.metric} {goal.target:g}; {told['workers']} workers, "
+        f"{told['Mbit/s']:g} Mbit/s, {told['machine']}, load before {told['load before']:.1f}. DDP's buckets: "
+        f"{told['bucket MiB']:g} MiB. Planned: {', '.join([*ways, f'the rest by {REST}'])}."
+    )
 
 
 def draw(races: Mapping[str, Race]) -> Figure:

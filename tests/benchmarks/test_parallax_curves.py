@@ -16,7 +16,7 @@ PERPLEXITY, BLEU = Goal("perplexity", 100.0, rises=False), Goal("bleu", 0.2, ris
 WORKLOADS = {"language_model": language_model, "translation": translation}
 CONDITIONS = {
     "task": "w", "workload": {"width": 8}, "workers": 2, "Mbit/s": 100.0, "optimizer": "Adagrad", "machine": "m",
-    "bucket MiB": 2.0, "plan": {"table": "owned_rows"},
+    "bucket MiB": 2.0, "load before": 0.1, "plan": {"table": "owned_rows", "head": "all_reduce"},
 }  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def test_the_table_says_seconds_to_the_target_and_their_ratio():
     said = table(RACE)
     assert "| ddp_sparse | 4 | 8.0 | 1.00 | 2000 | 1.50 | perplexity 100 | 0.0e+00 |" in said
     assert "| planned | 4 | 5.0 | 1.60 | 1000 | 1.50 | perplexity 100 | 0.0e+00 |" in said
+    assert "DDP's buckets: 2 MiB. Planned: table by owned_rows, the rest by all_reduce." in said
     assert "not reached | 7.0 so far | -" in table(replace(RACE, goal=replace(PERPLEXITY, target=70.0)))
 
 
