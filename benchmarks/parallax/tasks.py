@@ -1,8 +1,9 @@
 """What the curves are of: the paper's two text models in small, each with a goal that a few hundred steps reach.
 
 Both learn by Adagrad, which torch carries out on sparse gradients as on dense ones: the translation workload's own
-Adam refuses sparse gradients. Rates were sought in one process, over the batches of all workers. Departure from the
-paper: translation goes to a perplexity, too; BLEU is then some hundredths, jumps from evaluation to evaluation, and
+Adam refuses sparse gradients. Rates were sought in one process, over the batches of all workers: the largest at which the
+loss does not shoot up at first (at the language model's own 0.2 it does, and what were rounding errors are then
+hundredths of the loss, so nobody could tell whether both sides compute the same). Departure from the paper: translation goes to a perplexity, too; BLEU is then some hundredths, jumps from evaluation to evaluation, and
 could only by chance be a goal.
 """
 
@@ -48,7 +49,7 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "language_model": Task(
         options={"width": 128, "hidden": 128, "batch_size": 32, "length": 24, "negatives": 1024},
-        sparse=sparse_lstm, rate=0.2, accumulator=1e-3, goal=Goal("perplexity", 200.0, rises=False), beside=(),
+        sparse=sparse_lstm, rate=0.1, accumulator=1e-3, goal=Goal("perplexity", 280.0, rises=False), beside=(),
         steps=300, turn_steps=20, held_out_batches=6,
     ),
     "translation": Task(
