@@ -13,7 +13,6 @@ from benchmarks.hybrid.model import Sizes
 from benchmarks.peers import cases
 from benchmarks.peers.case import Case
 
-ASK = "peers: links, please: "  # what a job says, and run.py waits to read, when it wants another speed
 TINY = Sizes(vocabulary=512, features=8, hidden=8, projection=4, sentences=2, words=4, negatives=16)
 DENSE = ("ddp", "fsdp2", "zero_redundancy", "deepspeed_0", "deepspeed_2", "deepspeed_3", "horovod")
 BY_ROW = ("ddp_sparse", "deepspeed_0_sparse", "horovod_sparse", "horovod_merged")

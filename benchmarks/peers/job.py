@@ -21,12 +21,12 @@ import torch.distributed as dist
 from armillary.runtime.transport import start_process_group
 from benchmarks.hybrid.measure import Built, Factory, interleave, one_at_a_time, rehearse
 from benchmarks.hybrid.record import Record, machine
+from benchmarks.netlab.asking import ask
 from benchmarks.peers import planning, truth
 from benchmarks.peers.case import Case
 from benchmarks.peers.catalogue import Contender, contenders, missing
-from benchmarks.peers.heats import ASK, Entry, Heat, entries
+from benchmarks.peers.heats import Entry, Heat, entries
 
-POLL_SECONDS = 0.02
 BEGUN = time.perf_counter()
 
 
@@ -103,9 +103,7 @@ def _ask_for(mbit: float, folder: Path) -> None:
     """Waits until the links have this speed."""
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"{ASK}{mbit:g}", flush=True)
-        while not (folder / f"shaped_{mbit:g}").exists():
-            time.sleep(POLL_SECONDS)
+        ask(mbit, folder / f"shaped_{mbit:g}")
     dist.barrier()
 
 

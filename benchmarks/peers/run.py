@@ -7,10 +7,12 @@ import argparse
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
+from benchmarks.netlab.asking import granting
 from benchmarks.netlab.lab import Lab
-from benchmarks.peers.heats import ASK, entries
+from benchmarks.peers.heats import entries
 
 HERE = Path(__file__).parent
 UNITS = {"mbit": 1.0, "gbit": 1000.0}
@@ -31,13 +33,7 @@ def main() -> None:
         words = ["--case", options.case, "--only", options.only, "--rounds", str(options.rounds), "--folder", folder]
         words += ["--out", str(options.out)]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", *words]
-
-        def watch(text: str) -> None:
-            print(text, end="", flush=True)
-            for mbit in re.findall(rf"{re.escape(ASK)}(\S+)\n", text):
-                lab.shape(float(mbit))
-                (Path(folder) / f"shaped_{mbit}").touch()
-
+        watch = granting(lab.shape, partial(print, flush=True))
         lab.run([*command, "--mbit", *map(str, rates)], timeout_seconds=900, watch=watch)
 
 

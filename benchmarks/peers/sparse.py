@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from armillary.workloads.language_model import SampledSoftmaxLSTM, log_expected
 
+PLAIN_NAMES = {"table.weight": "output"}  # what `sparse_lstm` calls a parameter -> what the plain model does
+
 
 class SparseLSTM(SampledSoftmaxLSTM):
     """Both tables give sparse gradients; the bias, read by `index_select`, stays dense.
@@ -29,6 +31,14 @@ def sparse_lstm(model: SampledSoftmaxLSTM) -> nn.Module:
     model.embedding.sparse = True
     model.table = nn.Embedding.from_pretrained(model.output.detach(), freeze=False, sparse=True)
     del model.output
+    return model
+
+
+def sparse_embeddings(model: nn.Module) -> nn.Module:
+    """The same model, its embeddings giving sparse gradients."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
     return model
 
 

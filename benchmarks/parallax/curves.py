@@ -1,0 +1,146 @@
+"""Held-out perplexity and BLEU against time, on the network lab: python -m benchmarks.parallax.curves
+
+DDP over sparse gradients and plans of ours train the same model on the same batches by turns, until all have reached
+the same target. A task that is in results/ is not trained again (`--again` does). Prints Markdown, draws
+results/curves.png, and ends with 1 if losses differ by more than rounding or a side did not reach the target.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.netlab.asking import granting
+from benchmarks.netlab.lab import Lab
+from benchmarks.parallax.race import Curve, Race, apart, load, points, reached
+from benchmarks.parallax.tasks import TASKS
+
+__all__ = ["draw", "misses", "table"]
+
+HERE = Path(__file__).parent
+WORKERS, MBIT = 4, 100.0
+REST = "all_reduce"  # how most parameters travel; a table names the others
+ROUNDING = 1e-3  # of a loss, relative, over the whole run: sums in another order, many steps on
+COLORS = {"ddp_sparse": "#c2570c", "planned": "#2563a8", "planned_ahead": "#3f9b6c"}
+HEADER = (
+    "side", "steps to it", "s of training to it", "times as fast", "ms a step: median of turns",
+    "MB a worker sends a step", "there", "losses off by",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", action="append", choices=list(TASKS), help="default: all")
+    parser.add_argument("--again", action="store_true", help="train what is there already")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    parser.add_argument("--steps", type=int, default=0, help="at most; default: the task's")
+    parser.add_argument("--turn-steps", type=int, default=0, help="between evaluations; default: the task's")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    paths = {name: options.results / f"curves_{name}.json" for name in options.task or TASKS}
+    for name, path in paths.items():
+        if not options.report and (options.again or not path.exists()):
+            _train(name, path.resolve(), options)
+    races = {name: load(path) for name, path in paths.items() if path.exists()}
+    print("\n".join(map(table, races.values())))
+    if races:
+        draw(races).savefig(options.results / "curves.png")
+    missed = [f"{name}: {miss}" for name, race in races.items() for miss in misses(race)]
+    print("\n".join(missed) or "all sides learn alike and reach the target")
+    return int(bool(missed))
+
+
+def _train(task: str, path: Path, options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, Lab(WORKERS, MBIT) as lab:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.parallax.curves_job", "--task", task]
+        command += ["--steps", str(options.steps), "--turn-steps", str(options.turn_steps)]
+        lab.run(
+            [*command, "--mbit", str(MBIT), "--folder", folder, "--out", str(path)],
+            timeout_seconds=900,
+            watch=granting(lab.shape, partial(print, flush=True)),
+        )
+    print(f"{task}: {time.perf_counter() - began:.0f} s in all", flush=True)
+
+
+def misses(race: Race) -> list[str]:
+    """What must not be: a side that learns otherwise than the first, or does not reach the target."""
+    late = [
+        f"{name} has not reached the target" for name, curve in race.curves.items() if not reached(curve, race.goal)
+    ]
+    off = {name: apart(curve, _first(race)) for name, curve in race.curves.items()}
+    return late + [f"losses of {name} are off by {by:.1e}" for name, by in off.items() if by > ROUNDING]
+
+
+def _first(race: Race) -> Curve:
+    return next(iter(race.curves.values()))
+
+
+def table(race: Race) -> str:
+    """A row a side; speed is against the first side, at the same number of steps if both need as many."""
+    goal = race.goal
+    lines = [f"{_told(race)}\n", f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
+    at = reached(_first(race), goal)
+    for name, curve in race.curves.items():
+        mine, last = reached(curve, goal), points(curve)[-1]
+        there = (f"{mine.step}", f"{mine.seconds:.1f}") if mine else ("not reached", f"{last.seconds:.1f} so far")
+        faster = f"{at.seconds / mine.seconds:.2f}" if at and mine else "-"
+        step_ms = 1e3 * statistics.median(turn.seconds / turn.steps for turn in curve)
+        sent_mb = sum(turn.sent_bytes for turn in curve) / last.step / 1e6
+        value = ", ".join(f"{name} {(mine or last).metrics[name]:.4g}" for name in (goal.metric, *race.beside))
+        cells = (*there, faster, f"{step_ms:.0f}", f"{sent_mb:.2f}", value, f"{apart(curve, _first(race)):.1e}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _told(race: Race) -> str:
+    """What a reader must know before the rows."""
+    told, goal = race.conditions, race.goal
+    sizes = ", ".join(f"{name} {size}" for name, size in told["workload"].items())
+    ways = [f"{name} by {exchange}" for name, exchange in told["plan"].items() if exchange != REST]
+    return (
+        f"{told['task']} ({sizes}), {told['optimizer']}, to {goal.metric} {goal.target:g}; {told['workers']} workers, "
+        f"{told['Mbit/s']:g} Mbit/s, {told['machine']}, load before {told['load before']:.1f}. DDP's buckets: "
+        f"{told['bucket MiB']:g} MiB. Planned: {', '.join([*ways, f'the rest by {REST}'])}."
+    )
+
+
+def draw(races: Mapping[str, Race]) -> Figure:
+    """A row a task and metric: against steps, where all sides should coincide, and against seconds."""
+    rows = [(race, metric) for race in races.values() for metric in (race.goal.metric, *race.beside)]
+    figure = Figure(figsize=(11, 3.8 * len(rows)), dpi=110, layout="constrained")
+    for (by_steps, by_seconds), (race, metric) in zip(figure.subplots(len(rows), 2, squeeze=False), rows):
+        for place, (name, curve) in enumerate(race.curves.items()):
+            found = points(curve)
+            values = [point.metrics[metric] for point in found]
+            style = {"color": COLORS.get(name), "marker": "o", "markersize": 3, "label": name}
+            wider = 1.2 + 2 * (len(race.curves) - 1 - place)  # what coincides must still be seen
+            by_steps.plot([point.step for point in found], values, linewidth=wider, **style)
+            by_seconds.plot([point.seconds for point in found], values, linewidth=1.4, **style)
+        _label(by_steps, race, metric, "steps")
+        _label(by_seconds, race, metric, "seconds of training (evaluation left out)")
+    told = next(iter(races.values())).conditions
+    figure.suptitle(f"{told['workers']} workers, {told['Mbit/s']:g} Mbit/s links, against steps and against time")
+    return figure
+
+
+def _label(axes: Axes, race: Race, metric: str, of: str) -> None:
+    axes.set(xlabel=of, ylabel=f"held-out {metric}", title=race.conditions["task"])
+    if metric == race.goal.metric:
+        axes.axhline(race.goal.target, color="#777777", linestyle="--", linewidth=1, label=f"{race.goal.target:g}")
+        axes.set_yscale("linear" if race.goal.rises else "log")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8, frameon=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""What every rank runs: both ways are set up as well as this job allows, then they train by turns to the goal.
+
+Ours decides as `armillary train --trials 3` does; DDP gets the fastest of a few sizes of its buckets.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from armillary.cli.find import find
+from armillary.facts.plan import Plan
+from armillary.planning.look_ahead import looking_ahead
+from armillary.runtime.transport import start_process_group
+from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, first_batches
+from armillary.session.workload import Workload
+from benchmarks.hybrid.record import machine
+from benchmarks.parallax.judge import Links, judge
+from benchmarks.parallax.race import Race, save
+from benchmarks.parallax.sides import SEED, ddp_sparse, ours, start
+from benchmarks.parallax.tasks import TASKS, Task
+from benchmarks.parallax.turns import by_turns, rotated, timed
+
+TRIALS = 3  # of the best plans, in the job, before step 0
+BUCKETS_MIB = (25.0, 2.0, 1.0)  # 25 is DDP's default; smaller ones begin to travel earlier
+WARM_STEPS, TIMED_STEPS, ROUNDS = 2, 3, 4  # of each size of buckets, as many as of each plan on trial
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    start_process_group()
+    task = TASKS[options.task]
+    workload = find(options.task, task.options)
+    plans = _plans(workload, task)
+    buckets = _bucket_seconds(workload, task)
+    best = min(buckets, key=buckets.__getitem__)
+    sides = {"ddp_sparse": ddp_sparse(workload, task, best)}
+    sides |= {name: ours(workload, task, plan) for name, plan in plans.items()}
+    links, plain, load = Links(options.mbit, options.folder), start(workload), os.getloadavg()[0]
+
+    def judged(turn: int) -> Mapping[str, Mapping[str, float]]:
+        with links.opened(turn):
+            return judge(sides, workload, plain, task.held_out_batches)
+
+    steps = options.turn_steps or task.turn_steps
+    curves = by_turns(sides, task.goal, (options.steps or task.steps) // steps, steps, judged)
+    if dist.get_rank() == 0:
+        groups = plans["planned"].groups
+        conditions = {
+            "task": options.task, "workload": dict(task.options), "workers": dist.get_world_size(),
+            "Mbit/s": options.mbit, "optimizer": f"Adagrad, rate {task.rate:g}, accumulator {task.accumulator:g}",
+            "parameters": {name: list(value.shape) for name, value in plain.named_parameters()},
+            "plan": {name: group.exchange.name for group in groups for name in group.parameters},
+            "notes": list(plans["planned"].notes), "bucket MiB": best, "seconds by bucket MiB": buckets,
+            "load before": load, "machine": machine(),
+        }  # fmt: skip
+        save(Race(conditions, task.goal, task.beside, curves), options.out)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
+
+
+def _plans(workload: Workload, task: Task) -> dict[str, Plan]:
+    """What would be carried out, and the same with look-ahead where it has tables that can look ahead."""
+    model = start(workload)
+    optimizer = task.optimizer(model.parameters())
+
+    def draw(workers: int) -> list[Any]:
+        return first_batches(workload, workers, PROFILED_STEPS, SEED)
+
+    decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(trials=TRIALS))
+    ahead = looking_ahead(decided.plan, decided.profile, decided.topology, assumptions_of(optimizer))
+    found = {"planned": decided.plan, "planned_ahead": ahead}
+    return found if ahead != decided.plan else {"planned": decided.plan}
+
+
+def _bucket_seconds(workload: Workload, task: Task) -> dict[float, float]:
+    """Median seconds a step of DDP by the size of its buckets; the same on every rank. The models are dropped."""
+    sides = {mib: ddp_sparse(workload, task, mib) for mib in BUCKETS_MIB}
+    found: dict[float, list[float]] = {mib: [] for mib in sides}
+    for side in sides.values():
+        timed(side, WARM_STEPS)
+    for index in range(ROUNDS):
+        for mib in rotated(list(sides), index):
+            found[mib].append(timed(sides[mib], TIMED_STEPS).seconds / TIMED_STEPS)
+    return {mib: statistics.median(seconds) for mib, seconds in found.items()}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", required=True, choices=list(TASKS))
+    parser.add_argument("--mbit", type=float, required=True)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--turn-steps", type=int, default=0)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
