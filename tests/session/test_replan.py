@@ -275,6 +275,7 @@ def test_alpha_and_load_are_those_of_the_last_sampled_steps_counted_by_hand(crew
         rows = event.profile.parameter(one.table).rows
         assert rows.alpha_union == pytest.approx(sum(len(set.union(*step)) for step in steps_read) / 4 / V)
         assert rows.ids == READ // 2
+        assert rows.repeated is None, "as the profile has it: sampled steps need not follow one another"
     by_name = {one.table: one for one in event.tables}
     assert by_name["words.weight"].imbalance == world
     assert not any(one.has_moved for one in event.tables), "both are pinned"

@@ -72,8 +72,8 @@ def _anew(fact: ParameterFact, lookups: Sequence[Lookups], place: Place) -> Para
     if fact.rows is None:
         return fact
     rows = row_facts(fact.rows.rows, fact.rows.row_bytes, lookups, place.workers, place.workers_per_node)
-    kept = {"padding_idx": fact.rows.padding_idx, "repeated": fact.rows.repeated}  # sampled steps are no neighbours
-    return replace(fact, rows=replace(rows, **kept))
+    # What the profile alone can tell: sampled steps do not follow one another, and say nothing of padding.
+    return replace(fact, rows=replace(rows, padding_idx=fact.rows.padding_idx, repeated=fact.rows.repeated))
 
 
 def _carried_over(fact: ParameterFact, profile: Profile, place: Place) -> ParameterFact:
