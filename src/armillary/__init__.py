@@ -14,6 +14,7 @@ from armillary.session.export import export
 from armillary.session.feed import shard
 from armillary.session.load import load
 from armillary.session.parallelize import fastest, measure, parallelize
+from armillary.session.replan import replan
 from armillary.session.verify import verify
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "parallelize",
     "plan",
     "profile",
+    "replan",
     "save",
     "shard",
     "verify",

@@ -19,6 +19,7 @@ def test_every_row_has_one_owner_and_comes_back(rows, owners, order):
     assert order == "hashed" or max(sizes) - min(sizes) <= 1
     keys = ownership.keys(torch.arange(rows)).sort().values
     assert ownership.counts(keys) == sizes
+    assert ownership.ids_of(ownership.keys(torch.arange(rows))).tolist() == list(range(rows))
     for rank in range(owners):
         local = ownership.keys(ownership.ids(rank)) - (rank * ownership.capacity if owners > 1 else 0)
         assert local.tolist() == list(range(sizes[rank]))

@@ -26,7 +26,7 @@ from armillary.session.cyclic.train import train_cyclic
 from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
-from armillary.session.train import Settings
+from armillary.session.settings import Settings
 
 WIDTH, ROWS = 4, 3
 ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}

@@ -25,7 +25,7 @@ from armillary.session.cyclic.train import _held_bytes, train_cyclic
 from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Ended, Resumed, Saved
-from armillary.session.train import Settings
+from armillary.session.settings import Settings
 from staged_models import same
 
 WIDTH, ROWS = 4, 3

@@ -20,7 +20,8 @@ from armillary.session.events import Decided, Evaluated, Progress, Resumed, Save
 from armillary.session.folder import open_folder, run_folder
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.train import Settings, train
+from armillary.session.settings import Settings
+from armillary.session.train import train
 
 
 def workload_of(name, **options):

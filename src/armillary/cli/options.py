@@ -16,8 +16,8 @@ from armillary.session.folder import read_kept
 from armillary.session.workload import Workload
 
 __all__ = [
-    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Seed", "Set",
-    "TopologyFile", "Trials", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes",
+    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "ReplanEvery", "Replicate", "Seed",
+    "Set", "TopologyFile", "Trials", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes",
     "workload_of",
 ]  # fmt: skip
 
@@ -57,6 +57,10 @@ TopologyFile = Annotated[
 
 ProfileFile = Annotated[
     Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
+]
+ReplanEvery = Annotated[
+    int,
+    typer.Option(metavar="N", help="At every N-th checkpoint, moves tables whose owners are unbalanced; 0: never."),
 ]
 Trials = Annotated[
     int,

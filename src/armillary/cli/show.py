@@ -14,7 +14,7 @@ from rich.text import Text
 
 from armillary.facts.plan import Forecast
 from armillary.facts.profile_table import aligned, bytes_text, count_text, seconds_text
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
 
 __all__ = ["Line", "as_json", "comparison_text", "decided_text", "drain", "ended_text", "show"]
 
@@ -46,6 +46,8 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path) -> None:
                 case Resumed(step, path):
                     line.begin(step)
                     console.print(f"going on after step {step} from {path}")
+                case Replanned():
+                    console.print(str(event))
                 case Saved(step, path):
                     console.print(f"saved step {step}: {path}", style="dim")
                 case Ended():

@@ -13,6 +13,7 @@ from armillary.cli.options import (
     IsSmall,
     Lazy,
     PlanFile,
+    ReplanEvery,
     Replicate,
     Seed,
     Set,
@@ -42,7 +43,8 @@ from armillary.session.checkpoint import latest
 from armillary.session.cyclic.train import train_cyclic
 from armillary.session.folder import CHECKPOINTS, run_folder
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.train import Settings, train
+from armillary.session.settings import Settings
+from armillary.session.train import train
 
 __all__ = ["train_command"]
 
@@ -76,6 +78,7 @@ def train_command(
     every_steps: Annotated[int, typer.Option(help="Steps between checkpoints; 0: see --every-seconds.")] = 0,
     every_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints; 0: never.")] = 60.0,
     keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
+    replan_every: ReplanEvery = 0,
     json: AsJson = False,
 ) -> None:
     """Trains WORKLOAD: profiles it, prints a plan, carries it out, and holds the forecast beside what happened.
@@ -90,7 +93,7 @@ def train_command(
         granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file, trials), workers)
         folder = folder_of_all(runs, stem, name, resume)
         count = task.steps if steps is None else steps
-        settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, granted)
+        settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, replan_every, granted)
         events = train_cyclic(task, settings) if granted.owns_loop else train(task, settings)
         if not json and rank() == 0:
             show(events, count, task.unit, folder)
@@ -98,10 +101,9 @@ def train_command(
             print(as_json({"workload": task.name, "folder": folder, **vars(ended)}))
         return 0
 
-    chosen: list[Path] = []
+    chosen: list[Path] = []  # by the launcher, so that it can say where the last checkpoint is
 
     def named() -> list[str]:
-        """The launcher fixes the folder, so that it can say where the last checkpoint is."""
         chosen.append(run_folder(runs, stem, name, resume))
         return [] if name else ["--name", chosen[0].name]
 

@@ -90,10 +90,15 @@ class Ownership:
             local_rows = torch.arange(self.shard_rows(rank))
         if len(self.owners) == 1 or rank not in self.owners:
             return local_rows
-        place = self.owners.index(rank)
+        return self.ids_of(local_rows + self.owners.index(rank) * self.capacity)
+
+    def ids_of(self, keys: Tensor) -> Tensor:
+        """keys int64 -> ids int64, the same shape: undoes `keys`."""
+        if len(self.owners) == 1:
+            return keys
         if self.order == "hashed":
-            return (local_rows + place * self.capacity) * pow(self.multiplier, -1, self.rows) % self.rows
-        return local_rows * len(self.owners) + place
+            return keys * pow(self.multiplier, -1, self.rows) % self.rows
+        return keys % self.capacity * len(self.owners) + torch.div(keys, self.capacity, rounding_mode="floor")
 
     def counts(self, keys: Tensor) -> list[int]:
         """How many of the sorted distinct `keys` each of the workers owns, one number per rank."""

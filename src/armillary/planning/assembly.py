@@ -11,11 +11,12 @@ from dataclasses import replace
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Group, Mean
+from armillary.facts.topology import Topology
 from armillary.planning.buckets import arrival_of, bucket_bytes, buckets
 from armillary.planning.candidates import Candidate, Question
 from armillary.planning.pricing import dense_forecast, idle_round
 
-__all__ = ["groups"]
+__all__ = ["groups", "with_idle_round"]
 
 WHOLE = "read whole"
 
@@ -39,7 +40,7 @@ def groups(
             made.append((max(map(arrival_of, members)), _bucket(members, choice, reasons, question, mean)))
     # Parameters without a gradient have no place in the order: they keep the model's.
     ordered = [group for _, group in sorted(made, key=lambda pair: pair[0])]
-    return _with_idle_round(_numbered(ordered), question)
+    return with_idle_round(_numbered(ordered), question.case.topology)
 
 
 def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Choice, list[ParameterFact]]]:
@@ -89,10 +90,11 @@ def _numbered(ordered: Sequence[Group]) -> list[Group]:
     return named
 
 
-def _with_idle_round(ordered: list[Group], question: Question) -> tuple[Group, ...]:
+def with_idle_round(ordered: Sequence[Group], topology: Topology) -> tuple[Group, ...]:
     """The round that ends a step's look-ups is charged to the first row-sharded table."""
-    places = [place for place, group in enumerate(ordered) if group.placement == "row_sharded"]
+    charged = list(ordered)
+    places = [place for place, group in enumerate(charged) if group.placement == "row_sharded"]
     for place in places[:1]:
-        round_ = idle_round(question.case.topology, len(places))
-        ordered[place] = replace(ordered[place], forecast=ordered[place].forecast + round_)
-    return tuple(ordered)
+        round_ = idle_round(topology, len(places))
+        charged[place] = replace(charged[place], forecast=charged[place].forecast + round_)
+    return tuple(charged)

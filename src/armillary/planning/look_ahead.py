@@ -19,7 +19,7 @@ from armillary.planning.pricing import ADAM, Assumptions, Case, idle_round, row_
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
-__all__ = ["looking_ahead", "with_prospect"]
+__all__ = ["looking_ahead", "with_outlook", "with_prospect"]
 
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that look ahead is foreseen"
 PROSPECT = "look-ahead is off"
@@ -82,21 +82,33 @@ def _can_be_early(group: Group) -> bool:
 
 
 def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
-    groups = [_foreseen(group, case) if group.name in names else group for group in plan.groups]
+    groups = [replace(group, look_ahead=_kind(group, case)) if group.name in names else group for group in plan.groups]
+    return replace(plan, groups=with_outlook(groups, case))
+
+
+def _kind(group: Group, case: Case) -> LookAhead:
+    return "rows" if group.is_lazy or not case.assumptions.moves_quiet_rows else "ids"
+
+
+def with_outlook(groups: Sequence[Group], case: Case) -> tuple[Group, ...]:
+    """The same groups; to the forecast of those that look ahead comes what it takes and saves."""
+    names = [group.name for group in groups if group.look_ahead != "none"]
+    if not names:
+        return tuple(groups)
+    made = [_foreseen(group, case) if group.name in names else group for group in groups]
     # The round in which the loop gets its batch, and what every rank says of the batches to come.
     outlook = outlook_leg(len(names), case.topology)
-    meeting = idle_round(case.topology, sum(group.placement == "row_sharded" for group in groups))
+    meeting = idle_round(case.topology, sum(group.placement == "row_sharded" for group in made))
     once = meeting + Forecast(outlook.link_bytes, 0.0, leg_seconds([outlook], case.topology))
-    first = next(place for place, group in enumerate(groups) if group.name in names)
-    groups[first] = replace(groups[first], forecast=groups[first].forecast + once)
-    return replace(plan, groups=tuple(groups))
+    first = next(place for place, group in enumerate(made) if group.name in names)
+    made[first] = replace(made[first], forecast=made[first].forecast + once)
+    return tuple(made)
 
 
 def _foreseen(group: Group, case: Case) -> Group:
     """The forecast changes by what look-ahead changes of the table's own; rounds it was charged with stay in it."""
-    kind: LookAhead = "rows" if group.update == "lazy" or not case.assumptions.moves_quiet_rows else "ids"
     fact = case.profile.parameter(group.parameters[0])
     before = row_forecast(fact, group.exchange, group.update, case)
-    after = row_forecast(fact, group.exchange, group.update, case, kind)
+    after = row_forecast(fact, group.exchange, group.update, case, group.look_ahead)
     more = Forecast(after.sent_bytes - before.sent_bytes, 0.0, after.seconds - before.seconds)
-    return replace(group, look_ahead=kind, forecast=group.forecast + more)
+    return replace(group, forecast=group.forecast + more)

@@ -57,6 +57,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
     run.executor.norm_cache.clear()
+    run.executor.look_ups.samples.forget()  # their steps will come again
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]

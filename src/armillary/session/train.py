@@ -6,9 +6,9 @@ a test collects them. Every rank iterates over it alike; only rank 0 writes file
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,50 +20,20 @@ from armillary.facts.trace import Trace
 from armillary.schedules.random_stream import seed_streams
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest, load, save
-from armillary.session.decide import Wishes, decide, subject_of
+from armillary.session.decide import decide, subject_of
 from armillary.session.evaluate import evaluate
-from armillary.session.events import Ended, Evaluated, Event, Progress, Resumed, Saved, Warned
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
 from armillary.session.every import Every
 from armillary.session.feed import Feed, alike_ranks, device_of, placed, stream_seed
-from armillary.session.folder import CHECKPOINTS, keep_decision, keep_end, note, open_folder
+from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.replan import owners_of, replan, restore_owners
 from armillary.session.run import Run
+from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, Settings
 from armillary.session.tally import Tally, compare, held_bytes, reset_peak_memory, resident_bytes
 from armillary.session.workload import Batch, Workload, baseline
 
-__all__ = ["Settings", "train"]
-
-PROGRESS_STEPS = 10
-GLANCES = 10  # short evaluations during a run, of this many batches per rank
-GLANCE_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How long to train and what to keep.
-
-    Args of note:
-        folder: of this run; rank 0 must be able to write it.
-        every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
-        keep: so many checkpoints.
-    """
-
-    folder: Path
-    steps: int
-    seed: int = 0
-    every_steps: int = 0
-    every_seconds: float = 60.0
-    keep: int = 2
-    resume: bool = False
-    wishes: Wishes = field(default_factory=Wishes)
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.keep < 1 or self.every_steps < 0 or self.every_seconds < 0:
-            raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / CHECKPOINTS
+__all__ = ["activations_of", "train"]
 
 
 def train(workload: Workload, settings: Settings) -> Iterator[Event]:
@@ -80,7 +50,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
     if run.rank == 0:
         keep_decision(settings.folder, decided)
     yield decided
-    training = Training(workload, settings, run, activations_of(decided.profile))
+    training = Training(workload, settings, run, decided)
     yield from training.begin()
     while training.step < settings.steps:
         training.advance()
@@ -95,19 +65,27 @@ class Training:
     drawn: its batches, each with the place after it; reached: the place after the one trained on last.
     """
 
-    def __init__(self, workload: Workload, settings: Settings, run: Run, activations: Forecast):
+    def __init__(self, workload: Workload, settings: Settings, run: Run, decided: Decided):
         self.workload, self.settings, self.run = workload, settings, run
         self.place = (run.rank, run.workers)
         self.drawn = self._drawn(Feed(workload, self.place, settings.seed))
         self.reached: dict[str, int] = {}
-        self.tally = Tally(run.plan)
-        self.forecast = run.plan.forecast + activations
-        self.resident_bytes = self.peak_bytes = 0.0  # before training without the plan's tensors; while training
+        self.resident_bytes = 0.0  # before training, without the plan's tensors
         self.every = Every(settings.every_steps, settings.every_seconds)
         self.step = self.first_step = self.told_step = 0
         self.loss_sum = self.samples = 0.0
-        self.total_samples = self.train_seconds = 0.0
         self.since = time.perf_counter()
+        self.moved: set[str] = set()  # tables that are no longer with the owners first planned
+        self.saves = 0
+        self.carry_out(decided)
+
+    def carry_out(self, decided: Decided) -> None:
+        """What is measured from here on is held against this plan."""
+        self.decided = decided
+        self.tally = Tally(decided.plan)
+        self.forecast = decided.plan.forecast + activations_of(decided.profile)
+        self.plan_step = self.step
+        self.total_samples = self.train_seconds = self.peak_bytes = 0.0
 
     def _drawn(self, feed: Feed) -> Iterator[tuple[Batch, dict[str, int]]]:
         """Through the run only where the plan looks ahead, since that costs a round a step."""
@@ -118,9 +96,10 @@ class Training:
         path = latest(self.settings.checkpoints) if self.settings.resume else None
         if path is not None:
             state = load(self.run, path)
-            self.step = self.first_step = self.told_step = int(state["step"])
+            self.step = self.first_step = self.told_step = self.plan_step = int(state["step"])
             self.drawn = self._drawn(Feed.resume(self.workload, self.place, self.settings.seed, state["feed"]))
             yield Resumed(self.step, path)
+            yield from self._restore(state.get("owners"))
         first = next(self.workload.batches("train", *self.place, self.settings.seed), None)
         for same in alike_ranks(first, self.run.transport):
             ranks = ", ".join(map(str, same))
@@ -162,6 +141,9 @@ class Training:
         if self.step % glance_steps == 0 and not is_last:
             yield self._told(Evaluated(self.step, self._evaluate(GLANCE_BATCHES), is_whole=False))
         if not is_last and self._is_save_due():
+            self.saves += 1
+            if self.settings.replan_every and self.saves % self.settings.replan_every == 0:
+                yield from self._replan()
             yield self._save()
 
     def _is_save_due(self) -> bool:
@@ -199,10 +181,46 @@ class Training:
         self.since += time.perf_counter() - began
         return metrics
 
+    def _replan(self) -> Iterator[Event]:
+        """Before the checkpoint, which tells a resumed run whose the rows are."""
+        began = time.perf_counter()
+        self.run.transport.recording = False
+        facts, wanted = self.decided, self.settings.wishes.constraints
+        event = replan(self.run, facts.profile, facts.topology, constraints=wanted)
+        self.run.transport.recording = True
+        self.since += time.perf_counter() - began
+        yield event
+        yield from self._moved(event, {one.table for one in event.tables if one.has_moved})
+
+    def _restore(self, owners: Mapping[str, Any] | None) -> Iterator[Event]:
+        """Owners that an earlier part of this run moved tables to; a plan that the user gives is taken as it is."""
+        wishes, facts = self.settings.wishes, self.decided
+        if owners is None or wishes.plan is not None:
+            return
+        event = restore_owners(self.run, owners, facts.profile, facts.topology, wishes.constraints)
+        if event is not None:
+            yield event
+            yield from self._moved(event, set(owners["tables"]))
+
+    def _moved(self, event: Replanned, tables: set[str]) -> Iterator[Event]:
+        """The run's folder gets the plan in force; measuring begins anew, as steps of two plans have no mean, and
+        without what the move itself needed."""
+        if not tables:
+            return
+        self.moved |= tables
+        if self.step > self.told_step:
+            yield self._told(self._progress())
+        self.carry_out(Decided(event.profile, self.decided.topology, event.plan))
+        reset_peak_memory()
+        if self.run.rank == 0:
+            keep_decision(self.settings.folder, self.decided)
+
     def _save(self) -> Saved:
         began = time.perf_counter()
         self.run.transport.recording = False
-        loop = {"step": self.step, "feed": self.reached}
+        loop: dict[str, Any] = {"step": self.step, "feed": self.reached}
+        if self.moved:
+            loop["owners"] = owners_of(self.run.plan, self.moved, self.decided.profile)
         path = save(self.run, self.settings.checkpoints, loop=loop, keep=self.settings.keep)
         self.run.transport.recording = True
         self.since += time.perf_counter() - began
@@ -216,7 +234,7 @@ class Training:
         metrics = self._evaluate(None)
         peak = self.run.transport.agree_largest([self.peak_bytes - self.resident_bytes])[0]
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
-        steps = max(self.step - self.first_step, 1)
+        steps = max(self.step - self.plan_step, 1)
         seconds = self.train_seconds or math.inf
         simple = by_rank_zero(self.run.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds

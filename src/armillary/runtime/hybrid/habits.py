@@ -85,6 +85,10 @@ class Habits:
         self.left -= bool(self.made)
         self.leaves = list(leaves)
         self.made = {}
+        self.forget_keys()
+
+    def forget_keys(self) -> None:
+        """Of the views of this batch, since it is another or they have others."""
         self.keys: dict[tuple[str, View], Tensor | None] = {}
 
     def notice(self, table: RowTable, keys: Tensor, was_expected: bool) -> None:

@@ -84,6 +84,12 @@ class LookAhead:
         self.coming = [Ahead() for _ in range(DEPTH)]
         self.now.stamp = ()
 
+    def forget(self) -> None:
+        """Tables have other owners: the ids that went ahead were meant for the old ones. Their answers are not waited
+        for, and the batches they were of are looked up as ever. Every rank must call it."""
+        self.now, self.coming = Ahead(), [Ahead() for _ in range(DEPTH)]
+        self.habits.forget_keys()
+
     @property
     def made(self) -> int:
         """Bits of the expected look-ups of this batch that this rank has made."""

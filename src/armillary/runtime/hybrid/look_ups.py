@@ -14,6 +14,7 @@ from torch import Tensor
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
 from armillary.runtime.hybrid.look_ahead import LookAhead
+from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
 
@@ -28,6 +29,7 @@ class LookUps:
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
         self.look_ahead = LookAhead(self.pulled, transport)
+        self.samples = RowSamples()
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
@@ -51,6 +53,8 @@ class LookUps:
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         learns = torch.is_grad_enabled() and table.requires_grad
         needs_gradient = learns and not self.is_phantom
+        if needs_gradient and table.is_pulled:
+            self.samples.take(self.transport.step, table.name, keys, inverse)
         waiting = self.look_ahead.take(table, keys) if needs_gradient else None
         if waiting is None:
             with torch.no_grad():
@@ -61,6 +65,12 @@ class LookUps:
         elif learns:  # the backward runs as everywhere, but its gradient stays here
             rows.requires_grad_().register_post_accumulate_grad_hook(lambda _: self.on_gradient(table))
         return rows, inverse
+
+    def deal_anew(self) -> None:
+        """Tables have other owners: what was foreseen and sampled speaks of the old ones. Every rank must call it."""
+        self.served = [table.as_served() for table in self.pulled]
+        self.samples.forget()
+        self.look_ahead.forget()
 
     def _fetch(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
         if table.is_pulled:

@@ -150,6 +150,23 @@ class RowTable:
         self.forget(self.pending)
         return gradients, tickets
 
+    def deal_anew(self, exchange: RowExchange, shard: Tensor, gradient: Tensor | None) -> None:
+        """Other owners from here on; between two steps. The optimizer keeps its parameter.
+
+        Args:
+            shard, gradient: of the rows this rank owns by that exchange, (local rows, *row shape).
+        """
+        self.exchange, self.ownership = exchange, exchange.ownership(self.shape[0], self.place)
+        self.parameter.grad = None
+        if self.has_window:
+            self.shard = shard
+        else:  # as they were made: one memory and one version, seen as two tensors
+            self.parameter.data = shard
+            self.shard = self.parameter.detach()
+        if gradient is not None:
+            self.show_gradient(gradient)
+        self.forget_moves()
+
     # What moved since rows were sent before a step.
     def forget_moves(self) -> None:
         self.moved, self.version = torch.empty(0, dtype=torch.int64), self.shard._version

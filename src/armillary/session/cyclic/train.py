@@ -29,8 +29,9 @@ from armillary.session.every import Every
 from armillary.session.feed import Feed, device_of, stream_seed
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, Settings
 from armillary.session.tally import Comparison, reset_peak_memory, resident_bytes
-from armillary.session.train import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, Settings, activations_of
+from armillary.session.train import activations_of
 from armillary.session.workload import Workload, baseline
 
 __all__ = ["train_cyclic"]

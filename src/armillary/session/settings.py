@@ -1,0 +1,49 @@
+"""What a training run is told before it begins: how long to train, when to save and when to look around."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from armillary.session.decide import Wishes
+from armillary.session.folder import CHECKPOINTS
+
+__all__ = ["GLANCES", "GLANCE_BATCHES", "PROGRESS_STEPS", "Settings"]
+
+PROGRESS_STEPS = 10
+GLANCES = 10  # short evaluations during a run, of this many batches per rank
+GLANCE_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to train and what to keep.
+
+    Args of note:
+        folder: of this run; rank 0 must be able to write it.
+        every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
+        keep: so many checkpoints.
+        replan_every: at every so many checkpoints owners of tables are asked for again (`replan`); 0 is never.
+    """
+
+    folder: Path
+    steps: int
+    seed: int = 0
+    every_steps: int = 0
+    every_seconds: float = 60.0
+    keep: int = 2
+    resume: bool = False
+    replan_every: int = 0
+    wishes: Wishes = field(default_factory=Wishes)
+
+    def __post_init__(self) -> None:
+        intervals = (self.every_steps, self.every_seconds, self.replan_every)
+        if self.steps < 1 or self.keep < 1 or min(intervals) < 0:
+            raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
+        if self.replan_every and self.wishes.owns_loop:
+            raise ValueError(
+                "train: under a schedule that owns the loop tables keep their owners, so replan_every has no effect; "
+                "drop it"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
