@@ -27,7 +27,7 @@ __all__ = ["draw", "misses", "table"]
 HERE = Path(__file__).parent
 WORKERS, MBIT = 4, 100.0
 REST = "all_reduce"  # how most parameters travel; a table names the others
-ROUNDING = 1e-3  # of a loss, relative, over the whole run: sums in another order, many steps on
+ROUNDING = 1e-4  # of a loss, relative, over the whole run: sums in another order, many steps on
 COLORS = {"ddp_sparse": "#c2570c", "planned": "#2563a8", "planned_ahead": "#3f9b6c"}
 HEADER = (
     "side", "steps to it", "s of training to it", "times as fast", "ms a step: median of turns",

@@ -1,6 +1,7 @@
 """What every rank runs: both ways are set up as well as this job allows, then they train by turns to the goal.
 
-Ours decides as `armillary train --trials 3` does; DDP gets the fastest of a few sizes of its buckets.
+Ours decides as `armillary train --trials 3` does among plans that do not look ahead, and the one carried out gets
+look-ahead, too; DDP gets the fastest of a few sizes of its buckets.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _plans(workload: Workload, task: Task) -> dict[str, Plan]:
-    """What would be carried out, and the same with look-ahead where it has tables that can look ahead."""
+    """What would be carried out without look-ahead, and the same with it where it has tables that can look ahead."""
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
 

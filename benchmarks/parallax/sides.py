@@ -59,8 +59,7 @@ def ours(workload: Workload, task: Task, plan: Plan) -> Side:
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
     run = attach(plan, model, optimizer)
-    looks_ahead = any(group.look_ahead != "none" for group in plan.groups)
-    batches = run.batches(_batches(workload)) if looks_ahead else _batches(workload)
+    batches = run.batches(_batches(workload)) if plan.looks_ahead else _batches(workload)
     return Side(partial(_train, workload, model, optimizer, batches), partial(_plain, run))
 
 

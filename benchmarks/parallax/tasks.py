@@ -1,10 +1,12 @@
 """What the curves are of: the paper's two text models in small, each with a goal that a few hundred steps reach.
 
 Both learn by Adagrad, which torch carries out on sparse gradients as on dense ones: the translation workload's own
-Adam refuses sparse gradients. Rates were sought in one process, over the batches of all workers: the largest at which the
-loss does not shoot up at first (at the language model's own 0.2 it does, and what were rounding errors are then
-hundredths of the loss, so nobody could tell whether both sides compute the same). Departure from the paper: translation goes to a perplexity, too; BLEU is then some hundredths, jumps from evaluation to evaluation, and
-could only by chance be a goal.
+Adam refuses sparse gradients. Rates were sought in one process, over the batches of all workers. At the language
+model's own 0.2 the loss shoots up at first, and what were rounding errors grow to hundredths of it: nobody could tell
+then whether all sides compute the same. So it learns at half that rate.
+
+Departure from the paper: translation goes to a perplexity, too. BLEU is then some hundredths, jumps from evaluation to
+evaluation, and could only by chance be a goal.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -50,7 +50,7 @@ def test_a_side_that_learns_otherwise_or_stops_short_is_named():
     assert misses(RACE) == []
     off = curve([1, 1, 1], [300, 100, 80], losses=((4.0, 3.0), (5.0, 2.0 * (1 + 2 * ROUNDING))))
     assert misses(replace(RACE, curves={"ddp_sparse": SLOW, "planned": off})) == [
-        "losses of planned are off by 2.0e-03"
+        "losses of planned are off by 2.0e-04"
     ]
     short = replace(RACE, goal=replace(PERPLEXITY, target=70.0))
     assert misses(short) == [f"{name} has not reached the target" for name in RACE.curves]
