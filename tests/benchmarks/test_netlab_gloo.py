@@ -14,6 +14,7 @@ TENSOR_BYTES = 4_000_000  # of rank_that_measures
 MEBIBYTE = 2**20
 HEADERS = 1.05  # at most 66 bytes for 1448, if a send leaves in the smallest of segments
 ACKNOWLEDGEMENTS = 0.05  # at most 66 bytes for 1448 received
+SENT_AGAIN = 1.5  # where an acknowledgement is late, for want of a processor; still far from a second tensor
 KEEPING = pytest.mark.parametrize("keeping", ["alive", "dropped"])
 
 
@@ -34,6 +35,11 @@ def of_mode(blocks: list[dict[str, Any]], mode: str) -> list[dict[str, Any]]:
     return [block for block in blocks if block["mode"] == mode]
 
 
+def is_one_tensor(measured: list[float]) -> bool:
+    """Each is the tensor and what TCP adds; at least one of them without segments sent again."""
+    return TENSOR_BYTES < min(measured) < HEADERS * TENSOR_BYTES and max(measured) < SENT_AGAIN * TENSOR_BYTES
+
+
 def test_ranks_of_one_host_talk_past_the_link(found):
     """`GLOO_SOCKET_IFNAME=eth0` names the address; the kernel takes its own addresses to `lo`."""
     assert max(found["one host"]) < TENSOR_BYTES / 1000
@@ -41,8 +47,7 @@ def test_ranks_of_one_host_talk_past_the_link(found):
 
 def test_ranks_of_two_hosts_send_what_the_formula_says(found):
     """2 w (N - 1) / N for N = 2 is w, and headers."""
-    for sent_bytes in found["one rank of each host"]:
-        assert TENSOR_BYTES < sent_bytes < HEADERS * TENSOR_BYTES
+    assert is_one_tensor(found["one rank of each host"])
 
 
 def test_every_mode_has_a_turn_in_each_round_and_another_comes_first(found):
@@ -52,10 +57,10 @@ def test_every_mode_has_a_turn_in_each_round_and_another_comes_first(found):
 
 @KEEPING
 def test_a_blocks_bytes_are_those_of_one_step_of_its_mode_by_host(found, keeping):
-    for block in of_mode(found[keeping], "sending"):
-        assert TENSOR_BYTES < block["sent_bytes"][0] < HEADERS * TENSOR_BYTES
-        assert TENSOR_BYTES < block["received_bytes"][1] < HEADERS * TENSOR_BYTES
-        assert block["sent_bytes"][1] < ACKNOWLEDGEMENTS * TENSOR_BYTES
+    blocks = of_mode(found[keeping], "sending")
+    assert is_one_tensor([block["sent_bytes"][0] for block in blocks])
+    assert is_one_tensor([block["received_bytes"][1] for block in blocks])
+    assert max(block["sent_bytes"][1] for block in blocks) < ACKNOWLEDGEMENTS * TENSOR_BYTES
     for block in of_mode(found[keeping], "holding"):
         assert max(block["sent_bytes"]) < TENSOR_BYTES / 1000
 

@@ -200,17 +200,23 @@ def status_bytes(field):
 
 
 class Wide(nn.Module):
-    """A table of 64 MiB."""
+    """A table of 256 bytes a row."""
 
-    def __init__(self):
+    def __init__(self, rows):
         super().__init__()
-        self.table = nn.Embedding(1 << 18, 64)
+        self.table = nn.Embedding(rows, 64)
 
 
 def peak_of_attach(rank, world):
-    """Bytes that attach needed beyond what there was, by the kernel's own high-water mark."""
+    """Of a table of 64 MiB, after a small one: what a process needs once is not the table's."""
+    attached(world, 1 << 10)
+    return attached(world, 1 << 18)
+
+
+def attached(world, rows):
+    """Bytes that attach needed beyond what there was, by the kernel's own high-water mark; and the shard's."""
     with torch.device("meta"):
-        model = Wide()
+        model = Wide(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = plan_of(model, world, Choice("owned_rows"), tables=("table.weight",))
     Path("/proc/self/clear_refs").write_text("5")
