@@ -23,9 +23,9 @@ MAY_IMPORT = {
     "armillary": {"facts", "session", "planning", "runtime"},
 }
 
-# The one file that may import each part of torch.distributed.
+# The files that may import each part of torch.distributed.
 NETWORK = {
-    "torch.distributed": {"runtime/transport.py"},
+    "torch.distributed": {"runtime/transport.py", "runtime/process_group.py"},
     "torch.distributed.launcher": {"cli/launch.py", "session/launch.py"},
     "torch.distributed.elastic": {"cli/launch.py", "session/launch.py"},
     "torch.distributed.run": {"cli/launch.py", "session/launch.py"},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.process_group import start_process_group
 from benchmarks.hybrid.dense import dense
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, one_at_a_time, rehearse
 from benchmarks.hybrid.model import Sizes

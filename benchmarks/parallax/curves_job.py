@@ -18,7 +18,7 @@ import torch.distributed as dist
 from armillary.cli.find import find
 from armillary.facts.plan import Plan
 from armillary.planning.look_ahead import looking_ahead
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, first_batches
 from armillary.session.workload import Workload
 from benchmarks.hybrid.record import machine

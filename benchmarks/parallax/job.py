@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.cli.find import find
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import Record, machine, save

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.process_group import start_process_group
 from benchmarks.hybrid.measure import Built, Factory, interleave, one_at_a_time, rehearse
 from benchmarks.hybrid.record import Record, machine
 from benchmarks.netlab.asking import ask

@@ -19,7 +19,7 @@ from armillary.facts.plan import Plan
 from armillary.planning.pricing import Case
 from armillary.planning.rivals import CHOSEN, by_simulation
 from armillary.planning.simulator import simulate
-from armillary.runtime.transport import start_process_group
+from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
 from benchmarks.hybrid.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import machine

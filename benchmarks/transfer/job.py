@@ -14,7 +14,8 @@ from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import Program
 from armillary.facts.topology import Link, Topology
-from armillary.runtime.transport import Transport, stop_process_group
+from armillary.runtime.process_group import stop_process_group
+from armillary.runtime.transport import Transport
 from benchmarks.netlab import counted_bytes
 
 DENSE_BYTES = 4_000_000

@@ -411,11 +411,12 @@ READS = [
 
 @pytest.mark.parametrize("look_ahead", ["ids", "rows"])
 def test_counted_bytes_are_those_of_the_formula(crew, look_ahead):
-    """A header less per foreseen look-up, an outlook more per step, and where rows go early a byte per row."""
+    """A header less per foreseen look-up, an outlook in all others, and where rows go early a byte per row."""
     workers = 3
     plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, look_ahead)
     headers = len(READS) * (STEPS - UNFORESEEN) * HEADER_BYTES * (workers - 1)
-    outlooks = STEPS * outlook_bytes(5) * (workers - 1)
+    rounds = STEPS + 1 + STEPS + len(READS) * UNFORESEEN  # of the loop and its end, of backwards, of look-ups
+    outlooks = rounds * outlook_bytes(5) * (workers - 1)
     masks = sum(away for _, away in ahead) if look_ahead == "rows" else 0  # sent by whoever serves the rows
     before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
     assert after == pytest.approx(before + workers * (outlooks - headers) + masks, rel=1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from armillary.cli.find import find, small
+from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.planning.look_ahead import looking_ahead
@@ -99,8 +100,10 @@ def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp
     again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 14, "resume": True, "wishes": wishes})[0]
     assert [event.step for event in of(Resumed, again)] == [7]
     assert again[-1].metrics == whole[-1].metrics
-    asked = {record.group for record in Trace.load(Path(broken) / "trace.json").records}
-    assert "look-ahead" in asked
+    asked = {
+        record.sent_bytes for record in Trace.load(Path(broken) / "trace.json").records if record.group == "look-ups"
+    }
+    assert asked == {HEADER_BYTES + outlook_bytes(2)}  # as headers are where two tables look ahead
 
 
 def test_four_workers_have_the_loss_curve_of_one_on_the_same_global_batches(crew, tmp_path):

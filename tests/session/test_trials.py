@@ -19,15 +19,19 @@ from armillary.session.parallelize import fastest
 SLOWED_SECONDS = 0.02
 
 
+TOGETHER = " + "  # in the label of requests that travel as one
+
+
 @contextmanager
 def slower(slowed):
-    """Requests of that label wait before they are made. So slow a job is tried for the fewest rounds."""
+    """Requests of that label, or those that travel as one, wait before they are made. So slow a job is tried for the
+    fewest rounds."""
     start, longest = Transport.start, trials.LONGEST_SECONDS
 
-    def late(self, request, label):
-        if label == slowed:
+    def late(self, request, label, *parts):
+        if label == slowed or (slowed == TOGETHER and TOGETHER in label):
             trials.time.sleep(SLOWED_SECONDS)
-        return start(self, request, label)
+        return start(self, request, label, *parts)
 
     Transport.start, trials.LONGEST_SECONDS = late, 0.0
     try:
@@ -88,7 +92,7 @@ def tried_ahead(rank, workers, slowed):
         return fastest(plans, subject.model, subject.optimizer, batches, subject.loss)
 
 
-@pytest.mark.parametrize(("slowed", "looks_ahead"), [("look-ahead", False), ("look-ups", True)])
+@pytest.mark.parametrize(("slowed", "looks_ahead"), [(TOGETHER, False), ("look-ups", True)])
 def test_look_ahead_is_carried_out_only_where_it_is_faster(crew, slowed, looks_ahead):
     """Slowed is what only look-ahead sends, or the rounds of which it makes fewer."""
     first, second = crew(2).run(tried_ahead, slowed)

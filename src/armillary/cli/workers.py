@@ -12,7 +12,7 @@ import torch
 import typer
 
 from armillary.cli.launch import INTERRUPTED, is_worker, keep_failure, launch, text_of
-from armillary.runtime.transport import start_process_group, stop_process_group
+from armillary.runtime.process_group import start_process_group, stop_process_group
 
 __all__ = ["DEFAULT_WORKERS", "rank", "run_in_workers"]
 

@@ -22,7 +22,7 @@ class Leg(NamedTuple):
 
     links: Links
     link_bytes: float
-    messages: int
+    messages: float
     request: str = "AllToAll"
 
 

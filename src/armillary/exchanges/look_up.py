@@ -8,7 +8,10 @@ The header every rank sends to every other carries the wish, how many rows it wa
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
 their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
 tables nobody learns from, and leave them alone as one process does. With look-ahead it also says which of the look-ups
-that were foreseen it has made, since those need no round, and of which of the next batch it sent rows that moved.
+that were foreseen it has made, since those need no round, and of which of the next batch it sent rows that moved. And
+where tables look ahead every header ends with an outlook: which look-ups the sender expects to make two batches from
+now, how many bytes of rows they bring, and how many rows of the receiver each will want. So counts need no message of
+their own.
 """
 
 from collections.abc import Sequence
@@ -26,12 +29,13 @@ from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "FLAGS", "FORESEEN", "HEADER_BYTES", "Round", "Table", "Wish", "foreseen_of_each", "look_up", "outlook_bytes",
-    "outlook_leg", "round_leg",
+    "FIRST_COUNT", "FLAGS", "FORESEEN", "HEADER_BYTES", "Round", "Table", "Wish", "foreseen_of_each", "look_up",
+    "outlook_bytes", "outlook_columns", "round_leg",
 ]  # fmt: skip
 
 HEADER_BYTES = 7 * 8  # seven float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
+FIRST_COUNT = 2  # column of an outlook, after the bits and the bytes of rows that the sender expects
 FORESEEN = 52  # look-ups of a batch that may be foreseen: their bits travel in one float64
 _IDLE, _FINISHED = 0, -1
 
@@ -53,6 +57,7 @@ class Wish(NamedTuple):
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     foreseen: bits of the foreseen look-ups this rank has made (see `runtime/hybrid/look_ahead.py`); moved: of those of
         the next batch for which it has sent rows that moved since.
+    outlook: (ranks, n) float64, what each rank is told besides; n is the same on all ranks and in all rounds.
     """
 
     table: int | Literal["idle", "finished"]
@@ -63,6 +68,7 @@ class Wish(NamedTuple):
     flags: int = 0
     foreseen: int = 0
     moved: int = 0
+    outlook: Tensor | None = None
 
 
 class Round(NamedTuple):
@@ -71,7 +77,7 @@ class Round(NamedTuple):
     table: index of the table that was served, or None when no rank wished for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
     weights: the weight each rank declared; foreseen, moved: the bits each sent. flags: those of all ranks together,
-        when no rank wished for a table.
+        when no rank wished for a table. outlook: (ranks, n), what each rank told this one besides.
     """
 
     table: int | None
@@ -81,12 +87,14 @@ class Round(NamedTuple):
     weights: tuple[float, ...]
     foreseen: tuple[int, ...]
     moved: tuple[int, ...]
+    outlook: Tensor
     flags: int = 0
 
 
-def round_leg(rounds: int, topology: Topology) -> Leg:
-    """The headers of so many rounds."""
-    return Leg("everyone", rounds * HEADER_BYTES * (topology.workers - 1), rounds)
+def round_leg(rounds: float, topology: Topology, foreseen: int = 0) -> Leg:
+    """The headers of so many rounds, where that many tables look ahead."""
+    nbytes = HEADER_BYTES + outlook_bytes(foreseen)
+    return Leg("everyone", rounds * nbytes * (topology.workers - 1), rounds)
 
 
 def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]:
@@ -104,12 +112,14 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
         dtype=torch.float64,
     )
     ones = (1,) * place.workers
-    headers = (yield AllToAll(mine, ones, ones)).tolist()
+    heard = yield AllToAll(mine if wish.outlook is None else torch.cat([mine, wish.outlook], 1), ones, ones)
+    headers, outlook = heard[:, : mine.shape[1]].tolist(), heard[:, mine.shape[1] :]
     wanted = [int(header[0]) for header in headers]
     said = (
         tuple(header[4] for header in headers),
         tuple(int(header[5]) for header in headers),
         tuple(int(header[6]) for header in headers),
+        outlook,
     )
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
@@ -130,14 +140,14 @@ def foreseen_of_each(tables: int) -> int:
     return min(4, FORESEEN // max(1, tables))
 
 
+def outlook_columns(tables: int) -> int:
+    """Numbers of the outlook for each rank, where so many tables look ahead: bits, bytes, a count for each look-up."""
+    return FIRST_COUNT + min(tables, FORESEEN) * foreseen_of_each(tables) if tables else 0
+
+
 def outlook_bytes(tables: int) -> int:
-    """What a rank sends each other rank once a step to say which look-ups it expects: bits, and a count for each."""
-    return 8 * (1 + min(tables, FORESEEN) * foreseen_of_each(tables))
-
-
-def outlook_leg(tables: int, topology: Topology) -> Leg:
-    """The same as the links see it."""
-    return Leg("everyone", outlook_bytes(tables) * (topology.workers - 1), 1)
+    """The same in every header."""
+    return 8 * outlook_columns(tables)
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

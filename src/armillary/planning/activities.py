@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
-from armillary.exchanges.look_up import outlook_leg
+from armillary.exchanges.look_up import round_leg
 from armillary.facts.plan import Group, Mean
 from armillary.facts.topology import Topology
 from armillary.planning.buckets import bucket_bytes
@@ -26,7 +26,7 @@ from armillary.planning.pricing import (
     row_work,
 )
 
-__all__ = ["Activities", "activities", "idle_request", "outlook_request"]
+__all__ = ["Activities", "activities", "idle_request", "payer"]
 
 
 class Activities(NamedTuple):
@@ -50,17 +50,19 @@ class Activities(NamedTuple):
     foresee_seconds: float = 0.0
 
 
-def activities(group: Group, mean: Mean, case: Case) -> Activities:
+def activities(group: Group, mean: Mean, case: Case, foreseen: int = 0, pays: bool = True) -> Activities:
     """Of the busiest rank.
 
     Args:
         mean: of the plan; with "weights" a bucket carries a weight.
+        foreseen: how many tables of the plan look ahead. pays: whether this is their `payer`.
     """
     topology, choice = case.topology, group.exchange
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
-        work = row_work(facts[0], choice, group.update, case, group.look_ahead)
-        headers = _requests(work.headers, work.headers, topology)
+        work = row_work(facts[0], choice, group.update, case, group.look_ahead, pays)
+        rounds = [round_leg(leg.messages, topology, foreseen) for leg in work.headers]
+        headers = _requests(rounds, rounds, topology)
         pull = _requests(work.legs.pull, work.even_legs.pull, topology)
         push = _requests(work.legs.push, work.even_legs.push, topology)
         index = index_seconds(work, case)
@@ -77,16 +79,16 @@ def activities(group: Group, mean: Mean, case: Case) -> Activities:
     return Activities((), (), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
 
 
-def idle_request(topology: Topology, tables: int) -> Request:
-    """What ends the look-ups of a step with so many row-sharded tables."""
-    header = idle_leg(topology, tables)
+def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:
+    """What ends the look-ups of a step with so many row-sharded tables, of which that many look ahead."""
+    header = idle_leg(topology, tables, foreseen)
     return Request(header.link_bytes, *busy(header, topology))
 
 
-def outlook_request(topology: Topology, tables: int) -> Request:
-    """What ranks tell each other once a step of the look-ups of so many tables that they expect."""
-    outlook = outlook_leg(tables, topology)
-    return Request(outlook.link_bytes, *busy(outlook, topology))
+def payer(groups: Sequence[Group]) -> str:
+    """The group that is charged the messages that all foreseen tables share: one that sends rows early, if any does."""
+    kinds = {group.look_ahead: group.name for group in reversed(groups)}
+    return kinds.get("rows") or kinds.get("ids", "")
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from armillary.exchanges.exchange import row_exchanges
-from armillary.exchanges.look_up import FORESEEN, outlook_leg
+from armillary.exchanges.look_up import FORESEEN, round_leg
 from armillary.facts.plan import Forecast, Group, LookAhead, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
+from armillary.planning.activities import payer
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.pricing import ADAM, Assumptions, Case, idle_round, row_forecast
+from armillary.planning.pricing import ADAM, Assumptions, Case, idle_leg, row_forecast, row_work
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
@@ -95,20 +96,31 @@ def with_outlook(groups: Sequence[Group], case: Case) -> tuple[Group, ...]:
     names = [group.name for group in groups if group.look_ahead != "none"]
     if not names:
         return tuple(groups)
-    made = [_foreseen(group, case) if group.name in names else group for group in groups]
-    # The round in which the loop gets its batch, and what every rank says of the batches to come.
-    outlook = outlook_leg(len(names), case.topology)
-    meeting = idle_round(case.topology, sum(group.placement == "row_sharded" for group in made))
-    once = meeting + Forecast(outlook.link_bytes, 0.0, leg_seconds([outlook], case.topology))
-    first = next(place for place, group in enumerate(made) if group.name in names)
-    made[first] = replace(made[first], forecast=made[first].forecast + once)
-    return tuple(made)
+    paying = payer(groups)
+    made = [_foreseen(group, case, group.name == paying) if group.name in names else group for group in groups]
+    once = _spoken(made, len(names), case)
+    return tuple(replace(group, forecast=group.forecast + once) if group.name == paying else group for group in made)
 
 
-def _foreseen(group: Group, case: Case) -> Group:
+def _spoken(groups: Sequence[Group], foreseen: int, case: Case) -> Forecast:
+    """The round in which the loop gets its batch, and what all headers of a step grow by: every one says which batches
+    are expected."""
+    pulled = [group for group in groups if group.placement == "row_sharded"]
+    idle, plain = (idle_leg(case.topology, len(pulled), count) for count in (foreseen, 0))
+    grown = [(idle, plain)]
+    for group in pulled:
+        fact = case.profile.parameter(group.parameters[0])
+        for header in row_work(fact, group.exchange, group.update, case, group.look_ahead).headers:
+            grown.append((round_leg(header.messages, case.topology, foreseen), header))
+    more, less = [idle, *(leg for leg, _ in grown)], [leg for _, leg in grown]
+    sent = sum(leg.link_bytes for leg in more) - sum(leg.link_bytes for leg in less)
+    return Forecast(sent, 0.0, leg_seconds(more, case.topology) - leg_seconds(less, case.topology))
+
+
+def _foreseen(group: Group, case: Case, pays: bool) -> Group:
     """The forecast changes by what look-ahead changes of the table's own; rounds it was charged with stay in it."""
     fact = case.profile.parameter(group.parameters[0])
     before = row_forecast(fact, group.exchange, group.update, case)
-    after = row_forecast(fact, group.exchange, group.update, case, group.look_ahead)
+    after = row_forecast(fact, group.exchange, group.update, case, group.look_ahead, pays)
     more = Forecast(after.sent_bytes - before.sent_bytes, 0.0, after.seconds - before.seconds)
     return replace(group, forecast=group.forecast + more)

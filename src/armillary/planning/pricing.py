@@ -148,13 +148,19 @@ class RowWork(NamedTuple):
 
 
 def row_work(
-    fact: ParameterFact, choice: Choice, update: Update, case: Case, look_ahead: LookAhead = "none"
+    fact: ParameterFact,
+    choice: Choice,
+    update: Update,
+    case: Case,
+    look_ahead: LookAhead = "none",
+    pays: bool = True,
 ) -> RowWork:
     """The rounds in which ranks say they are idle are not in it (`idle_round`).
 
     Args:
         look_ahead: then every look-up is taken to be foreseen. Exchanges that cannot say what goes early are priced as
             without.
+        pays: of foreseen look-ups, whether this table pays the latency of messages that all tables share.
     """
     assert fact.rows is not None, fact
     rows, topology = fact.rows, case.topology
@@ -174,7 +180,9 @@ def row_work(
     even_ahead: tuple[Leg, ...] = ()
     if look_ahead != "none" and exchange.early_legs is not None:
         staying = staying_share(rows, case.profile, topology.workers) if look_ahead == "rows" else None
-        (ahead, late), (even_ahead, even_late) = (_foreseen(exchange, moved, load, staying) for load in (skew, 1.0))
+        (ahead, late), (even_ahead, even_late) = (
+            _foreseen(exchange, moved, load, staying, pays) for load in (skew, 1.0)
+        )
         headers, legs, even_legs = (), legs._replace(pull=(late,)), even_legs._replace(pull=(even_late,))
     return RowWork(
         headers=headers,
@@ -191,19 +199,29 @@ def row_work(
 
 
 def _foreseen(
-    exchange: RowExchange, moved: RowTraffic, skew: float, staying: float | None
+    exchange: RowExchange, moved: RowTraffic, skew: float, staying: float | None, pays: bool
 ) -> tuple[tuple[Leg, ...], Leg]:
-    """What of a pull goes ahead, and what is left of it; staying: share of rows, None where none goes early."""
+    """What of a pull goes ahead, and what is left of it; staying: share of rows, None where none goes early. Ids leave
+    with late rows and masks with a header; early rows of all tables are one message. Late rows are taken to go by
+    themselves, as they do where they are many (`runtime/hybrid/look_ahead`)."""
     assert exchange.early_legs is not None
     legs = exchange.early_legs(moved, skew, staying or 0.0)
-    return ((legs.ids,) if staying is None else (legs.ids, legs.masks, legs.early)), legs.late
+    ids, masks, early, late = (
+        leg._replace(messages=messages) for leg, messages in zip(legs, (0, 0, int(pays), 1), strict=True)
+    )
+    return ((ids,) if staying is None else (ids, masks, early)), late
 
 
 def row_forecast(
-    fact: ParameterFact, choice: Choice, update: Update, case: Case, look_ahead: LookAhead = "none"
+    fact: ParameterFact,
+    choice: Choice,
+    update: Update,
+    case: Case,
+    look_ahead: LookAhead = "none",
+    pays: bool = True,
 ) -> Forecast:
-    """One table that is read by row, without the idle rounds; `look_ahead` as in `row_work`."""
-    work = row_work(fact, choice, update, case, look_ahead)
+    """One table that is read by row, without the idle rounds; `look_ahead` and `pays` as in `row_work`."""
+    work = row_work(fact, choice, update, case, look_ahead, pays)
     links = leg_seconds([*work.headers, *work.ahead, *work.legs.pull, *work.legs.push], case.topology)
     even = (*work.headers, *work.even_ahead, *work.even_legs.pull, *work.even_legs.push)
     sent = sum(leg.link_bytes for leg in even)
@@ -235,9 +253,10 @@ def row_update_seconds(work: RowWork, case: Case) -> float:
     return 0.0 if work.has_window else passes * work.copy_bytes / case.memory_bytes_per_second
 
 
-def idle_leg(topology: Topology, tables: int = 1) -> Leg:
-    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many."""
-    return round_leg(math.ceil(tables / FLAGS), topology)
+def idle_leg(topology: Topology, tables: int = 1, foreseen: int = 0) -> Leg:
+    """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many.
+    foreseen: how many of them look ahead."""
+    return round_leg(math.ceil(tables / FLAGS), topology, foreseen)
 
 
 def idle_round(topology: Topology, tables: int = 1) -> Forecast:

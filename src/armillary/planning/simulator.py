@@ -11,13 +11,14 @@ Departures: one request at a time on a link; what belongs to one exchange is not
 asked for two steps early is in flight to the end of one.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from armillary.facts.plan import Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Record, Trace
-from armillary.planning.activities import activities, idle_request, outlook_request
+from armillary.planning.activities import activities, idle_request, payer
 from armillary.planning.backward_pieces import OUTSIDE, backward_pieces
 from armillary.planning.clock import Clock, Flight, Request, Span
 from armillary.planning.pricing import Case
@@ -112,6 +113,9 @@ class _Sent(NamedTuple):
     done_seconds: float
 
 
+_Asked = tuple[str, str, tuple[Request, ...]]  # name, action, requests
+
+
 class _Player:
     """A step under way. late, ahead: by table, what it still has to bring for this step, and for the steps to come, in
     order of launch. waiting: the pushes, likewise."""
@@ -120,29 +124,36 @@ class _Player:
         self.plan, self.case, self.overlap = plan, case, overlap
         self.clock = Clock()
         self.flights: list[Flight] = []
-        self.does = {group.name: activities(group, plan.mean, case) for group in plan.groups}
+        ahead, paying = sum(group.look_ahead != "none" for group in plan.groups), payer(plan.groups)
+        self.does = {
+            group.name: activities(group, plan.mean, case, ahead, group.name == paying) for group in plan.groups
+        }
         self.tables = sum(bool(does.pull) for does in self.does.values())
-        self.foreseen = {name: does for name, does in self.does.items() if does.ahead}
+        self.foreseen = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
         self.late: dict[str, _Sent] = {}
         self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.foreseen}
         self.waiting: list[_Sent] = []
 
     def turn(self) -> None:
-        """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch, the
-        ids of the one after next, and the rows of the next that stay put."""
+        """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
+        the ids of the one after next, and the rows of the next that stay put."""
         if not self.foreseen:
             return
-        self._meet()
         for name, does in self.foreseen.items():
             self.clock.work(name, "foresee", does.foresee_seconds)
-        outlook = self._send(LOOK_UPS, "look-ahead", (outlook_request(self.case.topology, len(self.foreseen)),))
-        for name, does in self.foreseen.items():
+        self._meet()
+        *first, last = self.foreseen.items()
+        for name, does in first:
             self.late[name] = self._start(name, "pull", does.pull)
-        self._take(outlook)
-        for name, does in self.foreseen.items():
-            self.ahead[name].append(self._start(name, "look-ahead", does.ahead[:1]))
-        for name, does in self.foreseen.items():
-            self.ahead[name].append(self._start(name, "look-ahead", does.ahead[2:]))
+        ids = [(name, "look-ahead", does.ahead[:1]) for name, does in self.foreseen.items()]
+        for sent in self._together([(last[0], "pull", last[1].pull), *ids], self._start):
+            if sent.action == "pull":
+                self.late[sent.name] = sent
+            else:
+                self.ahead[sent.name].append(sent)
+        early = [(name, "look-ahead", does.ahead[2:]) for name, does in self.foreseen.items() if does.ahead[2:]]
+        for sent in self._together(early, self._start):
+            self.ahead[sent.name].append(sent)
 
     def forward(self) -> None:
         stages = {stage.name: stage for stage in self.case.profile.stages}
@@ -164,12 +175,11 @@ class _Player:
         self.clock.work(name, "gather rows", does.gather_seconds)
 
     def backward(self) -> None:
+        masks = [(name, "look-ahead", does.ahead[1:2]) for name, does in self.foreseen.items() if does.ahead[1:]]
+        for name, _, _ in masks:  # the owners have the ids, and say which of these rows stay put
+            self._take(self.ahead[name].pop(0))
         if self.tables:
-            self._meet()
-        for name, does in self.foreseen.items():
-            if does.ahead[1:]:  # the owners have the ids, and say which of these rows stay put
-                self._take(self.ahead[name].pop(0))
-                self.ahead[name].append(self._start(name, "look-ahead", does.ahead[1:2]))
+            self._meet(masks)
         missing = [set(group.parameters) for group in self.plan.groups]
         for piece in backward_pieces(self.case.profile):
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
@@ -191,9 +201,13 @@ class _Player:
             for sent in under_way:
                 self._take(sent)
 
-    def _meet(self) -> None:
-        """The round in which every rank says that it makes no look-up now."""
-        self._take(self._send(LOOK_UPS, "pull", (idle_request(self.case.topology, self.tables),)))
+    def _meet(self, along: Sequence[_Asked] = ()) -> None:
+        """The round in which every rank says that it makes no look-up now, and what travels with it."""
+        idle = idle_request(self.case.topology, self.tables, len(self.foreseen))
+        meeting, *others = self._together([(LOOK_UPS, "pull", (idle,)), *along], self._send)
+        self._take(meeting)
+        for sent in others:
+            self.ahead[sent.name].append(sent)
 
     def _launch(self, group: Group) -> None:
         does = self.does[group.name]
@@ -209,6 +223,15 @@ class _Player:
             shown = 1 - self.case.topology.hidden_share
             self.clock.work(name, "carry", shown * sum(request.seconds for request in requests))
         return sent
+
+    def _together(self, asked: Sequence[_Asked], send: Callable[[str, str, tuple[Request, ...]], _Sent]) -> list[_Sent]:
+        """What travels as one arrives as one; where nothing overlaps, it is waited for in turn."""
+        sent = []
+        for one in asked:
+            sent.append(send(*one))
+            if not self.overlap:
+                self.clock.wait(sent[-1].name, sent[-1].done_seconds)
+        return [one._replace(done_seconds=sent[-1].done_seconds) for one in sent]
 
     def _send(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
         began = self.clock.now_seconds

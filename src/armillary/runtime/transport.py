@@ -1,4 +1,4 @@
-"""Requests carried by torch.distributed: the one room that calls collectives or holds process groups.
+"""Requests carried by torch.distributed: the one room that calls collectives or holds groups.
 
 Groups of our own, so that the user's collectives never interleave with ours: one for the world, and when nodes hold
 several ranks one for the node and one for the rail. CPU tensors always travel by gloo; CUDA tensors by the backend
@@ -9,11 +9,10 @@ makes them contiguous; uneven all_gather fails, so uneven traffic is all_to_all_
 rank order.
 """
 
-import atexit
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,54 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place
-from armillary.facts.collectives import AllGather, AllReduce, Program, Request, Scope, members, sent_bytes
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
 from armillary.facts.trace import Record
+from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.order import asked, disagreement
+from armillary.runtime.pairwise import LONG_BYTES, Pairwise
+from armillary.runtime.process_group import start_process_group
 
-__all__ = ["Transport", "Wait", "start_process_group", "stop_process_group"]
+__all__ = ["Transport", "Wait"]
 
 Wait = Callable[[], Any]
-
-
-def start_process_group(timeout_seconds: float = 600.0) -> None:
-    """Joins the job torchrun describes in the environment; alone, it becomes a job of one.
-
-    A store prefix per restart attempt keeps a restarted gloo job from reading the addresses of the one that died
-    (torchrun reuses its store on one node).
-    """
-    if dist.is_initialized():
-        return
-    atexit.register(stop_process_group)
-    timeout = timedelta(seconds=timeout_seconds)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if "RANK" not in os.environ:
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
-        return
-    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        workers,
-        is_master=rank == 0 and not agents,
-        timeout=timeout,
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
-
-
-def stop_process_group() -> None:
-    """Leaves the job. A process that ends without it may abort, its gloo threads still running."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Transport:
     """This rank's connection to the others. It lives as long as the run; `close` gives its groups back.
 
-    records: one per completed request since `take_records`, when `recording`.
+    records: one per completed request, or part of one, since `take_records`, when `recording`.
     """
 
     def __init__(self, workers_per_node: int = 1, check_order: bool = False, timeout_seconds: float = 600.0):
@@ -97,6 +64,7 @@ class Transport:
             if workers_per_node > 1:
                 self._open("node", device, backend, timeout)
                 self._open("rail", device, backend, timeout)
+        self.pairwise = Pairwise()
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
 
@@ -117,8 +85,11 @@ class Transport:
                 "give every rank the same plan and arguments"
             )
 
-    def start(self, request: Request, label: str) -> Wait:
+    def start(self, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.
+
+        Args:
+            parts: what it is made of, each with its label, where that is to be recorded apart.
 
         Raises:
             RuntimeError: a peer is gone, or (check_order) asked for something else; the message names rank and group.
@@ -132,22 +103,46 @@ class Transport:
             answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
             return lambda: answer
         try:
-            work, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
+            carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
         except RuntimeError as error:
             raise self._lost(request, label, error) from error
 
         def wait() -> Any:
             del_after = held  # the sender's buffer is read late: it lives until the wait returns
             try:
-                work.wait()
+                carried()
             except RuntimeError as error:
                 raise self._lost(request, label, error) from error
             del del_after
             if self.recording:
-                self._record(request, ranks, label, began)
+                self._record(parts or [(request, label)], ranks, began)
             return answer
 
         return wait
+
+    def start_together(self, asked: Sequence[tuple[Request, str]]) -> list[Wait]:
+        """Like `start` for each of these; all-to-alls among the same ranks are carried, and recorded, as parts of one.
+
+        All ranks must ask for the same list.
+        """
+        requests = [request for request, _ in asked]
+        if self.place.workers == 1 or not can_join(requests):
+            return [self.start(*one) for one in asked]
+        to_all = [request for request in requests if isinstance(request, AllToAll)]
+        labels = dict.fromkeys(label for _, label in asked)
+        whole = self.start(joined(to_all), " + ".join(labels), asked)
+        answers: list[Tensor] = []
+
+        def part(number: int) -> Any:
+            if not answers:
+                answers.extend(parted(to_all, whole()))
+            return answers[number]
+
+        return [partial(part, number) for number in range(len(asked))]
+
+    def let_go(self, wait: Wait) -> None:
+        """Nobody will ask for this answer: it is still carried, as other ranks may depend on it."""
+        self.pairwise.see_to(wait)
 
     def complete(self, program: Program[Any], label: str, answer: Any = None) -> Any:
         """Carries one program to its end, one request at a time; `answer` is that to a request already made."""
@@ -170,28 +165,37 @@ class Transport:
             return Place(0, 1) if request.scope == "node" else self.groups["world", "cpu"][1]
         return self.groups[request.scope, "cpu"][1]
 
-    def _launch(self, request: Request, group: Any, ranks: Place) -> tuple[Any, Tensor, Tensor]:
+    def _launch(self, request: Request, group: Any, ranks: Place) -> tuple[Wait, Tensor, Tensor]:
         tensor = request.tensor.detach().contiguous()
+        on_host = tensor.device.type == "cpu"
         if isinstance(request, AllReduce):
-            return dist.all_reduce(tensor, group=group, async_op=True), tensor, tensor
+            if on_host and ranks.workers > 2 and tensor.nbytes < LONG_BYTES:
+                return *self.pairwise.all_reduce(tensor, group, ranks), tensor
+            return dist.all_reduce(tensor, group=group, async_op=True).wait, tensor, tensor
         if isinstance(request, AllGather):
             answer = tensor.new_empty((ranks.workers, *tensor.shape))
             return (
-                dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True),
+                dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True).wait,
                 answer,
                 tensor,
             )
+        if on_host:
+            return *self.pairwise.all_to_all(tensor, request.send, request.receive, group, ranks), tensor
         answer = tensor.new_empty((sum(request.receive), *tensor.shape[1:]))
         work = dist.all_to_all_single(
             answer, tensor, list(request.receive), list(request.send), group=group, async_op=True
         )
-        return work, answer, tensor
+        return work.wait, answer, tensor
 
-    def _record(self, request: Request, ranks: Place, label: str, began: float) -> None:
-        kind = type(request).__name__
-        now = time.perf_counter()
-        sent = sent_bytes(request, ranks.workers, ranks.rank)
-        self.records.append(Record(self.step, label, kind, began - self.origin_seconds, now - began, sent))
+    def _record(self, parts: Sequence[tuple[Request, str]], ranks: Place, began: float) -> None:
+        """Parts of one request take time by their bytes, one after another."""
+        seconds = time.perf_counter() - began
+        sent = [sent_bytes(request, ranks.workers, ranks.rank) for request, _ in parts]
+        for (request, label), mine in zip(parts, sent, strict=True):
+            took = seconds * (mine / sum(sent) if sum(sent) else 1 / len(parts))
+            kind = type(request).__name__
+            self.records.append(Record(self.step, label, kind, began - self.origin_seconds, took, mine))
+            began += took
 
     def take_records(self) -> tuple[Record, ...]:
         """The records so far; forgets them."""
@@ -266,6 +270,7 @@ class Transport:
 
     def close(self) -> None:
         """Gives the groups back; the default process group stays the user's."""
+        self.pairwise.close()
         for group in (*self.lanes.values(), *(group for group, _ in self.groups.values())):
             dist.destroy_process_group(group)
         self.lanes.clear()

@@ -110,11 +110,15 @@ class Run:
         last = batch
         ahead.begin()
         try:
-            while self._is_any(batch is not None):
+            while True:
                 last = batch if batch is not None else last
+                if ahead.is_on:
+                    ahead.foresee(leaves(last), leaves(source.glance()))
+                if not self._is_any(batch is not None):
+                    return
                 self.executor.stand_by(batch is None)
                 if ahead.is_on:
-                    ahead.turn(leaves(last), leaves(source.glance()), self.executor.look_ups.moved)
+                    ahead.turn(self.executor.look_ups.moved, self.executor.look_ups.outlook)
                 yield last
                 batch = source.take() if batch is not None else None
         finally:

@@ -79,11 +79,6 @@ class Early:
     def has_moved(self) -> bool:
         return self.sent is not None and self.table.have_moved(self.sent)
 
-    def advance(self, transport: Transport, left: int) -> None:
-        """Makes the next request if more than `left` are to be made."""
-        if self.flight.left > left:
-            self.flight.advance(transport)
-
     def land(self, transport: Transport) -> Pulled:
         if self.pulled is None:
             self.pulled, self.flight.result = self.flight.land(transport), None

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from armillary.exchanges.exchange import DenseExchange
 from armillary.facts.collectives import AllReduce, Program
 from armillary.runtime.hybrid.bucket import Bucket
-from armillary.runtime.hybrid.flight import Flight
+from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
@@ -169,7 +169,7 @@ class Executor:
         with torch.no_grad():
             program, requests = self._program(unit)
         flight = Flight(program, unit.name, requests - 1)
-        flight.resume(self.transport, None)
+        advance_together([flight], self.transport)
         self.flights.append(flight)
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:

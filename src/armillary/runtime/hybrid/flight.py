@@ -4,13 +4,14 @@ Programs are interleaved (several groups of a plan, several look-ups), so each i
 moments that are the same on every rank (design law 8).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from armillary.facts.collectives import Program
+from armillary.facts.collectives import Program, Request
 from armillary.runtime.transport import Transport, Wait
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "advance_together"]
 
 
 @dataclass(eq=False)
@@ -23,19 +24,32 @@ class Flight:
     wait: Wait | None = None
     result: Any = None
 
-    def resume(self, transport: Transport, answer: Any) -> None:
+    def ask(self) -> Request | None:
+        """Waits for what was asked last, if anything; the next request, or None and the result at the end."""
+        answer = None
+        if self.wait is not None:
+            self.left, answer = max(0, self.left - 1), self.wait()
+        self.wait = None
         try:
-            self.wait = transport.start(self.program.send(answer), self.label)
+            return self.program.send(answer)
         except StopIteration as stop:
-            self.wait, self.result = None, stop.value
+            self.result = stop.value
+            return None
 
     def advance(self, transport: Transport) -> None:
-        """Waits for the answer and makes the next request."""
+        """Waits for the answer and makes the next request, if there is one to make."""
         if self.left > 0 and self.wait is not None:
-            self.left -= 1
-            self.resume(transport, self.wait())
+            advance_together([self], transport)
 
     def land(self, transport: Transport) -> Any:
         while self.wait is not None:
-            self.resume(transport, self.wait())
+            advance_together([self], transport)
         return self.result
+
+
+def advance_together(flights: Sequence[Flight], transport: Transport) -> None:
+    """Each of these makes its first or next request; those that can be joined travel as one (see `joined.py`)."""
+    asked = [(flight, request) for flight in flights if (request := flight.ask()) is not None]
+    waits = transport.start_together([(request, flight.label) for flight, request in asked])
+    for (flight, _), wait in zip(asked, waits, strict=True):
+        flight.wait = wait

@@ -1,13 +1,16 @@
 """Look-ahead: what the next batches will look up is asked for early, so that a forward finds its rows there.
 
 Requests are made only right after a round in which every rank said it is idle, so their order is the same everywhere
-(design law 8) whatever ranks do in between. For a batch b there are four such moments, three of them a `turn`, when the
-loop asks for a batch:
+(design law 8) whatever ranks do in between. Such a moment is a `turn`, when the loop gets a batch. For a batch b:
 
-    turn of b - 2       counts and ids leave
-    backward of b - 2   owners say which of the rows stay put: no rank will touch them in b - 1  (tables that send rows)
+    turn of b - 2       counts have come with the round itself; ids leave
+    the next round      owners say which of the rows stay put: no rank will touch them in b - 1  (tables that send rows)
     turn of b - 1       those rows leave                                                         (tables that send rows)
     turn of b           all other rows leave; they land while the forward runs
+
+What leaves at one moment, of whatever tables, is one message to each rank (`joined.py`): ids, early rows; masks go with
+the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in the
+order in which a forward reads, since it waits for them.
 
 A look-up that finds its rows here costs no round. The next idle round says which were found (`close`), since only
 their gradients may be pushed; one that some ranks expected in vain is asked for anew by those that made it. Nothing
@@ -30,16 +33,17 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from armillary.exchanges.look_up import FORESEEN, foreseen_of_each
-from armillary.facts.collectives import AllToAll
+from armillary.exchanges.look_up import FIRST_COUNT, FORESEEN, foreseen_of_each, outlook_columns
 from armillary.runtime.hybrid.early import MASKED, SENT, Early
+from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.habits import Habits
 from armillary.runtime.hybrid.table import LookUp, RowTable
-from armillary.runtime.transport import Transport, Wait
+from armillary.runtime.transport import Transport
 
 __all__ = ["DEPTH", "LookAhead"]
 
 DEPTH = 2  # batches that ids go ahead
+FEW_BYTES = 128 << 10  # of the rows one rank expects of a batch: nobody is held up if they travel with others
 
 
 @dataclass(eq=False)
@@ -50,6 +54,7 @@ class Ahead:
     stamp: tuple[int, ...] = ()  # of the tables when the last rows were read
     strayed: set[str] = field(default_factory=set)  # tables that were looked up elsewhere first
     is_closed: bool = False
+    has_few: bool = True  # no rank expects more than `FEW_BYTES`
 
     def of(self, table: RowTable) -> list[Early]:
         return [early for early in self.earlies if early.table is table]
@@ -64,6 +69,8 @@ class LookAhead:
         self.each = foreseen_of_each(len(self.tables))
         self.habits = Habits()
         self.now = Ahead()  # the batch in the loop's hands
+        self.coming: list[Ahead] = []
+        self.wanted: dict[int, Tensor] = {}  # keys of the look-ups expected of the batch `DEPTH` on, by bit
         self.begin()
         self.is_running = False
 
@@ -73,21 +80,35 @@ class LookAhead:
 
     def begin(self) -> None:
         """A loop begins: nothing is foreseen yet. Every rank must call it."""
-        self.coming = [Ahead() for _ in range(DEPTH)]
+        self._let_go(self.coming)
         self.upset: set[str] = set()  # tables of which rows moved that had been sent
         self.habits.begin()
+        self._say_nothing()
         self.is_running = True
 
     def stop(self) -> None:
         """The loop is left: what was asked for batches that will not come is not waited for."""
         self.is_running = False
-        self.coming = [Ahead() for _ in range(DEPTH)]
+        self._let_go(self.coming)
         self.now.stamp = ()
+        self._say_nothing()
+
+    def _let_go(self, aheads: Sequence[Ahead]) -> None:
+        self.coming = [Ahead() for _ in range(DEPTH)]
+        for early in (early for ahead in aheads for early in ahead.earlies):
+            if early.flight.wait is not None:
+                self.transport.let_go(early.flight.wait)
+
+    def _say_nothing(self) -> None:
+        """outlook: (ranks, columns) float64, what this rank tells each in its next rounds; None with no table."""
+        shape = (self.transport.place.workers, outlook_columns(len(self.tables)))
+        self.outlook = torch.zeros(shape, dtype=torch.float64) if self.is_on else None
 
     def forget(self) -> None:
         """Tables have other owners: the ids that went ahead were meant for the old ones. Their answers are not waited
         for, and the batches they were of are looked up as ever. Every rank must call it."""
-        self.now, self.coming = Ahead(), [Ahead() for _ in range(DEPTH)]
+        self._let_go([self.now, *self.coming])
+        self.now = Ahead()
         self.habits.forget_keys()
 
     @property
@@ -101,47 +122,49 @@ class LookAhead:
         return sum(1 << early.bit for early in self.coming[0].earlies if early.has_moved)
 
     @torch.no_grad()
-    def turn(self, leaves: Sequence[Tensor], last_leaves: Sequence[Tensor], moved: Sequence[int]) -> None:
-        """The loop gets the batch with these tensors; the one `DEPTH` after it, where known, has `last_leaves`.
-
-        Every rank must call it right after an idle round, in which it heard `moved` of every rank, and `close`.
-        """
+    def foresee(self, leaves: Sequence[Tensor], last_leaves: Sequence[Tensor]) -> None:
+        """The loop is about to get the batch with these tensors; the one `DEPTH` after it, where known, has
+        `last_leaves`. The rounds to come tell the others what is expected of that one."""
         for early in self.now.earlies:
             if early.is_mine:
                 self.habits.judge(early.table, early.number, early.is_taken)
         self.habits.open_batch(leaves)
+        self._say_nothing()
+        assert self.outlook is not None
+        self.wanted = {}
+        for index, table in enumerate(self.tables):
+            for bit, keys in enumerate(self.habits.expect(table, last_leaves, self.each), index * self.each):
+                self.wanted[bit] = keys
+                self.outlook[:, FIRST_COUNT + bit] = torch.tensor(table.ownership.counts(keys))
+                self.outlook[:, 1] += len(keys) * table.row_bytes
+        self.outlook[:, 0] = sum(1 << bit for bit in self.wanted)
+
+    @torch.no_grad()
+    def turn(self, moved: Sequence[int], heard: Tensor) -> None:
+        """The loop gets the batch that was spoken of.
+
+        Every rank must call it right after an idle round, in which it heard `moved` and the outlook of every rank
+        (`heard`: (ranks, columns)), and `close`.
+        """
         for early in self.coming[0].earlies:
             early.is_void = bool(reduce(or_, moved) >> early.bit & 1)
             self.upset |= {early.table.name} if early.is_void else set()
-        wanted, heard = self._announce(last_leaves)
+        last = self._agree(heard.long())
+        self._say_nothing()
         self.now = self.coming.pop(0)
-        self._send_late()  # what the forward waits for travels while the counts are still on their way
-        self.coming.append(self._agree(wanted, heard()))
+        self._send_late([early.flight for early in last.earlies])
+        self.coming.append(last)
         self._send_early()
 
-    def _announce(self, leaves: Sequence[Tensor]) -> tuple[dict[int, Tensor], Wait]:
-        """Sends the counts of what is expected of a batch. Returns its keys by bit, and the wait for the others'."""
-        workers = self.transport.place.workers
-        counts = torch.zeros(workers, 1 + len(self.tables) * self.each, dtype=torch.int64)
-        wanted: dict[int, Tensor] = {}
-        for index, table in enumerate(self.tables):
-            for bit, keys in enumerate(self.habits.expect(table, leaves, self.each), index * self.each):
-                wanted[bit] = keys
-                counts[:, 1 + bit] = torch.tensor(table.ownership.counts(keys))
-        counts[:, 0] = sum(1 << bit for bit in wanted)
-        ones = (1,) * workers
-        return wanted, self.transport.start(AllToAll(counts, ones, ones), "look-ahead")
-
-    def _agree(self, wanted: dict[int, Tensor], heard: Tensor) -> Ahead:
-        """Every rank knows what the others expect; the ids leave."""
+    def _agree(self, heard: Tensor) -> Ahead:
+        """What each rank expects of the last batch that is known."""
         masks = heard[:, 0].tolist()
-        ahead = Ahead()
+        ahead = Ahead(has_few=int(heard[:, 1].max()) <= FEW_BYTES)
         for bit in range(len(self.tables) * self.each):
             planned = tuple(bool(mask >> bit & 1) for mask in masks)
             if any(planned):
-                ahead.earlies.append(self._early(bit, wanted.get(bit), tuple(heard[:, 1 + bit].tolist()), planned))
-        for early in ahead.earlies:
-            early.flight.resume(self.transport, None)
+                served = tuple(heard[:, FIRST_COUNT + bit].tolist())
+                ahead.earlies.append(self._early(bit, self.wanted.get(bit), served, planned))
         return ahead
 
     def _early(self, bit: int, keys: Tensor | None, served: tuple[int, ...], planned: tuple[bool, ...]) -> Early:
@@ -152,17 +175,20 @@ class LookAhead:
         may_send = table.name not in self.upset
         return Early(table, bit % self.each, bit, keys, asked, served, planned, before, may_send)
 
-    @torch.no_grad()
-    def send_masks(self) -> None:
-        """Right after an idle round; does nothing where it has been done."""
-        self._advance(self.coming[-1], MASKED)
+    def masks(self) -> list[Flight]:
+        """What the next round takes along: of the last batch whose ids have left, which rows stay put. Once."""
+        return self._going(self.coming[-1], MASKED)
 
-    def _send_late(self) -> None:
-        """Of the batch at hand all rows that have not been sent. Every request that a look-up needs has been made then;
-        it has only to wait for the last."""
-        while any(early.flight.left for early in self.now.earlies):
-            for early in self.now.earlies:
-                early.advance(self.transport, 0)
+    def _send_late(self, beginning: Sequence[Flight]) -> None:
+        """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
+        Every request that a look-up needs has been made then; it has only to wait for the last."""
+        while late := [early.flight for early in self.now.earlies if early.flight.left > 0]:
+            together = [late] if self.now.has_few else [[flight] for flight in late]
+            for flights in together[:-1]:
+                advance_together(flights, self.transport)
+            advance_together([*together[-1], *beginning], self.transport)
+            beginning = ()
+        advance_together(beginning, self.transport)
         for early in self.now.earlies:
             early.before = ()
             early.table.pending.append(early.look_up)
@@ -170,15 +196,13 @@ class LookAhead:
 
     def _send_early(self) -> None:
         """Of the next batch the rows that stay put."""
-        self._advance(self.coming[0], MASKED)  # there was no backward since its ids left
-        self._advance(self.coming[0], SENT)
+        advance_together(self._going(self.coming[0], SENT), self.transport)
         for table in self.tables:
             table.forget_moves()
 
-    def _advance(self, ahead: Ahead, left: int) -> None:
-        for early in ahead.earlies:
-            if early.goes_early:
-                early.advance(self.transport, left)
+    def _going(self, ahead: Ahead, left: int) -> list[Flight]:
+        """Look-ups whose rows go early, of those that have more than `left` requests to make."""
+        return [early.flight for early in ahead.earlies if early.goes_early and early.flight.left > left]
 
     def _stamp(self) -> tuple[int, ...]:
         """Changes when a step or a load has moved rows."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
+from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ahead import LookAhead
 from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
@@ -36,6 +37,7 @@ class LookUps:
         self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
         self.foreseen: tuple[int, ...] = (0,) * transport.place.workers
         self.moved = self.foreseen
+        self.outlook = torch.empty(0)  # (ranks, n): what each rank said last of the batch to come
         self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +123,12 @@ class LookUps:
                 return rows
 
     def _round(self, wish: Wish) -> Round:
-        program = look_up(wish, self.served, self.transport.place)
-        headers = self.transport.start(next(program), "look-ups")()
+        """The first round after a turn of the loop takes along which of the rows asked for early stay put."""
+        program = look_up(wish._replace(outlook=self.look_ahead.outlook), self.served, self.transport.place)
+        opening = Flight(program, "look-ups", 0)
+        advance_together([opening, *self.look_ahead.masks()], self.transport)
+        assert opening.wait is not None
+        headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: Round = self.transport.complete(program, label, headers)
@@ -158,7 +164,6 @@ class LookUps:
         """Every rank is in its backward: no rank will look up for it any more."""
         self.serve_until("idle", weight)
         self.look_ahead.close(self.foreseen)
-        self.look_ahead.send_masks()
 
     def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"; learns what they
@@ -182,6 +187,7 @@ class LookUps:
                 )
             )
             self.weights, self.foreseen, self.moved = outcome.weights, outcome.foreseen, outcome.moved
+            self.outlook = outcome.outlook
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
     def _serve(self, wish: Wish) -> Round:

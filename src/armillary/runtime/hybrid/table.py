@@ -7,6 +7,7 @@ the rows that got a gradient, and nothing outside a step; exact when the optimiz
 lazy otherwise.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,10 @@ class RowTable:
     def is_pulled(self) -> bool:
         """Whether reading needs the other ranks."""
         return self.exchange.placement == "row_sharded"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shard.element_size() * math.prod(self.shape[1:])
 
     def as_served(self) -> Table:
         return Table(self.name, self.exchange, self.ownership, self.shard)

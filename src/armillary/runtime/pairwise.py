@@ -1,0 +1,171 @@
+"""All-to-all and short all-reduces on gloo, in which pairs of ranks take turns.
+
+In turn s a rank sends to the s-th rank after it and receives from the s-th before it, and begins the next turn when
+both are through: every link carries one message each way, and none is shared. Gloo's own all-to-all sends to all at
+once, so in front of every receiver all senders wait for one another. Small pieces do not wait for their turn.
+
+An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has
+2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
+and adding up is hidden by it.
+
+Measured on the network lab, 8 workers, 100 Mbit/s, 2 MB a rank: all-to-all 178 ms by gloo, 144 here, which is what
+the link can do. Each request has tags of its own and all receives are posted at once, so ranks need not be at the same
+turn.
+
+Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.exchange import Place
+
+__all__ = ["LONG_BYTES", "Pairwise"]
+
+SMALL_BYTES = 32 << 10  # of a piece that does not wait for its turn
+LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
+TAGS = 1 << 16  # a tag is free again long before so many requests are under way
+
+Wait = Callable[[], None]
+
+
+class Pairwise:
+    """State of one rank. One thread sees to the turns, of one request after another in the order they were asked for;
+    it lives from the first that needs it until `close`."""
+
+    def __init__(self) -> None:
+        self.tag = 0
+        self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.courier: threading.Thread | None = None
+
+    def all_to_all(
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, ranks: Place
+    ) -> tuple[Wait, Tensor]:
+        """
+        Args:
+            tensor: (sum(send), ...), on the host, contiguous; not to be changed before the wait is over.
+            group: a gloo group in which this rank stands at `ranks`.
+
+        Returns:
+            The wait, and the answer, (sum(receive), ...), to be read after it.
+        """
+        answer = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        turns = _Turns(group, ranks, self._next_tag(), tensor.split(list(send)), answer.split(list(receive)))
+        if turns.are_small:
+            return turns.begin(), answer
+        return self.see_to(turns.carry), answer
+
+    def all_reduce(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
+        """The sum over ranks, in place. tensor: on the host, contiguous."""
+        flat = tensor.view(-1)
+        cuts = [flat.numel() * rank // ranks.workers for rank in range(ranks.workers + 1)]
+        pieces = flat.split([end - first for first, end in pairwise(cuts)])
+        mine = pieces[ranks.rank]
+        addends = mine.new_empty(ranks.workers, mine.numel())
+        scatter = _Turns(group, ranks, self._next_tag(), pieces, addends.unbind())
+        gather = _Turns(group, ranks, self._next_tag(), [mine] * ranks.workers, pieces)
+
+        def carry() -> None:
+            scatter.carry()
+            mine.copy_(addends[0])
+            for addend in addends[1:]:
+                mine.add_(addend)
+            gather.carry()
+
+        return self.see_to(carry), tensor
+
+    def _next_tag(self) -> int:
+        self.tag = (self.tag + 1) % TAGS
+        return self.tag
+
+    def see_to(self, carry: Callable[[], Any]) -> Wait:
+        """Has it done, after what was asked for before. Returns the wait for that."""
+        over, errors = threading.Event(), list[BaseException]()
+
+        def job() -> None:
+            try:
+                carry()
+            except BaseException as error:  # raised where it is waited for
+                errors.append(error)
+            over.set()
+
+        if self.courier is None:
+            self.courier = threading.Thread(target=self._see_to_turns, name="armillary-pairwise", daemon=True)
+            self.courier.start()
+        self.jobs.put(job)
+
+        def wait() -> None:
+            over.wait()
+            if errors:
+                raise errors[0]
+
+        return wait
+
+    def _see_to_turns(self) -> None:
+        with torch.no_grad():
+            while (job := self.jobs.get()) is not None:
+                job()
+
+    def close(self) -> None:
+        """What was asked for is still carried, unless a peer is gone."""
+        if self.courier is not None:
+            self.jobs.put(None)
+            self.courier.join(timeout=1.0)
+            self.courier = None
+
+
+class _Turns:
+    """One all-to-all on one rank. outgoing, incoming: a contiguous piece for and from each rank; receives are posted
+    when it is made, and this rank's own piece is there then."""
+
+    def __init__(
+        self, group: Any, ranks: Place, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    ) -> None:
+        self.group, self.tag, self.outgoing, self.incoming = group, tag, outgoing, incoming
+        shifts = range(1, ranks.workers)
+        self.pairs = [((ranks.rank + shift) % ranks.workers, (ranks.rank - shift) % ranks.workers) for shift in shifts]
+        if incoming[ranks.rank].data_ptr() != outgoing[ranks.rank].data_ptr():
+            incoming[ranks.rank].copy_(outgoing[ranks.rank])
+        self.receives = {
+            before: group.recv([incoming[before]], before, tag) for _, before in self.pairs if incoming[before].numel()
+        }
+
+    @property
+    def are_small(self) -> bool:
+        return all(piece.nbytes <= SMALL_BYTES for piece in (*self.outgoing, *self.incoming))
+
+    def begin(self) -> Wait:
+        """Everything leaves at once."""
+        sends = self._send([after for after, _ in self.pairs])
+
+        def wait() -> None:
+            _wait_for(list(self.receives.values()))
+            _wait_for(sends)
+
+        return wait
+
+    def carry(self) -> None:
+        """To the end, in turns; what is small leaves at its turn and is not waited for before the last."""
+        small: list[Any] = []
+        for after, before in self.pairs:
+            works = self._send([after]) + [self.receives[peer] for peer in (before,) if peer in self.receives]
+            if max(self.outgoing[after].nbytes, self.incoming[before].nbytes) <= SMALL_BYTES:
+                small += works
+            else:
+                _wait_for(works)
+        _wait_for(small)
+
+    def _send(self, peers: Sequence[int]) -> list[Any]:
+        pieces = [(peer, self.outgoing[peer]) for peer in peers if self.outgoing[peer].numel()]
+        return [self.group.send([piece], peer, self.tag) for peer, piece in pieces]
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

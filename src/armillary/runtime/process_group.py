@@ -1,0 +1,48 @@
+"""This process in its job: joined as torchrun describes it, and left.
+
+Requests are `transport.py`'s; its groups are its own, so what is started here may as well be the user's.
+"""
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["start_process_group", "stop_process_group"]
+
+
+def start_process_group(timeout_seconds: float = 600.0) -> None:
+    """Joins the job torchrun describes in the environment; alone, it becomes a job of one.
+
+    A store prefix per restart attempt keeps a restarted gloo job from reading the addresses of the one that died
+    (torchrun reuses its store on one node).
+    """
+    if dist.is_initialized():
+        return
+    atexit.register(stop_process_group)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if "RANK" not in os.environ:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        return
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        workers,
+        is_master=rank == 0 and not agents,
+        timeout=timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
+
+
+def stop_process_group() -> None:
+    """Leaves the job. A process that ends without it may abort, its gloo threads still running."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
