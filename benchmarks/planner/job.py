@@ -80,7 +80,7 @@ def main() -> None:
 
 def _priced(plans: Mapping[str, Plan]) -> list[str]:
     """The planner's own candidates."""
-    return [name for name in plans if name not in (AGAIN, "one bucket", "owned_dense")]
+    return [name for name in plans if name not in (AGAIN, "owned_dense")]
 
 
 def _name_of(frozen: Plan, plans: Mapping[str, Plan]) -> str:

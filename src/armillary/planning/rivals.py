@@ -1,5 +1,5 @@
 """Whole plans that the chosen one is held against: each way a table may cross the workers, for all tables that have it,
-with look-ahead and without.
+with look-ahead and without; and what is whole in one bucket.
 
 The planner prices tables one by one and hides nothing behind compute. Which of a few whole plans is the fastest the
 simulator says, and better still a few steps of each (`session/trials.py`).
@@ -12,14 +12,16 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.one_bucket import in_one_bucket, is_ownerless
 from armillary.planning.planner import NO_CONSTRAINTS, explain, plan
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.simulator import simulate
 
-__all__ = ["AHEAD", "CHOSEN", "best", "by_simulation", "rivals", "with_look_ahead"]
+__all__ = ["AHEAD", "CHOSEN", "ONE_BUCKET", "best", "by_simulation", "rivals", "with_look_ahead"]
 
 CHOSEN = "chosen"
 AHEAD = " + look-ahead"
+ONE_BUCKET = " + one bucket"
 
 
 def rivals(
@@ -34,7 +36,8 @@ def rivals(
     """The plan chosen by price, and one for every candidate of any table, by name; arguments as `plan`'s.
 
     A table that does not offer a way, or for which the user demands another, keeps what the plan chose. Plans that do
-    not fit in memory are left out, and so are those that come to the same as an earlier one.
+    not fit in memory are left out, and so are those that come to the same as an earlier one. The chosen plan and any
+    that keeps everything whole are there once more with one bucket instead of several.
     """
     lazy = tuple(lazy)
     chosen = plan(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)
@@ -55,6 +58,11 @@ def rivals(
             found[name] = plan(profile, topology, constraints=wishes, lazy=lazy, mean=mean, assumptions=assumptions)
         except ValueError:  # does not fit
             continue
+    case = Case(profile, topology, assumptions)
+    whole = [name for name, one in found.items() if all(is_ownerless(group.exchange) for group in one.groups)]
+    for name in dict.fromkeys([CHOSEN, *whole]):
+        if (merged := in_one_bucket(found[name], case)) is not found[name]:
+            found[name + ONE_BUCKET] = merged
     return found
 
 
