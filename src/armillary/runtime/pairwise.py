@@ -3,6 +3,7 @@
 In turn s a rank sends to the s-th rank after it and receives from the s-th before it, and begins the next turn when
 both are through: every link carries one message each way, and none is shared. Gloo's own all-to-all sends to all at
 once, so in front of every receiver all senders wait for one another. Small pieces do not wait for their turn.
+Between two ranks there are no turns.
 
 An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has
 2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
@@ -57,7 +58,7 @@ class Pairwise:
         """
         answer = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         turns = _Turns(group, ranks, self._next_tag(), tensor.split(list(send)), answer.split(list(receive)))
-        if turns.are_small:
+        if turns.are_none:
             return turns.begin(), answer
         return self.see_to(turns.carry), answer
 
@@ -137,8 +138,9 @@ class _Turns:
         }
 
     @property
-    def are_small(self) -> bool:
-        return all(piece.nbytes <= SMALL_BYTES for piece in (*self.outgoing, *self.incoming))
+    def are_none(self) -> bool:
+        """There is one peer, or nothing large."""
+        return len(self.pairs) < 2 or all(piece.nbytes <= SMALL_BYTES for piece in (*self.outgoing, *self.incoming))
 
     def begin(self) -> Wait:
         """Everything leaves at once."""
