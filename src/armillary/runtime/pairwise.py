@@ -9,8 +9,8 @@ An all-reduce is two of these: every rank adds up its piece, in rank order, and 
 2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
 and adding up is hidden by it.
 
-Measured on the network lab, 8 workers, 100 Mbit/s, 2 MB a rank: all-to-all 178 ms by gloo, 144 here, which is what
-the link can do. Each request has tags of its own and all receives are posted at once, so ranks need not be at the same
+Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
+here, where the link alone takes 147; of 4 workers 166, 131 and 126. Each request has tags of its own and all receives are posted at once, so ranks need not be at the same
 turn.
 
 Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
