@@ -10,8 +10,8 @@ An all-reduce is two of these: every rank adds up its piece, in rank order, and 
 and adding up is hidden by it.
 
 Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
-here, where the link alone takes 147; of 4 workers 166, 131 and 126. Each request has tags of its own and all receives are posted at once, so ranks need not be at the same
-turn.
+here, where the link alone takes 147; of 4 workers 166, 131 and 126. Each request has its own tags and all receives are
+posted at once, so ranks need not be at the same turn.
 
 Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
 """
