@@ -12,6 +12,7 @@ ones by default).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +75,13 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         wanted = (yield AllToAll(local, asked, served)).long()
         staying = stay.which(wanted)
         coming = (yield AllToAll(staying.to(torch.uint8), served, asked)).bool()
-        early = yield AllToAll(shard.index_select(0, wanted[staying]), _chosen(staying, served), _chosen(coming, asked))
+        early_served, early_asked = _chosen(staying, served), _chosen(coming, asked)
+        early = yield AllToAll(shard.index_select(0, wanted[staying]), early_served, early_asked)
         if stay.is_void():
             staying, coming, early = torch.zeros_like(staying), torch.zeros_like(coming), early[:0]
+            early_served = early_asked = (0,) * len(asked)
         late = yield AllToAll(
-            shard.index_select(0, wanted[~staying]), _chosen(~staying, served), _chosen(~coming, asked)
+            shard.index_select(0, wanted[~staying]), _less(served, early_served), _less(asked, early_asked)
         )
         rows = late.new_empty((len(coming), *late.shape[1:]))
         rows[coming], rows[~coming] = early, late
@@ -107,8 +110,14 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:
-    """How many are chosen in each rank's piece."""
-    return tuple(int(piece.sum()) for piece in mask.split(list(counts)))
+    """How many are chosen in each rank's piece; as many tensor operations however many ranks there are."""
+    ends = torch.tensor([0, *accumulate(counts)], device=mask.device)
+    chosen = torch.cat([ends[:1], mask.cumsum(0)]).index_select(0, ends).tolist()
+    return tuple(after - before for before, after in pairwise(chosen))
+
+
+def _less(counts: Counts, others: Counts) -> Counts:
+    return tuple(count - other for count, other in zip(counts, others, strict=True))
 
 
 def merge_rows(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
