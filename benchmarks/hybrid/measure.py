@@ -85,8 +85,8 @@ def interleave(factories: Mapping[str, Factory], rounds: Rounds, lend: Lend) -> 
     return tuple(blocks)
 
 
-def rehearse(factories: Mapping[str, Factory]) -> None:
-    """Builds every mode, takes two steps and drops it; call it once, before `lend`, with the modes in a small size.
+def rehearse(factories: Mapping[str, Factory], steps: int = 2) -> None:
+    """Builds every mode, takes some steps and drops it; call it once, before `lend`, with the modes in a small size.
 
     The first optimizer of a process imports 70 MB of code, the first exchange opens connections: this way
     neither is put down to the mode that happens to come first.
@@ -94,8 +94,8 @@ def rehearse(factories: Mapping[str, Factory]) -> None:
     lend = one_at_a_time(factories)
     for name in factories:
         with lend(name) as built:
-            built.step()
-            built.step()
+            for _ in range(steps):
+                built.step()
 
 
 def all_alive(factories: Mapping[str, Factory]) -> Lend:

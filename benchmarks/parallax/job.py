@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=0, help="of the constructed model, which is taken then")
     parser.add_argument("--modes", required=True)
     parser.add_argument("--mbit", type=float, required=True)
-    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", required=True)

@@ -6,7 +6,7 @@ from armillary.facts.plan import Choice
 from armillary.planning import rivals as rivals_file
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
-from armillary.planning.rivals import AHEAD, CHOSEN, ONE_BUCKET, best, by_simulation, rivals, with_look_ahead
+from armillary.planning.rivals import AHEAD, CHOSEN, ONE_BUCKET, at_once, best, by_simulation, rivals, with_look_ahead
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
@@ -84,3 +84,18 @@ def test_the_best_with_look_ahead_and_the_best_without_are_always_timed(monkeypa
 def test_without_plans_that_look_ahead_the_best_are_those_of_the_shortest_step():
     found, _, case = contenders()
     assert list(best(found, case, 2)) == by_simulation(found, case)[:2]
+
+
+def test_plans_are_timed_beside_one_another_only_as_far_as_memory_goes():
+    """Room for the model, a copy under way and two plans is not room for three; the first is kept however little there
+    is; who is left out is said."""
+    roomy = Case(PROFILE, machines(4), SGD)
+    found = rivals(PROFILE, roomy.topology, assumptions=SGD)
+    first, second, third, *_ = found
+    assert at_once(found, roomy) == found
+    model_bytes = sum(fact.bytes for fact in PROFILE.parameters)
+    two = 2 * model_bytes + sum(found[name].forecast.memory_bytes for name in (first, second))
+    for memory, kept in ((two, [first, second]), (two - 1, [first]), (1, [first])):
+        left = at_once(found, Case(PROFILE, machines(4, memory=int(memory)), SGD))
+        assert list(left) == kept
+        assert all(third in one.notes[-1] and "no further copy" in one.notes[-1] for one in left.values())

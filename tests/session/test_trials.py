@@ -62,7 +62,8 @@ def test_the_plan_that_took_longer_is_not_carried_out(crew):
     first, second = crew(2).run(tried, "output")
     assert first == second
     assert all(group.exchange.name == "all_reduce" for group in first.groups)
-    assert "timed in this job over 12 steps each: gather_rows " in first.notes[-1]
+    assert "timed in this job over 12 steps each: all_reduce " in first.notes[-1]
+    assert "over 6, then set aside: gather_rows " in first.notes[-1]
     assert first.notes[-1].endswith("all_reduce is carried out")
 
 
@@ -77,6 +78,35 @@ def test_the_best_by_forecast_is_replaced_by_what_is_faster_in_three_rounds_of_f
 
 def test_a_rivals_median_does_not_count_without_its_rounds():
     assert trials._winner({"first": [10.0, 10.0, 12.0, 12.0], "rival": [10.5, 10.5, 9.0, 9.0]}) == "first"
+
+
+class Alone:
+    """The transport of one rank, as trials use it."""
+
+    def barrier(self):
+        pass
+
+    def agree_largest(self, values):
+        return values
+
+
+def taking(seconds, turns):
+    while True:
+        turns.append(seconds)
+        trials.time.sleep(seconds)
+        yield
+
+
+def test_what_is_far_behind_after_two_rounds_is_timed_no_more(monkeypatch):
+    """The first by forecast too: it wins nothing by its place."""
+    monkeypatch.setattr(trials, "LONGEST_SECONDS", 0.0)
+    taken = {name: [] for name in ("first", "near", "quick")}
+    steps = {"first": taking(0.03, taken["first"]), "near": taking(0.011, taken["near"])}
+    found = trials._turns({**steps, "quick": taking(0.01, taken["quick"])}, Alone())
+    a_turn = 1 + trials.TIMED_STEPS
+    assert [len(took) for took in taken.values()] == [a_turn * rounds for rounds in (2, 4, 4)]
+    assert [len(rounds) for rounds in found.values()] == [2, 4, 4]
+    assert trials._winner(found) != "first"
 
 
 def tried_ahead(rank, workers, slowed):
@@ -97,7 +127,9 @@ def test_look_ahead_is_carried_out_only_where_it_is_faster(crew, slowed, looks_a
     """Slowed is what only look-ahead sends, or the rounds of which it makes fewer."""
     first, second = crew(2).run(tried_ahead, slowed)
     assert first == second and first.looks_ahead == looks_ahead
-    assert first.notes[-1].startswith("timed in this job over 12 steps each: plain ")
+    winner, loser = ("ahead", "plain") if looks_ahead else ("plain", "ahead")
+    assert first.notes[-1].startswith(f"timed in this job over 12 steps each: {winner} ")
+    assert f"over 6, then set aside: {loser} " in first.notes[-1]
     assert first.notes[-1].endswith("ahead is carried out" if looks_ahead else "plain is carried out")
 
 

@@ -6,6 +6,7 @@ simulator says, and better still a few steps of each (`session/trials.py`).
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from armillary.facts.plan import Choice, Mean, Plan
 from armillary.facts.profile import Profile
@@ -17,7 +18,7 @@ from armillary.planning.planner import NO_CONSTRAINTS, explain, plan
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.simulator import simulate
 
-__all__ = ["AHEAD", "CHOSEN", "ONE_BUCKET", "best", "by_simulation", "rivals", "with_look_ahead"]
+__all__ = ["AHEAD", "CHOSEN", "ONE_BUCKET", "at_once", "best", "by_simulation", "rivals", "with_look_ahead"]
 
 CHOSEN = "chosen"
 AHEAD = " + look-ahead"
@@ -91,3 +92,20 @@ def best(plans: Mapping[str, Plan], case: Case, count: int) -> dict[str, Plan]:
     others = [name for name in order if name not in first]
     kept = {*first, *others[: max(0, count - len(first))]}
     return {name: plans[name] for name in order if name in kept}
+
+
+def at_once(plans: Mapping[str, Plan], case: Case) -> dict[str, Plan]:
+    """Those that a rank can hold beside one another, each with a copy of the model, in the order given; at least the
+    first. What is left out is said in the notes of the others. The user's own model is there, too, and once more while
+    it is copied."""
+    spare_bytes = float(case.topology.memory_bytes) - 2 * sum(fact.bytes for fact in case.profile.parameters)
+    kept: dict[str, Plan] = {}
+    for name, one in plans.items():
+        spare_bytes -= one.forecast.memory_bytes
+        if kept and spare_bytes < 0:
+            break
+        kept[name] = one
+    if not (left := [name for name in plans if name not in kept]):
+        return kept
+    note = f"not timed, as no further copy of the model fits in memory: {', '.join(left)}"
+    return {name: replace(one, notes=(*one.notes, note)) for name, one in kept.items()}

@@ -19,7 +19,7 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.rivals import CHOSEN, best, rivals, with_look_ahead
+from armillary.planning.rivals import CHOSEN, at_once, best, rivals, with_look_ahead
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.transport import Transport
@@ -137,7 +137,7 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
     case = Case(found, topology, taken)
     if wishes.look_ahead:
         plans = with_look_ahead(plans, case)
-    return {name: plan.to_json() for name, plan in best(plans, case, wishes.trials).items()}
+    return {name: plan.to_json() for name, plan in at_once(best(plans, case, wishes.trials), case).items()}
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:

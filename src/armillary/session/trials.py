@@ -33,6 +33,7 @@ __all__ = ["fastest"]
 Steps = Generator[None, None, None]
 WARM_STEPS, TIMED_STEPS = 2, 3
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 16  # of a turn of every plan
+SIFTED_ROUNDS, FAR = 2, 1.5  # after so many, what takes so many times the shortest is timed no more
 LONGEST_SECONDS = 5.0  # of turns, once the fewest rounds are done
 CLEARLY = 0.75  # share of the rounds that a plan must win to replace one that the forecast puts first
 
@@ -67,16 +68,15 @@ def fastest(
             run.detach()
             run.transport.close()
     winner = _winner(turns)
-    said = ", ".join(f"{name} {seconds_text(statistics.median(found))}" for name, found in turns.items())
-    count = TIMED_STEPS * len(turns[winner])
-    note = f"timed in this job over {count} steps each: {said}; {winner} is carried out"
-    return replace(plans[winner], notes=(*plans[winner].notes, note))
+    return replace(plans[winner], notes=(*plans[winner].notes, f"{_said(turns)}; {winner} is carried out"))
 
 
 def _turns(steps: Mapping[str, Steps], transport: Transport) -> dict[str, list[float]]:
-    """Seconds a step of every plan in every round, alike on all ranks."""
+    """Seconds a step of every plan in every round, alike on all ranks; fewer rounds of what was far behind."""
     names, turns, spent = list(steps), {name: list[float]() for name in steps}, 0.0
     for index in range(MOST_ROUNDS):  # another one first each time, so that none always follows the same
+        if index == SIFTED_ROUNDS:
+            names = _near(turns)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             turns[name].append(_turn(steps[name], transport))
             spent += turns[name][-1] * TIMED_STEPS
@@ -85,16 +85,39 @@ def _turns(steps: Mapping[str, Steps], transport: Transport) -> dict[str, list[f
     return turns
 
 
+def _near(turns: Mapping[str, Sequence[float]]) -> list[str]:
+    """Those that may yet turn out the fastest."""
+    found = {name: statistics.median(taken) for name, taken in turns.items()}
+    return [name for name in turns if found[name] <= FAR * min(found.values())]
+
+
+def _to_the_end(turns: Mapping[str, Sequence[float]]) -> list[str]:
+    """Those that took part in every round."""
+    rounds = max(map(len, turns.values()))
+    return [name for name, taken in turns.items() if len(taken) == rounds]
+
+
 def _winner(turns: Mapping[str, Sequence[float]]) -> str:
-    """The first, unless a later one was the faster of the two in most rounds: medians of a few turns differ by more
-    than plans do where a machine is shared, and the forecast knows something, too."""
-    winner, *others = turns
+    """The first of those timed to the end, unless a later one was the faster of the two in most rounds: medians of a
+    few turns differ by more than plans do where a machine is shared, and the forecast knows something, too."""
+    winner, *others = _to_the_end(turns)
     for name in others:
         rounds = list(zip(turns[name], turns[winner], strict=True))
         is_faster = statistics.median(turns[name]) < statistics.median(turns[winner])
         if is_faster and sum(mine < its for mine, its in rounds) >= CLEARLY * len(rounds):
             winner = name
     return winner
+
+
+def _said(turns: Mapping[str, Sequence[float]]) -> str:
+    """In words for the plan's notes."""
+    times = {name: f"{name} {seconds_text(statistics.median(taken))}" for name, taken in turns.items()}
+    last = _to_the_end(turns)
+    steps = TIMED_STEPS * len(turns[last[0]])
+    found = f"timed in this job over {steps} steps each: {', '.join(times[name] for name in last)}"
+    if aside := [times[name] for name in turns if name not in last]:
+        found += f"; over {TIMED_STEPS * SIFTED_ROUNDS}, then set aside: {', '.join(aside)}"
+    return found
 
 
 def _running(
