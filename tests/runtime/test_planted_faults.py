@@ -196,10 +196,17 @@ def one_micro_batch_short(self, stage, optimizer, micro_batches):
     _init(self, stage, optimizer, micro_batches - 1)
 
 
-def scaled_and_back(self, step, micro_batch, gradients):
+def scaled_and_back(self, name, gradient):
     """Divides and multiplies every gradient by their number: equal in exact arithmetic only."""
-    rounded = {name: gradient / self._micro_batches * self._micro_batches for name, gradient in gradients.items()}
-    return _add(self, step, micro_batch, rounded)
+    _add(self, name, gradient / self._micro_batches * self._micro_batches)
+
+
+def adds_to_the_last_steps(self, name, gradient):
+    """The first gradient of a step is added to what lies in its room, instead of replacing it."""
+    room = None if name in self._sums else self._spare.pop(name, None)
+    if room is not None:
+        self._sums[name] = room
+    _add(self, name, gradient)
 
 
 def forgets_one(self, stage, gradients):
@@ -274,6 +281,7 @@ STORES = [
     (StageWeights, "_leaves", parameters_in_the_graph),
     (StageWeights, "__init__", one_micro_batch_short),
     (StageWeights, "add", scaled_and_back),
+    (StageWeights, "add", adds_to_the_last_steps),
 ]
 RINGS = [
     (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
@@ -343,7 +351,7 @@ def test_gradients_out_of_worker_order_are_refused():
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
     store = StageWeights(as_stages(stages)[0], optimizer, micro_batches=2)
     with pytest.raises(RuntimeError, match="gradient of step 0, micro-batch 1 came when step 0, micro-batch 0 was due"):
-        store.add(0, 1, {})
+        store.expect(0, 1)
 
 
 def test_a_missing_version_raises_and_no_other_is_handed_out():

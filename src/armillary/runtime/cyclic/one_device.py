@@ -142,10 +142,12 @@ class OneDevice:
     def _backward(self, place: Place) -> int:
         step, micro_batch, j = place
         flight = self._flights.pop(place)
-        passed = flight.land(self._gradients.pop(place) if j + 1 < self.schedule.stages else None)
+        self._weights[j].expect(step, micro_batch)
+        gradients = self._gradients.pop(place) if j + 1 < self.schedule.stages else None
+        passed = flight.land(gradients, self._weights[j].add)
         if j:
-            self._gradients[step, micro_batch, j - 1] = passed.value
-        means = self._weights[j].add(step, micro_batch, passed.weights)
+            self._gradients[step, micro_batch, j - 1] = passed
+        means = self._weights[j].complete(step, micro_batch)
         if means is not None:
             means = self._team.mean(self._weights[j].parameters, means, j)
             self._learn(step, j, self._updates.complete(self._weights[j], step, means))

@@ -30,6 +30,11 @@ class RemediedStep:
         self._remedies = tuple(remedies) if self._share else ()
         self._before: Mapping[nn.Parameter, Tensor] = {}
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the gradients of a step are looked at in the next one."""
+        return any(remedy.gradient is not None for remedy in self._remedies)
+
     def step(self, means: Mapping[nn.Parameter, Tensor], options: Options) -> None:
         """As `step_with`, with the mean gradients of the stage."""
         gradients = dict(means)
@@ -37,7 +42,7 @@ class RemediedStep:
             if remedy.gradient is not None:
                 for parameter in gradients.keys() & self._before.keys():
                     gradients[parameter] = remedy.gradient(gradients[parameter], self._before[parameter], self._share)
-        if any(remedy.gradient is not None for remedy in self._remedies):
+        if self.keeps_gradients:
             self._before = means
         step_with(self._optimizer, gradients, self._changed(options))
 

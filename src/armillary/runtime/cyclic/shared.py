@@ -10,6 +10,7 @@ Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
@@ -163,10 +164,11 @@ class Shared:
             gradients, _ = self._from(self.sharing.rank_of((step, micro_batch, j + 1))).take()
         for edge in self._outgoing.values():  # the activation's gradient came back; those sent down are a turn old
             edge.wait()
-        passed = flight.land(gradients)
+        own: dict[str, Tensor] = {}
+        passed = flight.land(gradients, own.__setitem__)
         if not self._is_first:
-            self._to(self.sharing.rank_of((step, micro_batch, j - 1)), j - 1).send(*tree_flatten(passed.value))
-        self.part.add(place, passed.weights)
+            self._to(self.sharing.rank_of((step, micro_batch, j - 1)), j - 1).send(*tree_flatten(passed))
+        self.part.add(place, own)
         self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= step}
         return flight.version
 

@@ -4,8 +4,8 @@ A stage's inputs are leaves, so its graph ends at its edges; gradients cross the
 between forward and backward is what the schedule counts as one held activation.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
 
-__all__ = ["Flight", "Passed", "Reads", "Value", "enter", "take_off"]
+__all__ = ["Flight", "Reads", "Value", "enter", "take_off"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
+Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +45,6 @@ class Reads:
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
-    """What a backward gives: gradients of the weights by name (unused ones left out) and of the value that came in."""
-
-    weights: dict[str, Tensor]
-    value: Gradients
-
-
-@dataclass(frozen=True, eq=False)
 class Flight:
     """A stage between forward and backward. `run` is called again for the backward if nothing was kept."""
 
@@ -64,31 +57,60 @@ class Flight:
     def version(self) -> int:
         return self.reads.version
 
-    def land(self, gradients: Sequence[Tensor | None] | None) -> Passed:
-        """The backward pass; without `gradients` the output is a loss. Those of rows go where the rows came from."""
+    def land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Gradients:
+        """The backward pass; without `gradients` the output is a loss.
+
+        Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
+        never be there beside their sum. Those of rows go where the rows came from.
+
+        Returns:
+            the gradients of the value that came in.
+        """
         outputs = self.outputs if self.outputs is not None else self.run(True)
-        own, rows = self.reads.weights, self.reads.rows
-        wanted = [name for name, weight in own.items() if weight.requires_grad]
-        sources = [own[name] for name in wanted]
-        places = [place for place, leaf in enumerate(self.inputs) if _asks(leaf)]
-        sources += [self.inputs[place] for place in places]
-        sources += rows.leaves if rows is not None else []
+        rows = self.reads.rows
+        weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
+        inputs = {place: leaf for place, leaf in enumerate(self.inputs) if _asks(leaf)}
+        others = [*inputs.values(), *(rows.leaves if rows is not None else [])]
         into = [None] * len(outputs) if gradients is None else list(gradients)
         pairs = [
             (out, g)
             for out, g in zip(outputs, into, strict=True)
             if _asks(out) and (g is not None or gradients is None)
         ]
-        found: Sequence[Tensor | None] = [None] * len(sources)
-        if pairs and sources:
-            found = torch.autograd.grad([o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
-        weights = {name: g for name, g in zip(wanted, found) if g is not None}
+        if pairs and (weights or others):
+            with _handing_over(weights, take):
+                sources = [*weights.values(), *others]
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
+        found = [_taken_off(leaf) for leaf in others]
         value: Gradients = [None] * len(self.inputs)
-        for place, gradient in zip(places, found[len(wanted) :]):
+        for place, gradient in zip(inputs, found):
             value[place] = gradient
         if rows is not None:
-            rows.receive(found[len(wanted) + len(places) :])
-        return Passed(weights, value)
+            rows.receive(found[len(inputs) :])
+        return value
+
+
+@contextmanager
+def _handing_over(weights: Weights, take: Take) -> Iterator[None]:
+    """Gives each leaf's gradient away when backward has made all of it."""
+    names = {id(weight): name for name, weight in weights.items()}
+
+    def hand_over(leaf: Tensor) -> None:
+        gradient = _taken_off(leaf)
+        if gradient is not None:
+            take(names[id(leaf)], gradient)
+
+    hooks = [weight.register_post_accumulate_grad_hook(hand_over) for weight in weights.values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _taken_off(leaf: Tensor) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 def enter(value: Any) -> Value:
