@@ -55,13 +55,12 @@ def test_what_a_remedy_looks_at_in_the_next_step_is_not_written_over():
     assert first.data_ptr() != second.data_ptr() and torch.equal(first, seen)
 
 
-@pytest.mark.parametrize("micro_batch", [0, 1])
-def test_a_parameter_that_gets_no_gradient_has_no_mean(micro_batch):
+@pytest.mark.parametrize(("given", "mean"), [((), None), ((0,), 0.5), ((1,), 0.5), ((0, 1), 1.0)])
+def test_the_mean_is_over_all_micro_batches_whichever_gave_a_gradient(given, mean):
     store, _ = made()
-    store.expect(0, 0)
-    assert store.complete(0, 0) is None
-    store.expect(0, 1)
-    if micro_batch:
-        store.add("weight", torch.ones(2, 3))
-    means = store.complete(0, 1)
-    assert [mean.tolist() for mean in means.values()] == [[[0.5] * 3] * 2] * micro_batch
+    for micro_batch in (0, 1):
+        store.expect(0, micro_batch)
+        if micro_batch in given:
+            store.add("weight", torch.ones(2, 3))
+        means = store.complete(0, micro_batch)
+    assert [found.tolist() for found in means.values()] == ([] if mean is None else [[[mean] * 3] * 2])

@@ -42,6 +42,7 @@ class StageWeights:
         self._versions: dict[int, Weights] = {0: self._leaves()}
         self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a remedy says so
         self._sums: dict[str, Tensor] = {}
+        self._divided: set[str] = set()  # the sums that are means already
         self._spare: dict[str, Tensor] = {}  # room for sums to come
         self._summing, self._added = 0, 0  # step, micro-batches
         self._reading: dict[tuple[int, int], int] = {}  # versions, by step and micro-batch in flight
@@ -84,9 +85,12 @@ class StageWeights:
         somebody else's tensor, too: it is copied, see Note [Sums in the same room]."""
         if name in self._sums:
             self._sums[name].add_(gradient)
-            return
-        room = self._spare.pop(name, None)
-        self._sums[name] = gradient.clone() if room is None else room.copy_(gradient)
+        else:
+            room = self._spare.pop(name, None)
+            self._sums[name] = gradient.clone() if room is None else room.copy_(gradient)
+        if self._added == self._micro_batches - 1:  # divided while the processor still has it at hand
+            self._sums[name].div_(self._micro_batches)
+            self._divided.add(name)
 
     def complete(self, step: int, micro_batch: int) -> Means | None:
         """The micro-batch has given all. Returns the step's mean gradients, for `advance`, if it was the last."""
@@ -97,6 +101,7 @@ class StageWeights:
         means = self._means()
         self._summing, self._added = self._summing + 1, 0
         self._sums.clear()
+        self._divided.clear()
         return means
 
     @property
@@ -126,12 +131,9 @@ class StageWeights:
         self._step.forget()
 
     def _means(self) -> Means:
-        count = self._micro_batches
-        return {
-            parameter: self._sums[name].div_(count)
-            for name, parameter in self._parameters.items()
-            if name in self._sums
-        }
+        for name in self._sums.keys() - self._divided:
+            self._sums[name].div_(self._micro_batches)
+        return {parameter: self._sums[name] for name, parameter in self._parameters.items() if name in self._sums}
 
     def forget(self, before: int) -> None:
         """No forward to come reads a version older than `before`; pending graphs keep what they need."""
