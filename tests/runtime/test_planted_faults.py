@@ -202,11 +202,9 @@ def scaled_and_back(self, name, gradient):
 
 
 def adds_to_the_last_steps(self, name, gradient):
-    """The first gradient of a step is added to what lies in its room, instead of replacing it."""
-    room = None if name in self._sums else self._spare.pop(name, None)
-    if room is not None:
-        self._sums[name] = room
-    _add(self, name, gradient)
+    """The first gradient of a step is added to the sum of the last one, instead of replacing it."""
+    kept = None if name in self._sums else self._last_means.get(name)
+    _add(self, name, gradient if kept is None else gradient + kept)
 
 
 def forgets_one(self, stage, gradients):

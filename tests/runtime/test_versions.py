@@ -1,13 +1,19 @@
 """The weights of one stage: where the gradients of its steps are added up."""
 
+import copy
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of
+from armillary.runtime.cyclic.one_device import OneDevice
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.versions import StageWeights
+from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.remedies.error_feedback import error_feedback
 
@@ -32,20 +38,61 @@ def stepped(store, optimizer, gradients):
     return mean, seen
 
 
-def test_the_sum_of_a_step_lies_where_that_of_the_last_one_did():
+def test_the_first_gradient_becomes_the_sum_and_that_of_the_last_step_goes_when_it_is_there():
     store, optimizer = made()
-    first, _ = stepped(store, optimizer, [torch.ones(2, 3), torch.full((2, 3), 3.0)])
-    second, seen = stepped(store, optimizer, [torch.full((2, 3), 5.0), torch.ones(2, 3)])
-    assert first.data_ptr() == second.data_ptr()
-    assert torch.equal(seen, torch.full((2, 3), 3.0))
+    given = torch.ones(2, 3)
+    first, seen = stepped(store, optimizer, [given, torch.full((2, 3), 3.0)])
+    assert first is given and torch.equal(seen, torch.full((2, 3), 2.0))
+    kept = weakref.ref(first)
+    del first, given
+    assert kept() is not None
+    store.expect(1, 0)
+    store.add("weight", torch.ones(2, 3))
+    assert kept() is None
 
 
-def test_a_gradient_that_is_somebody_elses_tensor_is_left_alone():
-    """Autograd may give one tensor to two parameters."""
-    store, optimizer = made()
-    theirs = torch.ones(2, 3)
-    _, seen = stepped(store, optimizer, [theirs, theirs])
-    assert torch.equal(theirs, torch.ones(2, 3)) and torch.equal(seen, theirs)
+@pytest.mark.parametrize("beside", [False, True])
+def test_memory_that_is_also_anothers_is_left_alone(beside):
+    """The value's gradient is on its way to another stage when the next micro-batch is added."""
+    store, _ = made()
+    theirs = torch.ones(6)
+    store.expect(0, 0)
+    store.add("weight", theirs.view(2, 3))
+    store.complete(0, 0, [None, theirs] if beside else [])
+    store.expect(0, 1)
+    store.add("weight", torch.full((2, 3), 3.0))
+    (mean,) = store.complete(0, 1).values()
+    assert torch.equal(mean, torch.full((2, 3), 2.0))
+    assert torch.equal(theirs, torch.ones(6)) == beside
+
+
+class Twins(nn.Module):
+    """Two parameters whose gradients are the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.square, self.long = nn.Parameter(torch.rand(3, 3)), nn.Parameter(torch.rand(9, 1))
+
+    def forward(self, value):
+        return value * (self.square.view(-1) + self.long.view(-1))
+
+
+def test_two_parameters_whose_gradients_share_memory_get_their_own_sums():
+    torch.manual_seed(0)
+    start, given = Twins(), [torch.rand(9) for _ in range(3)]
+    want = copy.deepcopy(start)
+    torch.stack([want(value).sum() for value in given]).mean().backward()
+    module = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    stage = Stage(0, module, {name: name for name, _ in module.named_parameters()})
+    course = Course(accumulation(3, 1), lambda output, _: output.sum())
+    seen = {}
+    optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad for n, p in module.named_parameters()}))
+    run = OneDevice([stage], optimizer, course)
+    run.step([(value, None) for value in given])
+    run.settle()
+    for name, parameter in want.named_parameters():
+        assert torch.allclose(seen[name], parameter.grad, rtol=1e-6), name
 
 
 def test_what_a_remedy_looks_at_in_the_next_step_is_not_written_over():

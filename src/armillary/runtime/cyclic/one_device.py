@@ -144,10 +144,10 @@ class OneDevice:
         flight = self._flights.pop(place)
         self._weights[j].expect(step, micro_batch)
         gradients = self._gradients.pop(place) if j + 1 < self.schedule.stages else None
-        passed = flight.land(gradients, self._weights[j].add)
+        landed = flight.land(gradients, self._weights[j].add)
         if j:
-            self._gradients[step, micro_batch, j - 1] = passed
-        means = self._weights[j].complete(step, micro_batch)
+            self._gradients[step, micro_batch, j - 1] = landed.value
+        means = self._weights[j].complete(step, micro_batch, landed.beside)
         if means is not None:
             means = self._team.mean(self._weights[j].parameters, means, j)
             self._learn(step, j, self._updates.complete(self._weights[j], step, means))

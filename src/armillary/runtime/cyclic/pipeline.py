@@ -212,11 +212,11 @@ class Pipeline:
             gradients, _ = self._from_above.take()
             self._to_above.wait(keep=len(self._flights))  # its gradient came back, so the activation has arrived
         self._weights.expect(step, micro_batch)
-        passed = flight.land(gradients, self._weights.add)
+        landed = flight.land(gradients, self._weights.add)
         if self._to_below is not None:
-            self._to_below.send(*tree_flatten(passed))
+            self._to_below.send(*tree_flatten(landed.value))
             self._to_below.wait(keep=2)
-        means = self._weights.complete(step, micro_batch)
+        means = self._weights.complete(step, micro_batch, landed.beside)
         if means is not None:
             square = self._updates.complete(self._weights, step, means)
             whole = self._norms.add(square) if self._norms is not None and square is not None else None

@@ -165,9 +165,9 @@ class Shared:
         for edge in self._outgoing.values():  # the activation's gradient came back; those sent down are a turn old
             edge.wait()
         own: dict[str, Tensor] = {}
-        passed = flight.land(gradients, own.__setitem__)
+        landed = flight.land(gradients, own.__setitem__)
         if not self._is_first:
-            self._to(self.sharing.rank_of((step, micro_batch, j - 1)), j - 1).send(*tree_flatten(passed))
+            self._to(self.sharing.rank_of((step, micro_batch, j - 1)), j - 1).send(*tree_flatten(landed.value))
         self.part.add(place, own)
         self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= step}
         return flight.version

@@ -21,7 +21,7 @@ from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
 
-__all__ = ["Flight", "Reads", "Value", "enter", "take_off"]
+__all__ = ["Flight", "Landed", "Reads", "Value", "enter", "take_off"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
@@ -45,6 +45,15 @@ class Reads:
 
 
 @dataclass(frozen=True, eq=False)
+class Landed:
+    """What a backward leaves beside the gradients of weights: those of the value that came in; and all that may lie in
+    the same memory as the weights', which are those of the value, of rows, and of the value that went out."""
+
+    value: Gradients
+    beside: Gradients
+
+
+@dataclass(frozen=True, eq=False)
 class Flight:
     """A stage between forward and backward. `run` is called again for the backward if nothing was kept."""
 
@@ -57,14 +66,11 @@ class Flight:
     def version(self) -> int:
         return self.reads.version
 
-    def land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Gradients:
+    def land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
         """The backward pass; without `gradients` the output is a loss.
 
         Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
         never be there beside their sum. Those of rows go where the rows came from.
-
-        Returns:
-            the gradients of the value that came in.
         """
         outputs = self.outputs if self.outputs is not None else self.run(True)
         rows = self.reads.rows
@@ -87,7 +93,7 @@ class Flight:
             value[place] = gradient
         if rows is not None:
             rows.receive(found[len(inputs) :])
-        return value
+        return Landed(value, [*found, *into])
 
 
 @contextmanager
