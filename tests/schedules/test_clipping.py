@@ -96,7 +96,7 @@ def test_in_a_ring_a_home_steps_after_the_norm_is_known_and_before_the_weights_a
             for m in range(made.workers)
             if made.version((step, m, stage)) == 1
         ]
-        assert known <= closing(made, stage, EXACT).start <= min(reads)
+        assert known <= closing(made, stage, EXACT).tick <= min(reads)
 
 
 @given(rings, st.sampled_from([EXACT, PREVIOUS]))
@@ -113,8 +113,8 @@ def test_no_message_of_a_clipped_ring_is_needed_before_it_is_sent(made, clip):
     )
     for norm in norms:
         stages = [j for j in range(made.stages) if home(made, j) == norm.receiver]
-        first = min(closing(made, j, clip).start for j in stages)
-        assert closing(made, norm.stage, clip).start == first
+        first = min(closing(made, j, clip).tick for j in stages)
+        assert closing(made, norm.stage, clip).tick == first
         age = 0 if clip == EXACT else 1
         assert norm.tick + norm.lag == first + (1 + age) * made.period
         assert norm.lag >= made.action("B", last, 0).ticks  # the sending action is over

@@ -45,7 +45,7 @@ def play(made, drains=()):
             place = step + crossing(made, m), m.receiver, m.stage
             tick = m.tick + step * made.period
             version = step - at.steps
-            made_at = closing(made, m.stage).start + version * made.period
+            made_at = closing(made, m.stage).tick + version * made.period
             assert tick >= made_at or version <= 0
             sent[(*key, place[0])] = tick, max(0, version)
         for key, m in path_into.items():

@@ -7,8 +7,8 @@ the sum when it is there and gets the last worker's gradient instead: a + b is b
 there to the workers in the order in which they use them. The home is the first worker that can read weights
 the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
 slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
-uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, five
-eighths of the slack after it could, and may send two.
+uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, see
+`closing`, and may send several.
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, one number more travels. In a ring the last worker
 makes every sum (none is finished at a home then), so it knows the norm after its last backward and sends it to every
@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from itertools import count, pairwise
 from typing import Literal, NamedTuple, get_args
 
-from armillary.schedules.action import Action, Kind
+from armillary.schedules.action import Kind
 from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "CONTENTS", "NORM_BYTES", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
+    "CONTENTS", "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
     "pipeline_messages", "ring_messages", "sum_path", "use", "used_at", "weight_path",
 ]  # fmt: skip
 
@@ -90,43 +90,65 @@ def sum_path(schedule: Schedule, stage: int, clip: Clip | None = None) -> tuple[
     return tuple(range(schedule.workers - (is_next_to_last and not needs_norm)))
 
 
-def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Action:
-    """The home's action before which it steps the optimizer with the gradient of the step before.
+class Closing(NamedTuple):
+    """When a home steps the optimizer with a stage's gradient of a step: before one of its actions.
 
-    Its own forward of that stage if the weights are wanted at once; else five eighths of the time until they are
-    later: the gradient's hop to the home and the weights' hop from it have about equal slack, and with two workers the
-    weights leave just after the sums of the home's own backward, not among them. Where the sum is made at the home
-    there is no such hop, and the weights have all of it. A `clip` that waits for the norm over all stages
-    moves it to where that is known.
+    tick: at which the action starts, counted in the step after the gradient's.
+    steps: whole steps after that one to which the action belongs.
+    action: its number in its step.
+    """
+
+    tick: int
+    steps: int
+    action: int
+
+
+def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing:
+    """When the home makes a version of a stage's weights.
+
+    At its own forward of that stage if another worker wants them at once. Else later: the gradient's hop to the home
+    and the weights' hop from it share the time there is, and the sums of the home's own backward, which are wanted
+    sooner, leave before the weights. So: five eighths of the time until they are wanted elsewhere, or when the home's
+    own backward is over, if that is earlier. Where the sum is made at the home there is no hop of the gradient, and the
+    weights have all of the time. A `clip` that waits for the norm over all stages moves it to where that is known.
 
     Raises:
         ValueError: the weights are wanted before the norm is known.
     """
     start, *others = weight_path(schedule, stage)
     could = schedule.action("F", start, stage).start
+    elsewhere = min((use(schedule, worker, stage) for worker in others), default=could)
     wanted = min(use(schedule, worker, stage) for worker in (start, *others))
     if clip is not None and clip.waits:
         could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
-    latest = could + hops * max(0, wanted - could) * 5 // 8
-    fitting = [action for action in schedule.ticks[start] if could <= action.start <= wanted]
+    latest = could + hops * max(0, elsewhere - could) * 5 // 8
+    backward_over = schedule.ticks[start][-1].end
+    if could <= backward_over < latest:
+        latest = backward_over
+    fitting = [
+        Closing(action.start + steps * schedule.period, steps, place)
+        for steps in range(1 + min(schedule.staleness[worker][stage] for worker in (start, *others)))
+        for place, action in enumerate(schedule.ticks[start])
+        if could <= action.start + steps * schedule.period <= wanted
+    ]
     if not fitting:
         raise ValueError(
             f"schedule: weights of stage {stage} are wanted at tick {wanted}, and the norm over all stages, by which "
             f"their gradient is to be clipped, is known from tick {could} on"
         )
-    return max((action for action in fitting if action.start <= latest), default=min(fitting))
+    return max((found for found in fitting if found.tick <= latest), default=min(fitting))
 
 
 def ring_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
     """All messages of one step of a ring, in order of ticks."""
     found: list[Message] = []
     for stage in range(schedule.stages):
-        path, made = weight_path(schedule, stage), closing(schedule, stage, clip).start
+        path, made = weight_path(schedule, stage), closing(schedule, stage, clip)
         for place, (sender, receiver) in enumerate(pairwise(path)):
-            sent = use(schedule, sender, stage) if place else made
+            sent = use(schedule, sender, stage) if place else made.tick
             lag = use(schedule, receiver, stage) - sent
-            tick = schedule.action("F", sender, stage).start if place else made
+            tick = schedule.action("F", sender, stage).start if place else made.tick - made.steps * schedule.period
             found.append(Message(tick, lag, sender, receiver, "weights", stage))
     return sorted([*found, *gradient_messages(schedule, clip)])
 
@@ -139,7 +161,7 @@ def gradient_messages(schedule: Schedule, clip: Clip | None = None) -> Iterator[
         for worker in sum_path(schedule, stage, clip)[:-1]:
             lag = done[worker + 1] - done[worker]
             yield Message(done[worker], lag, worker, worker + 1, "partial gradient", stage)
-        goal, made = home(schedule, stage), closing(schedule, stage, clip).start
+        goal, made = home(schedule, stage), closing(schedule, stage, clip).tick
         if goal != last:
             yield Message(done[last], made + schedule.period - done[last], last, goal, "gradient", stage)
     yield from _ring_norms(schedule, clip)
@@ -152,7 +174,7 @@ def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
     sent, last = schedule.action("B", schedule.workers - 1, 0).start, schedule.workers - 1
     homes: dict[int, list[tuple[int, int]]] = {}
     for stage in range(schedule.stages):
-        homes.setdefault(home(schedule, stage), []).append((closing(schedule, stage, clip).start, stage))
+        homes.setdefault(home(schedule, stage), []).append((closing(schedule, stage, clip).tick, stage))
     for worker, closings in homes.items():
         if worker != last:
             made, stage = min(closings)
@@ -178,7 +200,7 @@ def lead(schedule: Schedule, message: Message, window: int | None = None) -> int
 def used_at(schedule: Schedule, message: Message, clip: Clip | None = None) -> int:
     """The receiver's action for which a message comes, by its number in a step."""
     if message.content in ("gradient", "norm"):
-        return schedule.ticks[message.receiver].index(closing(schedule, message.stage, clip))
+        return closing(schedule, message.stage, clip).action
     is_forward = message.content in ("weights", "forward weights")
     return message.stage if is_forward else 2 * schedule.stages - 1 - message.stage
 

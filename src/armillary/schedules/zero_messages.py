@@ -89,7 +89,7 @@ def _leaves_home(schedule: Schedule, stage: int, first: tuple[int, int], clip: C
     first: when it uses the token, counted in the home's step in which the version is made, and who it is.
     """
     used, receiver = first
-    owner, made = home(schedule, stage), closing(schedule, stage, clip).start
+    owner, made = home(schedule, stage), closing(schedule, stage, clip).tick
     fitting = [
         (steps, action.start)
         for steps in range(schedule.staleness[receiver][stage] + 1)
@@ -183,9 +183,9 @@ def _spans(schedule: Schedule, worker: int, stage: int, clip: Clip | None) -> li
 
 def _spans_at_home(schedule: Schedule, stage: int, clip: Clip | None) -> list[tuple[int, int]]:
     """The same of the copies at the home, beside its master weights."""
-    count, owner = 2 * schedule.stages, home(schedule, stage)
+    count, made = 2 * schedule.stages, closing(schedule, stage, clip)
     until = kept_until(schedule, stage, clip)
-    outdated = count + schedule.ticks[owner].index(closing(schedule, stage, clip))
+    outdated = (1 + made.steps) * count + made.action
     kept, found = until.steps * count + until.action, []
     for moment, message in departures(schedule, stage, clip):
         sent = moment.steps * count + moment.action

@@ -42,8 +42,7 @@ class HomeUpdates:
         self._schedule, self._courier, self._flat, self._worker = course.schedule, courier, flat, worker
         owned = frozenset(j for j in flat if home(course.schedule, j) == worker)
         self.home = Home(optimizer, flat, owned)
-        actions = course.schedule.ticks[worker]
-        self.closings = {j: actions.index(closing(course.schedule, j, course.clip)) for j in owned}
+        self.closings = {j: closing(course.schedule, j, course.clip) for j in owned}
         self.newest = dict.fromkeys(owned, 0)  # version made here, by stage
         self.norms = Norms(course.clip, len(flat), drains, self._receive_norm)
         self._totals: dict[int, deque[Flats]] = {j: deque() for j in owned}  # finished here, not yet stepped with
@@ -85,10 +84,10 @@ class HomeUpdates:
         content, stage = key
         if content == "partial gradient":
             return True
-        posted = self._courier.posted(key)
+        posted, made = self._courier.posted(key), step - self.closings[stage].steps  # the version it is for
         if content == "norm":
-            return self.norms.known + posted < self.norms.wanted(step)
-        return self.newest[stage] + posted < step
+            return self.norms.known + posted < self.norms.wanted(made)
+        return self.newest[stage] + posted < made
 
     def learn(self, steps: int) -> None:
         """Receives the norms of all steps before `steps`, if they come here."""

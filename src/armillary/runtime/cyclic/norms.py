@@ -13,7 +13,7 @@ from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 
 __all__ = ["Norms"]
 
-KEPT = 3  # a home closes step s before its step s + 1 ends, by the norm of step s - 1 at the earliest
+KEPT = 3  # of a home's stages one may be a step behind another, and wants the norm of the step before its own
 
 
 class Norms:

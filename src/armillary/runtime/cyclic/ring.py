@@ -79,9 +79,9 @@ class Ring:
             if self._is_coming(key, self.steps + steps):
                 self._courier.post(key)
         self._courier.reap(self._actions[action].start + self.steps * self.schedule.period)
-        for stage, closes in self._updates.closings.items():
-            if closes == action:
-                self._close(stage, self.steps)
+        for stage, closing in self._updates.closings.items():
+            if closing.action == action:
+                self._close(stage, self.steps - closing.steps)
         if action < self.schedule.stages:
             self._read(action, self.schedule.version((self.steps, self.worker, action), self.drains))
 
@@ -95,15 +95,17 @@ class Ring:
         self.steps += 1
 
     def settle(self) -> None:
-        """Brings the newest version of every stage here without reading it; training goes on unchanged."""
+        """Brings the newest version of every stage here without reading it; training goes on unchanged.
+
+        Version by version: workers still busy with this step may be waiting to be rid of what belongs to older ones.
+        """
         away = [stage for stage in self.flat if stage not in self.home.owned]
-        for stage in away:  # what workers still busy with this step may be waiting to be rid of
-            self._receive_until(stage, self.steps - 1)
-        for stage in sorted(self.home.owned, reverse=True):  # in the order in which backward finishes them
-            self._close(stage, self.steps)
+        for version in range(min(self._newest.values()) + 1, self.steps + 1):
+            for stage in sorted(self.home.owned, reverse=True):  # in the order in which backward finishes them
+                self._close(stage, version)
+            for stage in away:
+                self._receive_until(stage, version)
         self._updates.learn(self.steps)
-        for stage in away:
-            self._receive_until(stage, self.steps)
         self._courier.reap(None)
 
     def drain(self) -> None:

@@ -98,7 +98,7 @@ class ZeroRing:
         for key, steps in self._ahead[action]:
             if self._is_coming(key, self.steps + steps):
                 self._courier.post(key, self._sender(key, self.steps + steps))
-        self._close_at(action, action)
+        self._close_at(Moment(self.steps, action), action)
         for moment, message in self._departures:
             if moment.action == action:
                 self._depart(message)
@@ -122,13 +122,15 @@ class ZeroRing:
     def settle(self) -> None:
         """Every home makes its newest version; training goes on unchanged. See Note [Openings] for what is taken.
 
-        In the order of the next step: whoever sends may wait to be rid of what was needed before.
+        In the order of the steps to come: whoever sends may wait to be rid of what was needed before.
         """
         crossed = self._crossed if self.steps > self._opened else {}
         for action in range(len(self._actions)):
-            self._close_at(action, 0)
+            self._close_at(Moment(self.steps, action), 0)
             for key in [key for key, used in crossed.items() if used == action and self._next[key] == self.steps]:
                 self._arrived[key] = self._take(key)
+        for action in range(len(self._actions)):
+            self._close_at(Moment(self.steps + 1, action), 0)
         self._updates.learn(self.steps)
         self._courier.reap(None)
 
@@ -214,10 +216,15 @@ class ZeroRing:
         needed = self._tick(message.tick + message.lag)
         self._courier.send((message.content, message.stage), flats, message.receiver, needed)
 
-    def _close_at(self, closing: int, now: int) -> None:
-        """At a home: steps the stages that close before an action with the gradient of the step before, if not done."""
-        for stage in [stage for stage, action in self._updates.closings.items() if action == closing]:
-            while (newest := self._updates.newest[stage]) < self.steps:
+    def _close_at(self, moment: Moment, now: int) -> None:
+        """At a home: steps the stages that close then with the gradients they close with, if not done.
+
+        Args:
+            now: the action before which it is in truth, in the step under way.
+        """
+        for stage in [stage for stage, made in self._updates.closings.items() if made.action == moment.action]:
+            version = min(self.steps, moment.steps - self._updates.closings[stage].steps)
+            while (newest := self._updates.newest[stage]) < version:
                 if not self._is_over(stage, newest, now):
                     self._kept[stage][newest] = self.home.copy(stage)
                 self._updates.make(stage)
