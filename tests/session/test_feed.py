@@ -130,3 +130,8 @@ def test_a_plot_has_units_on_every_axis():
     ]  # fmt: skip
     assert panels[-1].get_xlabel() == "optimizer steps"
     assert list(panels[0].lines[0].get_ydata()) == [2.0, 1.0]
+    glances, whole, simpler = panels[1].lines  # of other data than the glances, so not joined to them
+    assert (list(glances.get_ydata()), list(whole.get_ydata())) == ([9.0], [8.0])
+    assert [str(line.get_label()) for line in (whole, simpler)] == [
+        "all held-out data", "a simpler method, all held-out data: 10"
+    ]  # fmt: skip

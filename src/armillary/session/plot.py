@@ -32,15 +32,18 @@ def plot(lines: Sequence[Mapping[str, Any]], baseline: Mapping[str, float], unit
 
 
 def _draw_metric(axes: Axes, evaluated: Sequence[Mapping[str, Any]], baseline: Mapping[str, float]) -> None:
-    """Glances at some batches as rings, the whole split as a disc, the baseline as a line."""
+    """Glances at the same few batches as rings, joined; the whole split, whose level is its own, as a disc apart; the
+    baseline, which is of the whole split, as a line."""
     name = list(evaluated[-1]["metrics"])[-1]
     values = [line["metrics"][name] for line in evaluated]
-    steps = [line["step"] for line in evaluated]
-    axes.plot(steps, values, "o-", color=ORANGE, markerfacecolor="white", label="some held-out batches")
-    whole = [(line["step"], line["metrics"][name]) for line in evaluated if line["is_whole"]]
-    axes.plot(*zip(*whole, strict=True), "o", color=ORANGE, label="all held-out data")
+    for is_whole, style, label in ((False, "o-", "the same few held-out batches"), (True, "D", "all held-out data")):
+        found = [(line["step"], line["metrics"][name]) for line in evaluated if line["is_whole"] == is_whole]
+        if found:
+            fill = ORANGE if is_whole else "white"
+            axes.plot(*zip(*found, strict=True), style, color=ORANGE, markerfacecolor=fill, label=label)
     if name in baseline:
-        axes.axhline(baseline[name], color=GREY, linestyle="--", label=f"a simpler method: {baseline[name]:.4g}")
+        label = f"a simpler method, all held-out data: {baseline[name]:.4g}"
+        axes.axhline(baseline[name], color=GREY, linestyle="--", label=label)
     if min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     axes.set_ylabel(f"held-out {name.replace('_', ' ')}")

@@ -138,7 +138,7 @@ class Training:
         if self.step % PROGRESS_STEPS == 0 or is_last:
             yield self._told(self._progress())
         glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
-        if self.step % glance_steps == 0 and not is_last:
+        if self.step % glance_steps == 0 or is_last:  # beside all of the split, which is not comparable with glances
             yield self._told(Evaluated(self.step, self._evaluate(GLANCE_BATCHES), is_whole=False))
         if not is_last and self._is_save_due():
             self.saves += 1

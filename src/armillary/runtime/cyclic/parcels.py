@@ -2,7 +2,7 @@
 
 A line is a peer and a tag; what goes by one line arrives in order. A receive is posted as early as it is certain, or at
 the latest when it is taken. A send keeps its tensors until the receiver needed them by the schedule's clock, and is
-waited for only then: see Note [Nothing can hang] in `ring.py`.
+waited for only then: see Note [Nothing can hang] in `courier.py`.
 """
 
 from collections import defaultdict, deque
