@@ -44,7 +44,7 @@ def send(receiver: int, sent_bytes: int) -> None:
     connection.shutdown(socket.SHUT_WR)
     connection.recv(1)
     seconds = time.perf_counter() - begun
-    print(seconds, bytes_sent(connection))
+    sys.stdout.write(f"{seconds} {bytes_sent(connection)}\n")  # at once: print writes piece by piece
     connection.close()
 
 
