@@ -104,6 +104,13 @@ def test_at_slack_0_no_worker_sends_two_stage_messages_at_once(n, k):
     assert max(load.values(), default=1) == 1
 
 
+@given(st.integers(1, 12), st.integers(2, 4))
+def test_nor_do_two_workers_with_slack(half, slack):
+    made = cyclic(2, slack=slack, costs=[(1, 2)] * (2 * half))
+    load = Counter((m.sender, m.tick % made.period) for m in ring_messages(made))
+    assert max(load.values()) == 1
+
+
 @given(rings)
 def test_no_worker_sends_two_gradients_at_once(made):
     load = Counter((m.sender, m.tick % made.period) for m in ring_messages(made) if m.content != "weights")
@@ -155,7 +162,7 @@ def test_with_slack_nothing_comes_late_on_links_busy_for_nine_tenths_of_the_time
 
 def test_a_home_may_make_weights_in_the_step_after_the_one_in_which_it_could():
     made = cyclic(2, 4, slack=2)
-    assert [closing(made, stage) for stage in range(4)] == [(4, 0, 0), (5, 0, 1), (8, 1, 0), (8, 1, 0)]
+    assert [closing(made, stage) for stage in range(4)] == [(4, 0, 0), (5, 0, 1), (8, 1, 0), (9, 1, 1)]
 
 
 def test_at_slack_0_weights_only_go_to_the_next_worker():

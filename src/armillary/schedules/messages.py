@@ -8,7 +8,7 @@ there to the workers in the order in which they use them. The home is the first 
 the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
 slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
 uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, see
-`closing`, and may send several.
+`closing`, and with more than two workers may send two or three.
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, one number more travels. In a ring the last worker
 makes every sum (none is finished at a home then), so it knows the norm after its last backward and sends it to every
@@ -108,9 +108,10 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing
 
     At its own forward of that stage if another worker wants them at once. Else later: the gradient's hop to the home
     and the weights' hop from it share the time there is, and the sums of the home's own backward, which are wanted
-    sooner, leave before the weights. So: five eighths of the time until they are wanted elsewhere, or when the home's
-    own backward is over, if that is earlier. Where the sum is made at the home there is no hop of the gradient, and the
-    weights have all of the time. A `clip` that waits for the norm over all stages moves it to where that is known.
+    sooner, leave before the weights. So: five eighths of the time until they are wanted elsewhere, or, if that is
+    earlier, in the forward after the home's own backward, one stage with each action. Where the sum is made at the home
+    there is no hop of the gradient, and the weights have all of the time. A `clip` that waits for the norm over all
+    stages moves it to where that is known.
 
     Raises:
         ValueError: the weights are wanted before the norm is known.
@@ -123,9 +124,10 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing
         could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
     latest = could + hops * max(0, elsewhere - could) * 5 // 8
-    backward_over = schedule.ticks[start][-1].end
-    if could <= backward_over < latest:
-        latest = backward_over
+    turn = sum(home(schedule, before) == start for before in range(stage))
+    after_backward = schedule.ticks[start][turn].start + schedule.period
+    if could <= after_backward < latest:
+        latest = after_backward
     fitting = [
         Closing(action.start + steps * schedule.period, steps, place)
         for steps in range(1 + min(schedule.staleness[worker][stage] for worker in (start, *others)))
