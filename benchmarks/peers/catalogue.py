@@ -14,6 +14,7 @@ from benchmarks.peers.contenders import (
     fsdp2,
     link,
     ours,
+    ours_scrambled,
     with_deepspeed,
     with_torchrec,
     with_torchrec_bags,
@@ -70,6 +71,7 @@ def contenders() -> Mapping[str, Contender]:
         **_horovod(),
         "ours": Contender(_copying(ours.train)),
         "ours_ahead": Contender(_copying(ours.train_ahead)),
+        "ours_scrambled": Contender(_copying(ours_scrambled.train)),
     }
 
 

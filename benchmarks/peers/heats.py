@@ -86,7 +86,8 @@ _LM8 = (
         ("compute_only", "link", "ddp_sparse", "torchrec_by_hand", "ours", "ours_ahead"),
         Rounds(3, 6, 4),  # look-ahead learns from its first steps what is looked up
     ),
-    Heat((*BY_ROW[1:], *TORCHREC[:2], "ours", *DENSE), Rounds(1, 1, 2)),
+    Heat((*BY_ROW[1:], "ours", "ours_ahead", *DENSE), Rounds(1, 6, 2)),
+    Heat((*TORCHREC[:2], "ours", "ours_scrambled"), Rounds(3, 2, 3)),  # what the order of ids costs whom
 )
 _DENSE = (
     Heat(("compute_only", "link", *BUCKETS, "ours"), Rounds(3, 1, 4)),

@@ -87,6 +87,14 @@ def test_bars_of_the_large_case_hold_and_fail_at_their_limits():
     assert at(0.7) == [False] * 4
 
 
+def test_horovod_meets_both_plans_of_ours_and_scrambled_ids_are_asked_for_where_they_ran():
+    fast = record({"ours": (1.0,), "compute_only": (0.5,), "link": (1,), "ddp_sparse": (4,), "torchrec_by_hand": (2,)})
+    slow = record({"ours": (1.0,), "ours_ahead": (0.8,), "horovod_merged": (4.5,)})
+    orders = record({"ours": (1.0,), "ours_scrambled": (0.9,)})
+    *_, plain, ahead, order = report.bars(found("lm8", 100, fast, slow, orders))
+    assert [(bar.found, bar.holds) for bar in (plain, ahead, order)] == [(4.5, False), (4.5 / 0.8, True), (0.9, False)]
+
+
 def test_bars_of_dense_models_ask_for_the_best_buckets_and_the_default():
     one = record({"ours": (1.0,), "ddp": (1.3,), "ddp_2mb": (0.9,), "ddp_5mb": (1.1,)})
     best, default = report.bars(found("dense", 1000, one))
@@ -189,8 +197,9 @@ def test_whole_tables_are_refused_where_a_step_of_them_would_take_seconds(tmp_pa
 
 def test_a_heat_without_anyone_left_is_not_run():
     heats = entries()["lm8"].heats
-    kept = entries()["lm8"].without(set(heats[1].names) | {"ours"})
-    assert [heat.names for heat in kept] == [tuple(name for name in heats[0].names if name != "ours")]
+    left_out = {*heats[1].names, *heats[2].names}
+    kept = entries()["lm8"].without(left_out)
+    assert [heat.names for heat in kept] == [tuple(name for name in heats[0].names if name not in left_out)]
 
 
 def test_rates_are_read_as_they_are_written():
