@@ -9,6 +9,11 @@
 The bridge has a namespace of its own, so the machine's own interfaces are neither used nor changed.
 Nothing speaks on these links but what the ranks send: IPv6, which announces itself, stays off.
 
+A lab has a congestion control of its own, not the machine's. Under BBR, the default of some machines, connections that
+are idle most of the time, as those of a training step are, come to be paced far below their links, and everyone
+waits (`stalls.py`). Reno is what any namespace may choose; Linux's usual Cubic is not, and on links that lose nothing
+both do the same.
+
 Source: veth(4), tc-tbf(8). Departures from a real network: no propagation delay (the kernel this was
 made on has no netem) and no loss but what the 400 ms queue drops.
 """
@@ -20,6 +25,7 @@ from benchmarks.netlab.namespaces import LabName, tell
 
 BUCKET = ("burst", "256kb", "latency", "400ms")
 NO_IPV6 = "entry=/proc/sys/net/ipv6/conf/default/disable_ipv6; test ! -e $entry || echo 1 > $entry"
+RENO = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
 MOST_HOSTS = 250  # what one /24 holds
 
 
@@ -69,7 +75,7 @@ def count(name: LabName, host: int) -> Counted:
 
 def _add(namespace: str) -> None:
     tell("ip", "netns", "add", namespace)
-    tell("ip", "netns", "exec", namespace, "sh", "-c", NO_IPV6)
+    tell("ip", "netns", "exec", namespace, "sh", "-c", f"{NO_IPV6}; {RENO}")
 
 
 def _batch(namespace: str, *lines: str) -> None:

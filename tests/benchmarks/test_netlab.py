@@ -65,6 +65,11 @@ def test_nobody_speaks_on_a_lab_but_its_ranks(lab):
     assert crossed(lab, lambda: lab.run(["sleep", "0.3"])) == [Counted(0, 0)] * 3
 
 
+def test_connections_are_paced_as_the_lab_says_and_not_as_the_machine_does(lab):
+    finished = lab.run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], timeout_seconds=20)
+    assert [output.strip() for output in finished.outputs] == ["reno"] * 3
+
+
 def test_the_kernel_counts_what_crosses_and_on_the_hosts_it_crosses(lab):
     sent_bytes = 3_000_000
     lab.shape(0)
