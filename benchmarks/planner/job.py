@@ -51,7 +51,8 @@ def main() -> None:
     lend = all_alive(factories)
     first = interleave(factories, Rounds(1, 2, 3), lend)
     seconds = {block.mode: block.wall_seconds for block in first}
-    turns = by_turns(lend, seconds, {CHOSEN, AGAIN, ALONE}, options.seconds)
+    frozen = _name_of(decided.plan, plans)
+    turns = by_turns(lend, seconds, {CHOSEN, AGAIN, ALONE, frozen}, options.seconds)
     held = {name: _fullest(lend, name) for name in plans}
     if rank == 0:
         case = Case(decided.profile, decided.topology, assumptions)
@@ -59,7 +60,7 @@ def main() -> None:
             "conditions": {"workload": options.workload, "workers": workers, "machine": machine()},
             "forecast": {name: _forecast(plan, case) for name, plan in plans.items()},
             "simulated_order": by_simulation({n: p for n, p in plans.items() if n in _priced(plans)}, case),
-            "frozen": _name_of(decided.plan, plans),
+            "frozen": frozen,
             "note": decided.plan.notes[-1] if decided.plan.notes else "",
             "first": [asdict(block) for block in first],
             "turns": turns,
