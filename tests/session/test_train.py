@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
 
 
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
-    """Its feed is two batches further by then. It ends where a run does that never looked ahead, bit for bit."""
+    """Its feed is three batches further by then. It ends where a run does that never looked ahead, bit for bit."""
     wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})
     whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "wishes": wishes})[0]
     facts, optimizer = whole[0], workload_of("recommender").optimizer([nn.Parameter(torch.ones(2, 2))])

@@ -136,11 +136,10 @@ class _Player:
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
-        the ids of the one after next, and the rows of the next that stay put."""
+        the ids of the one after next, and the rows of the next that stay put. While these are on their way, each works
+        out what it will say next."""
         if not self.foreseen:
             return
-        for name, does in self.foreseen.items():
-            self.clock.work(name, "foresee", does.foresee_seconds)
         self._meet()
         *first, last = self.foreseen.items()
         for name, does in first:
@@ -154,6 +153,8 @@ class _Player:
         early = [(name, "look-ahead", does.ahead[2:]) for name, does in self.foreseen.items() if does.ahead[2:]]
         for sent in self._together(early, self._start):
             self.ahead[sent.name].append(sent)
+        for name, does in self.foreseen.items():
+            self.clock.work(name, "foresee", does.foresee_seconds)
 
     def forward(self) -> None:
         stages = {stage.name: stage for stage in self.case.profile.stages}

@@ -95,7 +95,7 @@ class Run:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan looks ahead, the loader may be two batches ahead of the loop (see `Source` for the loaders that are
+        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that are
         not). A loop that saves its place in the data must then save that of the batch it holds: iterate over pairs
         of a batch and its place.
 
@@ -112,13 +112,12 @@ class Run:
         try:
             while True:
                 last = batch if batch is not None else last
-                if ahead.is_on:
-                    ahead.foresee(leaves(last), leaves(source.glance()))
                 if not self._is_any(batch is not None):
                     return
                 self.executor.stand_by(batch is None)
                 if ahead.is_on:
                     ahead.turn(self.executor.look_ups.moved, self.executor.look_ups.outlook)
+                    ahead.foresee(leaves(last), leaves(source.glance()))
                 yield last
                 batch = source.take() if batch is not None else None
         finally:

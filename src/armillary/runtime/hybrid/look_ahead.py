@@ -3,6 +3,7 @@
 Requests are made only right after a round in which every rank said it is idle, so their order is the same everywhere
 (design law 8) whatever ranks do in between. Such a moment is a `turn`, when the loop gets a batch. For a batch b:
 
+    turn of b - 3       what the rank will look up in b is worked out, while rows are on their way
     turn of b - 2       counts have come with the round itself; ids leave
     the next round      owners say which of the rows stay put: no rank will touch them in b - 1  (tables that send rows)
     turn of b - 1       those rows leave                                                         (tables that send rows)
@@ -33,16 +34,17 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from armillary.exchanges.look_up import FIRST_COUNT, FORESEEN, foreseen_of_each, outlook_columns
+from armillary.exchanges.look_up import FIRST_COUNT, FORESEEN
 from armillary.runtime.hybrid.early import MASKED, SENT, Early
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.habits import Habits
+from armillary.runtime.hybrid.outlook import Outlook
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
 
 __all__ = ["DEPTH", "LookAhead"]
 
-DEPTH = 2  # batches that ids go ahead
+DEPTH = 3  # batches that are looked at before their turn; ids go one less ahead
 FEW_BYTES = 128 << 10  # of the rows one rank expects of a batch: nobody is held up if they travel with others
 
 
@@ -66,11 +68,10 @@ class LookAhead:
     def __init__(self, tables: Sequence[RowTable], transport: Transport):
         self.tables = [table for table in tables if table.look_ahead != "none"][:FORESEEN][::-1]  # as a forward reads
         self.transport = transport
-        self.each = foreseen_of_each(len(self.tables))
         self.habits = Habits()
         self.now = Ahead()  # the batch in the loop's hands
         self.coming: list[Ahead] = []
-        self.wanted: dict[int, Tensor] = {}  # keys of the look-ups expected of the batch `DEPTH` on, by bit
+        self.expected = Outlook(self.tables, transport.place.workers)  # of the batch `DEPTH` after the one at hand
         self.begin()
         self.is_running = False
 
@@ -78,12 +79,16 @@ class LookAhead:
     def is_on(self) -> bool:
         return bool(self.tables)
 
+    @property
+    def outlook(self) -> Tensor | None:
+        """(ranks, columns) float64, what this rank tells each in its next rounds; None with no table."""
+        return self.expected.said
+
     def begin(self) -> None:
         """A loop begins: nothing is foreseen yet. Every rank must call it."""
         self._let_go(self.coming)
         self.upset: set[str] = set()  # tables of which rows moved that had been sent
         self.habits.begin()
-        self._say_nothing()
         self.is_running = True
 
     def stop(self) -> None:
@@ -91,22 +96,17 @@ class LookAhead:
         self.is_running = False
         self._let_go(self.coming)
         self.now.stamp = ()
-        self._say_nothing()
 
     def _let_go(self, aheads: Sequence[Ahead]) -> None:
-        self.coming = [Ahead() for _ in range(DEPTH)]
+        self.coming = [Ahead() for _ in range(DEPTH - 1)]
+        self.expected.clear()
         for early in (early for ahead in aheads for early in ahead.earlies):
             if early.flight.wait is not None:
                 self.transport.let_go(early.flight.wait)
 
-    def _say_nothing(self) -> None:
-        """outlook: (ranks, columns) float64, what this rank tells each in its next rounds; None with no table."""
-        shape = (self.transport.place.workers, outlook_columns(len(self.tables)))
-        self.outlook = torch.zeros(shape, dtype=torch.float64) if self.is_on else None
-
     def forget(self) -> None:
-        """Tables have other owners: the ids that went ahead were meant for the old ones. Their answers are not waited
-        for, and the batches they were of are looked up as ever. Every rank must call it."""
+        """Tables have other owners: the ids that went ahead were meant for the old ones, and so is what is expected.
+        No answer is waited for, and the batches they were of are looked up as ever. Every rank must call it."""
         self._let_go([self.now, *self.coming])
         self.now = Ahead()
         self.habits.forget_keys()
@@ -122,58 +122,49 @@ class LookAhead:
         return sum(1 << early.bit for early in self.coming[0].earlies if early.has_moved)
 
     @torch.no_grad()
-    def foresee(self, leaves: Sequence[Tensor], last_leaves: Sequence[Tensor]) -> None:
-        """The loop is about to get the batch with these tensors; the one `DEPTH` after it, where known, has
-        `last_leaves`. The rounds to come tell the others what is expected of that one."""
-        for early in self.now.earlies:
-            if early.is_mine:
-                self.habits.judge(early.table, early.number, early.is_taken)
-        self.habits.open_batch(leaves)
-        self._say_nothing()
-        assert self.outlook is not None
-        self.wanted = {}
-        for index, table in enumerate(self.tables):
-            for bit, keys in enumerate(self.habits.expect(table, last_leaves, self.each), index * self.each):
-                self.wanted[bit] = keys
-                self.outlook[:, FIRST_COUNT + bit] = torch.tensor(table.ownership.counts(keys))
-                self.outlook[:, 1] += len(keys) * table.row_bytes
-        self.outlook[:, 0] = sum(1 << bit for bit in self.wanted)
-
-    @torch.no_grad()
     def turn(self, moved: Sequence[int], heard: Tensor) -> None:
-        """The loop gets the batch that was spoken of.
+        """The loop gets another batch.
 
         Every rank must call it right after an idle round, in which it heard `moved` and the outlook of every rank
         (`heard`: (ranks, columns)), and `close`.
         """
+        for early in self.now.earlies:
+            if early.is_mine:
+                self.habits.judge(early.table, early.number, early.is_taken)
         for early in self.coming[0].earlies:
             early.is_void = bool(reduce(or_, moved) >> early.bit & 1)
             self.upset |= {early.table.name} if early.is_void else set()
         last = self._agree(heard.long())
-        self._say_nothing()
         self.now = self.coming.pop(0)
         self._send_late([early.flight for early in last.earlies])
         self.coming.append(last)
         self._send_early()
 
+    def foresee(self, leaves: Sequence[Tensor], last_leaves: Sequence[Tensor]) -> None:
+        """The batch that the loop gets has these tensors; the one `DEPTH` after it, where known, has `last_leaves`. The
+        rounds to come tell the others what is expected of that one."""
+        self.habits.open_batch(leaves)
+        self.expected.expect(self.habits, last_leaves)
+
     def _agree(self, heard: Tensor) -> Ahead:
         """What each rank expects of the last batch that is known."""
         masks = heard[:, 0].tolist()
         ahead = Ahead(has_few=int(heard[:, 1].max()) <= FEW_BYTES)
-        for bit in range(len(self.tables) * self.each):
+        for bit in range(len(self.tables) * self.expected.each):
             planned = tuple(bool(mask >> bit & 1) for mask in masks)
             if any(planned):
                 served = tuple(heard[:, FIRST_COUNT + bit].tolist())
-                ahead.earlies.append(self._early(bit, self.wanted.get(bit), served, planned))
+                ahead.earlies.append(self._early(bit, served, planned))
         return ahead
 
-    def _early(self, bit: int, keys: Tensor | None, served: tuple[int, ...], planned: tuple[bool, ...]) -> Early:
-        table = self.tables[bit // self.each]
+    def _early(self, bit: int, served: tuple[int, ...], planned: tuple[bool, ...]) -> Early:
+        table, number = self.tables[bit // self.expected.each], bit % self.expected.each
+        keys = self.expected.wanted.get(bit)
         if keys is None:
             keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
         asked, before = tuple(table.ownership.counts(keys)), self.coming[-1].of(table)
         may_send = table.name not in self.upset
-        return Early(table, bit % self.each, bit, keys, asked, served, planned, before, may_send)
+        return Early(table, number, bit, keys, asked, served, planned, before, may_send)
 
     def masks(self) -> list[Flight]:
         """What the next round takes along: of the last batch whose ids have left, which rows stay put. Once."""
