@@ -2,7 +2,8 @@
 
 DDP over sparse gradients and plans of ours train the same model on the same batches by turns, until all have reached
 the same target. A task that is in results/ is not trained again (`--again` does). Prints Markdown, draws
-results/curves.png, and ends with 1 if losses differ by more than rounding or a side did not reach the target.
+results/curves.png, and ends with 1 if losses differ by more than rounding or a side did not reach the target. With
+`--float64` the same in double precision, where rounding is far smaller than any other mistake; into files of its own.
 """
 
 import argparse
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 WORKERS, MBIT = 4, 100.0
 REST = "all_reduce"  # how most parameters travel; a table names the others
 ROUNDING = 1e-4  # of a loss, relative, over the whole run: sums in another order, many steps on
+EPSILON_32, EPSILON_64 = 2.0**-23, 2.0**-52
 FIRST_TURNS = 3  # shown apart, since training multiplies what rounding left
 COLORS = {"ddp_sparse": "#c2570c", "planned": "#2563a8", "planned_ahead": "#3f9b6c"}
 HEADER = (
@@ -43,18 +45,21 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--steps", type=int, default=0, help="at most; default: the task's")
     parser.add_argument("--turn-steps", type=int, default=0, help="between evaluations; default: the task's")
+    parser.add_argument("--float64", action="store_true", help="train in double precision")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    paths = {name: options.results / f"curves_{name}.json" for name in options.task or TASKS}
+    kind = "_float64" if options.float64 else ""
+    paths = {name: options.results / f"curves_{name}{kind}.json" for name in options.task or TASKS}
     for name, path in paths.items():
         if not options.report and (options.again or not path.exists()):
             _train(name, path.resolve(), options)
     races = {name: load(path) for name, path in paths.items() if path.exists()}
     print("\n".join(map(table, races.values())))
     if races:
-        draw(races).savefig(options.results / "curves.png")
-    missed = [f"{name}: {miss}" for name, race in races.items() for miss in misses(race)]
+        draw(races).savefig(options.results / f"curves{kind}.png")
+    rounding = ROUNDING * (EPSILON_64 / EPSILON_32 if options.float64 else 1)
+    missed = [f"{name}: {miss}" for name, race in races.items() for miss in misses(race, rounding)]
     print("\n".join(missed) or "all sides learn alike and reach the target")
     return int(bool(missed))
 
@@ -63,6 +68,7 @@ def _train(task: str, path: Path, options: argparse.Namespace) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Lab(WORKERS, MBIT) as lab:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.parallax.curves_job", "--task", task]
+        command += ["--float64"] * options.float64
         command += ["--steps", str(options.steps), "--turn-steps", str(options.turn_steps)]
         lab.run(
             [*command, "--mbit", str(MBIT), "--folder", folder, "--out", str(path)],
@@ -72,13 +78,13 @@ def _train(task: str, path: Path, options: argparse.Namespace) -> None:
     print(f"{task}: {time.perf_counter() - began:.0f} s in all", flush=True)
 
 
-def misses(race: Race) -> list[str]:
+def misses(race: Race, rounding: float = ROUNDING) -> list[str]:
     """What must not be: a side that learns otherwise than the first, or does not reach the target."""
     late = [
         f"{name} has not reached the target" for name, curve in race.curves.items() if not reached(curve, race.goal)
     ]
     off = {name: apart(curve, _first(race)) for name, curve in race.curves.items()}
-    return late + [f"losses of {name} are off by {by:.1e}" for name, by in off.items() if by > ROUNDING]
+    return late + [f"losses of {name} are off by {by:.1e}" for name, by in off.items() if by > rounding]
 
 
 def _first(race: Race) -> Curve:
@@ -109,9 +115,10 @@ def _told(race: Race) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in told["workload"].items())
     ways = [f"{name} by {exchange}" for name, exchange in told["plan"].items() if exchange != REST]
     return (
-        f"{told['task']} ({sizes}), {told['optimizer']}, to {goal.metric} {goal.target:g}; {told['workers']} workers, "
-        f"{told['Mbit/s']:g} Mbit/s, {told['machine']}, load before {told['load before']:.1f}. DDP's buckets: "
-        f"{told['bucket MiB']:g} MiB. Planned: {', '.join([*ways, f'the rest by {REST}'])}."
+        f"{told['task']} ({sizes}), {told['precision']}, {told['optimizer']}, to {goal.metric} {goal.target:g}; "
+        f"{told['workers']} workers, {told['Mbit/s']:g} Mbit/s, {told['machine']}, load before "
+        f"{told['load before']:.1f}. DDP's buckets: {told['bucket MiB']:g} MiB. "
+        f"Planned: {', '.join([*ways, f'the rest by {REST}'])}."
     )
 
 

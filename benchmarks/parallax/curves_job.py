@@ -36,6 +36,7 @@ WARM_STEPS, TIMED_STEPS, ROUNDS = 2, 3, 4  # of each size of buckets, as many as
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64 if options.float64 else torch.float32)
     start_process_group()
     task = TASKS[options.task]
     workload = find(options.task, task.options)
@@ -55,7 +56,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         groups = plans["planned"].groups
         conditions = {
-            "task": options.task, "workload": dict(task.options), "workers": dist.get_world_size(),
+            "task": options.task, "precision": "float64" if options.float64 else "float32",
+            "workload": dict(task.options), "workers": dist.get_world_size(),
             "Mbit/s": options.mbit, "optimizer": f"Adagrad, rate {task.rate:g}, accumulator {task.accumulator:g}",
             "parameters": {name: list(value.shape) for name, value in plain.named_parameters()},
             "plan": {name: group.exchange.name for group in groups for name in group.parameters},
@@ -97,6 +99,7 @@ def _bucket_seconds(workload: Workload, task: Task) -> dict[float, float]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", required=True, choices=list(TASKS))
+    parser.add_argument("--float64", action="store_true")
     parser.add_argument("--mbit", type=float, required=True)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--turn-steps", type=int, default=0)

@@ -197,7 +197,7 @@ def test_whole_tables_are_refused_where_a_step_of_them_would_take_seconds(tmp_pa
 
 def test_a_heat_without_anyone_left_is_not_run():
     heats = entries()["lm8"].heats
-    left_out = {*heats[1].names, *heats[2].names}
+    left_out = {name for heat in heats[1:] for name in heat.names}
     kept = entries()["lm8"].without(left_out)
     assert [heat.names for heat in kept] == [tuple(name for name in heats[0].names if name not in left_out)]
 

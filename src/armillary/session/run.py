@@ -95,9 +95,9 @@ class Run:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that are
-        not). A loop that saves its place in the data must then save that of the batch it holds: iterate over pairs
-        of a batch and its place.
+        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that
+        are not). A loop that saves its place in the data must then save that of the batch it holds: iterate over
+        pairs of a batch and its place.
 
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
