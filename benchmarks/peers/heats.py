@@ -84,11 +84,11 @@ def _of_workload(name: str, everyone: Heat) -> Heat:
 _LM8 = (
     Heat(
         ("compute_only", "link", "ddp_sparse", "torchrec_by_hand", "ours", "ours_ahead"),
-        Rounds(5, 6, 6),  # look-ahead learns from its first steps what is looked up
+        Rounds(5, 6, 4),  # look-ahead learns from its first steps what is looked up
     ),
     Heat((*BY_ROW[1:], "ours", "ours_ahead", *DENSE), Rounds(3, 6, 2)),
-    Heat(("ours", "ours_scrambled"), Rounds(5, 4, 6)),  # what the order of ids costs us
-    Heat((*TORCHREC[:2], "ours"), Rounds(3, 2, 3)),  # and others
+    Heat(("ours", "ours_scrambled"), Rounds(5, 4, 4)),  # what the order of ids costs us
+    Heat((*TORCHREC[:2], "ours"), Rounds(2, 2, 3)),  # and others
 )
 _DENSE = (
     Heat(("compute_only", "link", *BUCKETS, "ours"), Rounds(3, 1, 4)),

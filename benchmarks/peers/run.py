@@ -36,7 +36,7 @@ def main() -> None:
         watch = granting(lab.shape, partial(print, flush=True))
         for mbit in rates:  # a job each: what a contender never gives back would be missing in the next
             lab.shape(0)  # of the rehearsal; the job asks for its own
-            lab.run([*command, "--mbit", str(mbit)], timeout_seconds=900, watch=watch)
+            lab.run([*command, "--mbit", str(mbit)], timeout_seconds=1800, watch=watch)
 
 
 def mbit_of(rate: str) -> float:
