@@ -87,6 +87,7 @@ class LookAhead:
     def begin(self) -> None:
         """A loop begins: nothing is foreseen yet. Every rank must call it."""
         self._let_go(self.coming)
+        self.expected.clear()
         self.upset: set[str] = set()  # tables of which rows moved that had been sent
         self.habits.begin()
         self.is_running = True
@@ -95,21 +96,22 @@ class LookAhead:
         """The loop is left: what was asked for batches that will not come is not waited for."""
         self.is_running = False
         self._let_go(self.coming)
+        self.expected.clear()
         self.now.stamp = ()
 
     def _let_go(self, aheads: Sequence[Ahead]) -> None:
         self.coming = [Ahead() for _ in range(DEPTH - 1)]
-        self.expected.clear()
         for early in (early for ahead in aheads for early in ahead.earlies):
             if early.flight.wait is not None:
                 self.transport.let_go(early.flight.wait)
 
     def forget(self) -> None:
-        """Tables have other owners: the ids that went ahead were meant for the old ones, and so is what is expected.
-        No answer is waited for, and the batches they were of are looked up as ever. Every rank must call it."""
+        """Tables have other owners: the ids that went ahead were meant for the old ones. Their answers are not waited
+        for, and the batches they were of are looked up as ever. Every rank must call it."""
         self._let_go([self.now, *self.coming])
         self.now = Ahead()
         self.habits.forget_keys()
+        self.expected.deal_anew(self.habits)
 
     @property
     def made(self) -> int:

@@ -31,6 +31,7 @@ class Outlook:
 
     def clear(self) -> None:
         """Nothing is expected."""
+        self.leaves: Sequence[Tensor] = ()
         self.wanted: dict[int, Tensor] = {}
         self.said = torch.zeros(self.shape, dtype=torch.float64) if self.tables else None
 
@@ -38,6 +39,7 @@ class Outlook:
     def expect(self, habits: Habits, leaves: Sequence[Tensor]) -> None:
         """A batch with these tensors is expected to be looked up as those before it were; no tensors: nothing is."""
         self.clear()
+        self.leaves = leaves
         assert self.said is not None
         for index, table in enumerate(self.tables):
             for bit, keys in enumerate(habits.expect(table, leaves, self.each), index * self.each):
@@ -45,3 +47,8 @@ class Outlook:
                 self.said[:, FIRST_COUNT + bit] = torch.tensor(table.ownership.counts(keys))
                 self.said[:, 1] += len(keys) * table.row_bytes
         self.said[:, 0] = sum(1 << bit for bit in self.wanted)
+
+    def deal_anew(self, habits: Habits) -> None:
+        """The same rows are expected, of other owners."""
+        if self.tables:
+            self.expect(habits, self.leaves)
