@@ -1,4 +1,4 @@
-"""What every rank runs: the heats of a case, one rate of the links after another; `run.py` starts it inside a lab.
+"""What every rank runs: one heat of a case, at one rate of the links; `run.py` starts it inside a lab.
 
 A contender is built for its turn and dropped after it, so it begins where all others began and two models need never
 fit at once. Rank 0 keeps what was found, as JSON.
@@ -34,28 +34,25 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     start_process_group()
-    entry, everyone = entries()[options.case].for_rounds(options.rounds), contenders()
+    entry, everyone = entries()[options.case].for_rounds(options.rounds).only(options.heat), contenders()
     workers = dist.get_world_size()
     if dist.get_rank() == 0:
         entry.prepare(options.folder)
     dist.barrier()
     _rehearse(entry, everyone, options)
-    true: list[float] = []
-    for mbit in options.mbit:
-        _ask_for(mbit, options.folder)
-        planning.forget()
-        case = entry.case(mbit, workers, options.folder, False)
-        if dist.get_rank() == 0 and not true:
-            true = truth.losses(case, workers, entry.most_steps)
-        refused = _refused(case, options)
-        records = [asdict(_heat(case, heat, mbit, everyone)) for heat in entry.without(refused)]
-        if dist.get_rank() == 0:
-            found = {
-                "case": options.case, "Mbit/s": mbit, "unit": case.unit, "samples": case.samples, "truth": true,
-                "refused": refused, "heats": records,
-            }  # fmt: skip
-            path = options.out / f"{options.case}_{mbit:g}mbit.json"
-            path.write_text(json.dumps(found, indent=1) + "\n")
+    mbit: float = options.mbit
+    _ask_for(mbit, options.folder)
+    planning.forget()
+    case = entry.case(mbit, workers, options.folder, False)
+    true = truth.losses(case, workers, entry.most_steps) if dist.get_rank() == 0 else []
+    refused = _refused(case, options)
+    records = [asdict(_heat(case, heat, mbit, everyone)) for heat in entry.without(refused)]
+    if dist.get_rank() == 0:
+        found = {
+            "case": options.case, "Mbit/s": mbit, "unit": case.unit, "samples": case.samples, "truth": true,
+            "refused": refused, "heats": records,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a dozen gloo groups of several frameworks: once, taking them down one by one did not end
@@ -71,8 +68,7 @@ def _rehearse(entry: Entry, everyone: Mapping[str, Contender], options: argparse
     """Two steps of everyone at a small size: what a process needs once is put down to nobody."""
     workers = dist.get_world_size()
     small = entry.case(0, workers, options.folder, True)
-    everywhere = [_refused(entry.case(mbit, workers, options.folder, False), options) for mbit in options.mbit]
-    refused = set.intersection(*map(set, everywhere))
+    refused = _refused(entry.case(options.mbit, workers, options.folder, False), options)
     for name in dict.fromkeys(name for heat in entry.without(refused) for name in heat.names):
         planning.forget()
         _say(f"rehearsing {name}")
@@ -103,7 +99,7 @@ def _ask_for(mbit: float, folder: Path) -> None:
     """Waits until the links have this speed."""
     dist.barrier()
     if dist.get_rank() == 0:
-        ask(mbit, folder / f"shaped_{mbit:g}")
+        ask(mbit, folder / "shaped")
     dist.barrier()
 
 
@@ -115,7 +111,8 @@ def _say(text: str) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", required=True)
-    parser.add_argument("--mbit", type=float, nargs="+", required=True)
+    parser.add_argument("--mbit", type=float, required=True)
+    parser.add_argument("--heat", type=int, required=True, help="of the case, counted from 0")
     parser.add_argument("--only", default="", help="contenders, parted by commas; the rest is left out")
     parser.add_argument("--rounds", type=int, default=0, help="at most so many a heat; 0 is the case's own")
     parser.add_argument("--folder", type=Path, required=True)

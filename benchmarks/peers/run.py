@@ -1,14 +1,17 @@
-"""All contenders on one case: python -m benchmarks.peers.run --case lm8 --rate 100mbit --rate 1gbit
+"""All contenders on one case, heat by heat: python -m benchmarks.peers.run --case lm8 --rate 100mbit --rate 1gbit
 
 On the network lab, in the environment that `make peers-env` made. Keeps JSON under results/; `report.py` reads it.
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.netlab.asking import granting
 from benchmarks.netlab.lab import Lab
@@ -29,14 +32,29 @@ def main() -> None:
     entry = entries()[options.case]
     rates = [mbit_of(rate) for rate in options.rate] if options.rate else list(entry.rates)
     options.out.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, Lab(entry.workers, 0) as lab:
-        words = ["--case", options.case, "--only", options.only, "--rounds", str(options.rounds), "--folder", folder]
-        words += ["--out", str(options.out)]
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", *words]
+    for mbit in rates:
+        found = whole([_heat(options, mbit, heat) for heat in range(len(entry.heats))])
+        path = options.out / f"{options.case}_{mbit:g}mbit.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _heat(options: argparse.Namespace, mbit: float, heat: int) -> Mapping[str, Any]:
+    """In a job of its own: what contenders never give back would be missing in the next."""
+    with tempfile.TemporaryDirectory() as folder, Lab(entries()[options.case].workers, 0) as lab:
+        part = Path(folder) / "found.json"
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", "--case", options.case]
+        command += ["--only", options.only, "--rounds", str(options.rounds), "--folder", folder, "--out", str(part)]
         watch = granting(lab.shape, partial(print, flush=True))
-        for mbit in rates:  # a job each: what a contender never gives back would be missing in the next
-            lab.shape(0)  # of the rehearsal; the job asks for its own
-            lab.run([*command, "--mbit", str(mbit)], timeout_seconds=1800, watch=watch)
+        lab.run([*command, "--mbit", str(mbit), "--heat", str(heat)], timeout_seconds=1200, watch=watch)
+        found: Mapping[str, Any] = json.loads(part.read_text())
+        return found
+
+
+def whole(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The heats of one case at one rate, together: `truth` is that of the longest, which begins as the others do."""
+    longest = max((part["truth"] for part in parts), key=len)
+    refused = {name: why for part in parts for name, why in part["refused"].items()}
+    return {**parts[0], "truth": longest, "refused": refused, "heats": [one for part in parts for one in part["heats"]]}
 
 
 def mbit_of(rate: str) -> float:

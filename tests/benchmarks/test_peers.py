@@ -11,7 +11,7 @@ from benchmarks.hybrid.model import Sizes
 from benchmarks.hybrid.record import Block, Record
 from benchmarks.peers import cases, lines, report, truth
 from benchmarks.peers.heats import entries
-from benchmarks.peers.run import mbit_of
+from benchmarks.peers.run import mbit_of, whole
 
 SIZES = Sizes(vocabulary=300, features=16, hidden=8, projection=4, sentences=4, words=5, negatives=32)
 CONDITIONS = {"case": "made up", "workers": 2, "warm steps": 1, "timed steps": 1}
@@ -114,6 +114,16 @@ def test_what_was_found_comes_back_from_json(tmp_path: Path):
     path = tmp_path / "lm2.json"
     path.write_text(json.dumps({**fields, "refused": {"fsdp2": "too slow"}, "heats": [asdict(one)]}))
     assert report.load(path) == found("lm2", 100, one)
+
+
+def test_heats_of_a_case_are_one_record_whichever_job_ran_them():
+    told = {"case": "lm8", "Mbit/s": 100.0, "unit": "words", "samples": 640}
+    first = {**told, "truth": [3.0, 2.0], "refused": {"ddp": "too slow"}, "heats": ["a", "b"]}
+    second = {**told, "truth": [3.0, 2.0, 1.0], "refused": {"fsdp2": "missing"}, "heats": ["c"]}
+    empty = {**told, "truth": [3.0], "refused": {}, "heats": []}
+    refused = {"ddp": "too slow", "fsdp2": "missing"}
+    assert whole([first, empty, second]) == {**second, "refused": refused, "heats": ["a", "b", "c"]}
+    assert entries()["lm8"].only(1).heats == (entries()["lm8"].heats[1],)
 
 
 ONE_PROCESS = """
