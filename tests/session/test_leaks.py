@@ -1,14 +1,25 @@
-"""A step leaves nothing behind."""
+"""A step leaves nothing behind, and neither does a run whose user has let go of it."""
 
 import gc
 import weakref
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from armillary.facts.plan import Choice
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
+from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.transport import Transport
+from armillary.runtime.when_final import when_final
+from armillary.schedules.cyclic import cyclic
 from armillary.session.attach import attach
+from channels import GlooChannel
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+from staged_models import as_stages, data, squared_error, stages_of
 
 
 def rows_that_outlive_their_step(rank, workers, exchange):
@@ -37,3 +48,111 @@ def test_the_rows_of_a_look_up_die_with_their_step(crew, exchange):
     for read, alive in crew(2).run(rows_that_outlive_their_step, exchange):
         assert read > 0
         assert alive == 0
+
+
+def parts_of_a_run(run):
+    tables = run.tables.values()
+    return [*run.model.parameters(), *(unit for unit in run.executor.units), *(table.shard for table in tables), run]
+
+
+def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle):
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = OPTIMIZERS["sgd" if look_ahead == "rows" else "adam"](model.parameters())
+    plan = plan_for(model, workers, Choice(exchange), Choice("all_reduce"))
+    if look_ahead != "none":
+        groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
+        plan = replace(plan, groups=tuple(groups))
+    run = attach(plan, model, optimizer)
+    transport = run.transport
+    with closing(run.batches(batch_of(rank, step) for step in range(5))) as batches:
+        for _, batch in zip(range(3), batches):
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        if is_left_in_the_middle:
+            loss(model, next(batches))  # rows were read, and nothing comes back of them
+    return transport, [weakref.ref(part) for part in parts_of_a_run(run)]
+
+
+def parts_that_outlive_their_run(rank, workers, *case):
+    transport, parts = train_and_let_go(rank, workers, *case)
+    gc.collect()
+    transport.barrier()
+    transport.close()
+    return len(parts), [type(part()).__name__ for part in parts if part() is not None]
+
+
+@pytest.mark.parametrize("is_left_in_the_middle", [False, True])
+@pytest.mark.parametrize(
+    ("exchange", "look_ahead"), [("owned_rows", "none"), ("owned_rows", "rows"), ("gather_rows", "none")]
+)
+def test_a_run_dies_with_its_model_and_optimizer(crew, exchange, look_ahead, is_left_in_the_middle):
+    for count, alive in crew(2).run(parts_that_outlive_their_run, exchange, look_ahead, is_left_in_the_middle):
+        assert count > 10
+        assert alive == []
+
+
+def train_with_stale_gradients(rank, workers, kind):
+    model = nn.Sequential(*stages_of(2, torch.float64))
+    optimizer = OPTIMIZERS["momentum_decay"](model.parameters())
+    if kind == "ring":
+        course = Course(cyclic(workers, 2), squared_error)
+        run = RingLoop(model, as_stages(model), optimizer, course, GlooChannel(), rank)
+    else:
+        transport = Transport()
+        run = DelayedAllReduce({"all": list(model.parameters())}, optimizer, transport, workers)
+    for batches in data(3, workers, torch.float64):
+        optimizer.zero_grad()
+        inputs, target = batches[rank]
+        squared_error(model(inputs), target).backward()
+        optimizer.step()
+    run.settle()
+    return [weakref.ref(part) for part in (model, run, *model.parameters())]
+
+
+def weights_that_outlive_their_loop(rank, workers, kind):
+    parts = train_with_stale_gradients(rank, workers, kind)
+    gc.collect()
+    return [type(part()).__name__ for part in parts if part() is not None]
+
+
+@pytest.mark.parametrize("kind", ["ring", "delayed"])
+def test_a_loop_of_stale_gradients_dies_with_its_model_and_optimizer(crew, kind):
+    assert crew(2).run(weights_that_outlive_their_loop, kind) == [[], []]
+
+
+class Owner:
+    """Something a hook tells of a gradient."""
+
+
+def test_a_gradient_that_nobody_exchanges_any_more_is_an_error():
+    weight, owner = nn.Parameter(torch.ones(2)), Owner()
+
+    def told(owner, leaf):
+        owner.seen = getattr(owner, "seen", 0) + 1
+
+    when_final(weight, owner, told)
+    weight.sum().backward()
+    assert owner.seen == 1
+    del owner
+    with pytest.raises(RuntimeError, match=r"shape \(2,\) got a gradient that nobody exchanges"):
+        weight.sum().backward()
+
+
+def test_a_hook_that_holds_what_holds_its_tensor_is_never_freed():
+    """Why `when_final` is there; if this fails, torch has learned to see such circles."""
+
+    def circle(hook_on):
+        owner = Owner()
+        owner.weight = nn.Parameter(torch.ones(2))
+        hook_on(owner.weight, owner, lambda here, _: here.weight)
+        return weakref.ref(owner)
+
+    def holding(tensor, owner, told):
+        tensor.register_post_accumulate_grad_hook(lambda leaf: told(owner, leaf))
+
+    kept, freed = circle(holding), circle(when_final)
+    gc.collect()
+    assert kept() is not None
+    assert freed() is None

@@ -24,6 +24,7 @@ the rate is that of the gradient's step.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch.optim import Optimizer
 from armillary.runtime.cyclic.delayed_step import Options, options_of, step_with
 from armillary.runtime.cyclic.twin_bucket import Requests, TwinBucket
 from armillary.runtime.hybrid.bucket import Bucket
+from armillary.runtime.when_final import when_final
 
 __all__ = ["DelayedAllReduce"]
 
@@ -79,8 +81,9 @@ class DelayedAllReduce:
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._step_ends()),
         ]
-        for unit in self._units:
-            self._hooks += [p.register_post_accumulate_grad_hook(self._hook(unit)) for p in unit.free.parameters]
+        for place, unit in enumerate(self._units):
+            told = partial(DelayedAllReduce._arrived, place=place)
+            self._hooks += [when_final(parameter, self, told) for parameter in unit.free.parameters]
 
     @property
     def flat_tensors(self) -> list[Tensor]:
@@ -149,15 +152,13 @@ class DelayedAllReduce:
         finally:
             self._is_own_step = False
 
-    def _hook(self, unit: TwinBucket) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            assert isinstance(parameter, nn.Parameter)
-            self._open(parameter)
-            unit.free.deposit(parameter, self._scale)
-            while self._launched < len(self._units) and self._units[self._launched].free.is_ready:
-                self._launch()
-
-        return arrived
+    def _arrived(self, parameter: Tensor, place: int) -> None:
+        """A gradient of the unit at that place."""
+        assert isinstance(parameter, nn.Parameter)
+        self._open(parameter)
+        self._units[place].free.deposit(parameter, self._scale)
+        while self._launched < len(self._units) and self._units[self._launched].free.is_ready:
+            self._launch()
 
     def _open(self, first: nn.Parameter | None) -> None:
         """The first gradient of a backward is there."""

@@ -7,6 +7,7 @@ Changing them (clipping) is refused, not ignored. Forwards in eval mode or witho
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.delayed_step import Options, options_of
 from armillary.runtime.cyclic.flat_stage import FlatStage
 from armillary.runtime.cyclic.home import Home
+from armillary.runtime.when_final import when_final
 from armillary.schedules.random_stream import place_seed, seed_streams
 
 __all__ = ["Part", "WorkerLoop"]
@@ -82,9 +84,7 @@ class WorkerLoop:
                 yield module.register_forward_pre_hook(lambda module, given, stage=stage: self._enter(stage))
         for index, flat in self.part.flat.items():
             for parameter in flat.parameters:
-                yield parameter.register_post_accumulate_grad_hook(
-                    lambda p, index=index: self._gradient_is_there(index)
-                )
+                yield when_final(parameter, self, partial(WorkerLoop._gradient_is_there, stage=index))
 
     def detach(self) -> None:
         """Takes the hooks off; the optimizer keeps stepping home stages only."""
@@ -137,7 +137,7 @@ class WorkerLoop:
         self._random = []
         self.part.before(self._count)
 
-    def _gradient_is_there(self, stage: int) -> None:
+    def _gradient_is_there(self, _: Tensor, stage: int) -> None:
         if self._next_back < 0:
             raise RuntimeError(
                 "ring: a backward without a training forward before it, or a second one; want one a step"

@@ -8,6 +8,7 @@ joins all the same.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
+from armillary.runtime.when_final import when_final
 
 __all__ = ["DenseUnit", "Executor", "RowUnit"]
 
@@ -79,12 +81,12 @@ class Executor:
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
-        for unit in self.units:
+        for place, unit in enumerate(self.units):
             if isinstance(unit, DenseUnit):
                 for parameter in unit.bucket.parameters:
                     if parameter.requires_grad:
-                        hook = self._hook(unit)
-                        self.removals.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+                        hook = when_final(parameter, self, partial(Executor._arrived, place=place))
+                        self.removals.append(hook.remove)
 
     @property
     def scale(self) -> float:
@@ -110,16 +112,15 @@ class Executor:
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
         self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
-    def _hook(self, unit: DenseUnit) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if not self._is_leaving():
-                return
-            self._open()
-            assert isinstance(parameter, nn.Parameter)
-            unit.bucket.deposit(parameter, self.scale)
-            self._launch_ready()
-
-        return arrived
+    def _arrived(self, parameter: Tensor, place: int) -> None:
+        """A gradient of the dense unit at that place."""
+        if not self._is_leaving():
+            return
+        self._open()
+        unit = self.units[place]
+        assert isinstance(parameter, nn.Parameter) and isinstance(unit, DenseUnit)
+        unit.bucket.deposit(parameter, self.scale)
+        self._launch_ready()
 
     def on_rows(self, table: RowTable) -> None:
         """A look-up's rows have their gradient."""

@@ -6,6 +6,7 @@ in `.grad` of the parameter the optimizer holds (local shape), so clipping over 
 `optimizer.param_groups` give the same, one-process result. Only inside the optimizer's step is the plain tensor there.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -42,16 +43,30 @@ class NormSource(Protocol):
 
 
 class GradientHandle(Tensor):
-    """local: gradient of the rows (or of the window) that this rank's optimizer holds."""
+    """local: gradient of the rows (or of the window) that this rank's optimizer holds.
 
-    table: NormSource
+    The table is known weakly: it holds the parameter whose `.grad` this is, a circle that no collector sees.
+    """
+
     local: Tensor
+    _known: "weakref.ref[NormSource]"
 
     @staticmethod
     def __new__(cls, table: NormSource, like: Tensor, local: Tensor) -> "GradientHandle":
         gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        gradient.table, gradient.local = table, local
+        gradient._known, gradient.local = weakref.ref(table), local
         return gradient
+
+    @property
+    def table(self) -> NormSource:
+        """
+        Raises:
+            RuntimeError: it is gone.
+        """
+        table = self._known()
+        if table is None:
+            raise RuntimeError("the table of this gradient is gone; keep its model as long as you look at gradients")
+        return table
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientHandle({self.table.name!r}, shape={tuple(self.shape)})"

@@ -5,6 +5,7 @@ others until all are idle. The rows a read brings are a leaf of the autograd gra
 torch's own backward of the gather adds up duplicates, in any mode of any of the row-gather operations.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -18,6 +19,7 @@ from armillary.runtime.hybrid.look_ahead import LookAhead
 from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
+from armillary.runtime.when_final import when_final
 
 __all__ = ["LookUps"]
 
@@ -65,7 +67,7 @@ class LookUps:
         if waiting is not None:
             rows = self._await_gradient(table, waiting)
         elif learns:  # the backward runs as everywhere, but its gradient stays here
-            rows.requires_grad_().register_post_accumulate_grad_hook(lambda _: self.on_gradient(table))
+            when_final(rows.requires_grad_(), self, lambda here, _: here.on_gradient(table))
         return rows, inverse
 
     def deal_anew(self) -> None:
@@ -145,20 +147,20 @@ class LookUps:
     def _await_gradient(self, table: RowTable, waiting: LookUp) -> Tensor:
         rows = waiting.rows
         assert rows is not None
-        rows.requires_grad_()
-
-        def arrived(_: Tensor) -> None:
-            if waiting.is_pushed:
-                raise RuntimeError(
-                    f"rank {table.place.rank}: {table.name}: rows read before an earlier backward got a gradient after "
-                    "it, when theirs had left; run each forward right before its backward, or add the losses and run "
-                    "one backward (torch.utils.checkpoint: use_reentrant=False)"
-                )
-            waiting.has_gradient = True
-            self.on_gradient(table)
-
-        rows.register_post_accumulate_grad_hook(arrived)
+        place, known = self.tables.index(table), weakref.ref(waiting)  # both hold the rows, see `when_final.py`
+        when_final(rows.requires_grad_(), self, lambda here, _: here._arrived(here.tables[place], known()))
         return rows
+
+    def _arrived(self, table: RowTable, waiting: LookUp | None) -> None:
+        """Rows have their gradient, of a look-up that waits for it if it is still there."""
+        if waiting is None or waiting.is_pushed:
+            raise RuntimeError(
+                f"rank {table.place.rank}: {table.name}: rows read before an earlier backward got a gradient after it, "
+                "when theirs had left; run each forward right before its backward, or add the losses and run one "
+                "backward (torch.utils.checkpoint: use_reentrant=False)"
+            )
+        waiting.has_gradient = True
+        self.on_gradient(table)
 
     def meet_in_backward(self, weight: float) -> None:
         """Every rank is in its backward: no rank will look up for it any more."""
