@@ -7,6 +7,7 @@ from functools import partial
 
 import deepspeed
 
+from benchmarks.peers import planning
 from benchmarks.peers.case import Case, Step
 from benchmarks.peers.contenders import (
     alone,
@@ -69,9 +70,9 @@ def contenders() -> Mapping[str, Contender]:
         },
         "torchrec_bags": Contender(_copying(with_torchrec_bags.train)),
         **_horovod(),
-        "ours": Contender(_copying(ours.train)),
-        "ours_ahead": Contender(_copying(ours.train_ahead)),
-        "ours_scrambled": Contender(_copying(ours_scrambled.train)),
+        "ours": Contender(_copying(ours.train), planning.closing),
+        "ours_ahead": Contender(_copying(ours.train_ahead), planning.closing),
+        "ours_scrambled": Contender(_copying(ours_scrambled.train), planning.closing),
     }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from armillary.facts.collectives import members
 from armillary.facts.processor import Processor, RowRate
-from armillary.facts.topology import Link, RequestLink, Topology
+from armillary.facts.topology import TURN_BYTES, TURN_SECONDS, Link, RequestLink, Topology
 
 LINK = Link(1e-4, 1e8)
 RATE = RowRate(1e-6, 1e-8, 1e-10, 0.1)
@@ -100,3 +100,10 @@ def test_a_rate_that_cannot_be_is_refused(rates):
         Processor(RATE, RATE, RATE, 0.0)
     with pytest.raises(ValueError, match="none of inside, between"):
         RequestLink("AllReduce", "beside", LINK)
+
+
+@pytest.mark.parametrize(("nodes", "bytes_per_second"), [(1, 1e9), (2, 1e7)])
+def test_how_long_a_piece_may_be_that_takes_no_turn_is_the_slowest_links_to_say(nodes, bytes_per_second):
+    topology = Topology(nodes, 2, Link(1e-5, 1e9), Link(1e-4, 1e7), 1 << 30)
+    assert topology.turn_bytes == round(bytes_per_second * TURN_SECONDS)
+    assert abs(replace(topology, nodes=2, between=Link(1e-4, 12e6)).turn_bytes - TURN_BYTES) < 1000

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from armillary.facts.collectives import AllReduce, AllToAll
+from armillary.facts.topology import TURN_BYTES
 from armillary.reference import lockstep
 from armillary.runtime import pairwise, transport
 from armillary.runtime.transport import Transport
 
-LARGE = pairwise.SMALL_BYTES // 8 + 5  # rows of one float64 that make a piece wait for its turn
+LARGE = TURN_BYTES // 8 + 5  # rows of one float64 that make a piece wait for its turn
 
 
 def rows_between(sender, receiver, kind):
@@ -131,6 +132,24 @@ def test_an_answer_may_be_let_go(crew):
     for rank, (mine, after) in enumerate(crew(3).run(let_go)):
         assert rank == 0 or torch.equal(mine, mixed[rank])
         assert torch.equal(after, large[rank])
+
+
+def told_how_long(rank, world, turn_bytes):
+    """How many threads a long request keeps waiting for its turns, and its answer."""
+    before = couriers()
+    one = Transport(turn_bytes=turn_bytes)
+    answer = one.start(request_of(rank, world, "large"), "large")()
+    seen = couriers() - before
+    one.close()
+    return seen, answer
+
+
+@pytest.mark.parametrize(("turn_bytes", "seen"), [(8 * LARGE - 64, 1), (16 * LARGE, 0), (0, 1)])
+def test_what_the_link_makes_short_takes_no_turns(crew, turn_bytes, seen):
+    truth, _ = lockstep.run([program(request_of(rank, 3, "large")) for rank in range(3)])
+    for rank, (threads, answer) in enumerate(crew(3).run(told_how_long, turn_bytes)):
+        assert threads == seen
+        assert torch.equal(answer, truth[rank])
 
 
 class Broken:

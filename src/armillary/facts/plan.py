@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from armillary.facts.plan_table import Line, plan_table
+from armillary.facts.topology import TURN_BYTES
 
 __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"]
 
@@ -123,6 +124,8 @@ class Plan:
         compute_seconds: forecast of one step without any exchange.
         priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
         picture: of a schedule other than simultaneous: worker by tick, with the staleness of the weights.
+        turn_bytes: what goes from rank to rank in pieces up to this long leaves at once; longer ones take turns on
+            the links (`runtime/pairwise.py`).
     """
 
     workers: int
@@ -136,12 +139,15 @@ class Plan:
     notes: tuple[str, ...] = ()
     priced_with: Mapping[str, float] = field(default_factory=dict)
     picture: str = ""
+    turn_bytes: int = TURN_BYTES
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"plan: want at least 1 worker, got {self.workers}")
         if self.workers_per_node < 1 or self.workers % self.workers_per_node:
             raise ValueError(f"plan: {self.workers} workers do not fill nodes of {self.workers_per_node}")
+        if self.turn_bytes < 0:
+            raise ValueError(f"plan: turn_bytes must not be negative, got {self.turn_bytes}")
         if self.mean not in ("workers", "weights"):
             raise ValueError(f"plan: mean {self.mean!r} is none of workers, weights")
         seen: dict[str, str] = {}

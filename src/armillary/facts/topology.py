@@ -15,7 +15,10 @@ from typing import Any, Literal
 
 from armillary.facts.processor import Processor, RowRate
 
-__all__ = ["Link", "RequestLink", "Topology"]
+__all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology"]
+
+TURN_SECONDS = 2.7e-3  # pieces that cross in less do not take turns on a link (`runtime/pairwise.py`)
+TURN_BYTES = 32 << 10  # the same, where links are not known; those of 100 Mbit/s carry about as much in that time
 
 Side = Literal["inside", "between"]
 
@@ -94,6 +97,11 @@ class Topology:
     @property
     def workers(self) -> int:
         return self.nodes * self.workers_per_node
+
+    @property
+    def turn_bytes(self) -> int:
+        """What the slowest link carries in `TURN_SECONDS`."""
+        return round(self.link.bytes_per_second * TURN_SECONDS)
 
     @property
     def link(self) -> Link:

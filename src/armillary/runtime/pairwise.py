@@ -9,6 +9,9 @@ An all-reduce is two of these: every rank adds up its piece, in rank order, and 
 2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
 and adding up is hidden by it.
 
+How long a piece may be that does not wait is the link's to say (`Topology.turn_bytes`): where it crosses in less than
+`TURN_SECONDS`, seeing to turns costs more than they save.
+
 Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
 here, where the link alone takes 147; of 4 workers 166, 131 and 126. Each request has its own tags and all receives are
 posted at once, so ranks need not be at the same turn.
@@ -20,16 +23,16 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place
+from armillary.facts.topology import TURN_BYTES
 
 __all__ = ["LONG_BYTES", "Pairwise"]
 
-SMALL_BYTES = 32 << 10  # of a piece that does not wait for its turn
 LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
 TAGS = 1 << 16  # a tag is free again long before so many requests are under way
 
@@ -38,9 +41,14 @@ Wait = Callable[[], None]
 
 class Pairwise:
     """State of one rank. One thread sees to the turns, of one request after another in the order they were asked for;
-    it lives from the first that needs it until `close`."""
+    it lives from the first that needs it until `close`.
 
-    def __init__(self) -> None:
+    Args:
+        turn_bytes: of the longest piece that does not wait for its turn.
+    """
+
+    def __init__(self, turn_bytes: int = TURN_BYTES) -> None:
+        self.turn_bytes = turn_bytes
         self.tag = 0
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.courier: threading.Thread | None = None
@@ -57,7 +65,7 @@ class Pairwise:
             The wait, and the answer, (sum(receive), ...), to be read after it.
         """
         answer = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        turns = _Turns(group, ranks, self._next_tag(), tensor.split(list(send)), answer.split(list(receive)))
+        turns = self._turns(group, ranks, tensor.split(list(send)), answer.split(list(receive)))
         if turns.are_none:
             return turns.begin(), answer
         return self.see_to(turns.carry), answer
@@ -69,8 +77,8 @@ class Pairwise:
         pieces = flat.split([end - first for first, end in pairwise(cuts)])
         mine = pieces[ranks.rank]
         addends = mine.new_empty(ranks.workers, mine.numel())
-        scatter = _Turns(group, ranks, self._next_tag(), pieces, addends.unbind())
-        gather = _Turns(group, ranks, self._next_tag(), [mine] * ranks.workers, pieces)
+        scatter = self._turns(group, ranks, pieces, addends.unbind())
+        gather = self._turns(group, ranks, [mine] * ranks.workers, pieces)
 
         def carry() -> None:
             scatter.carry()
@@ -81,9 +89,9 @@ class Pairwise:
 
         return self.see_to(carry), tensor
 
-    def _next_tag(self) -> int:
+    def _turns(self, group: Any, ranks: Place, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "_Turns":
         self.tag = (self.tag + 1) % TAGS
-        return self.tag
+        return _Turns(_Lane(group, self.tag, self.turn_bytes), ranks, outgoing, incoming)
 
     def see_to(self, carry: Callable[[], Any]) -> Wait:
         """Has it done, after what was asked for before. Returns the wait for that."""
@@ -121,26 +129,36 @@ class Pairwise:
             self.courier = None
 
 
+class _Lane(NamedTuple):
+    """What the messages of one all-to-all have in common."""
+
+    group: Any
+    tag: int
+    turn_bytes: int
+
+
 class _Turns:
     """One all-to-all on one rank. outgoing, incoming: a contiguous piece for and from each rank; receives are posted
     when it is made, and this rank's own piece is there then."""
 
-    def __init__(
-        self, group: Any, ranks: Place, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-    ) -> None:
-        self.group, self.tag, self.outgoing, self.incoming = group, tag, outgoing, incoming
+    def __init__(self, lane: _Lane, ranks: Place, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        self.lane, self.outgoing, self.incoming = lane, outgoing, incoming
         shifts = range(1, ranks.workers)
         self.pairs = [((ranks.rank + shift) % ranks.workers, (ranks.rank - shift) % ranks.workers) for shift in shifts]
         if incoming[ranks.rank].data_ptr() != outgoing[ranks.rank].data_ptr():
             incoming[ranks.rank].copy_(outgoing[ranks.rank])
         self.receives = {
-            before: group.recv([incoming[before]], before, tag) for _, before in self.pairs if incoming[before].numel()
+            before: lane.group.recv([incoming[before]], before, lane.tag)
+            for _, before in self.pairs
+            if incoming[before].numel()
         }
 
     @property
     def are_none(self) -> bool:
         """There is one peer, or nothing large."""
-        return len(self.pairs) < 2 or all(piece.nbytes <= SMALL_BYTES for piece in (*self.outgoing, *self.incoming))
+        return len(self.pairs) < 2 or all(
+            piece.nbytes <= self.lane.turn_bytes for piece in (*self.outgoing, *self.incoming)
+        )
 
     def begin(self) -> Wait:
         """Everything leaves at once."""
@@ -157,7 +175,7 @@ class _Turns:
         small: list[Any] = []
         for after, before in self.pairs:
             works = self._send([after]) + [self.receives[peer] for peer in (before,) if peer in self.receives]
-            if max(self.outgoing[after].nbytes, self.incoming[before].nbytes) <= SMALL_BYTES:
+            if max(self.outgoing[after].nbytes, self.incoming[before].nbytes) <= self.lane.turn_bytes:
                 small += works
             else:
                 _wait_for(works)
@@ -165,7 +183,7 @@ class _Turns:
 
     def _send(self, peers: Sequence[int]) -> list[Any]:
         pieces = [(peer, self.outgoing[peer]) for peer in peers if self.outgoing[peer].numel()]
-        return [self.group.send([piece], peer, self.tag) for peer, piece in pieces]
+        return [self.lane.group.send([piece], peer, self.lane.tag) for peer, piece in pieces]
 
 
 def _wait_for(works: Sequence[Any]) -> None:

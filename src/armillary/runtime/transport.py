@@ -21,6 +21,7 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
+from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.order import asked, disagreement
@@ -36,9 +37,16 @@ class Transport:
     """This rank's connection to the others. It lives as long as the run; `close` gives its groups back.
 
     records: one per completed request, or part of one, since `take_records`, when `recording`.
+    turn_bytes: see `Plan`.
     """
 
-    def __init__(self, workers_per_node: int = 1, check_order: bool = False, timeout_seconds: float = 600.0):
+    def __init__(
+        self,
+        workers_per_node: int = 1,
+        check_order: bool = False,
+        timeout_seconds: float = 600.0,
+        turn_bytes: int = TURN_BYTES,
+    ):
         start_process_group(timeout_seconds)
         workers = dist.get_world_size()
         if workers % workers_per_node:
@@ -64,7 +72,7 @@ class Transport:
             if workers_per_node > 1:
                 self._open("node", device, backend, timeout)
                 self._open("rail", device, backend, timeout)
-        self.pairwise = Pairwise()
+        self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
 

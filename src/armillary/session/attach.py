@@ -38,7 +38,7 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
-    transport = Transport(plan.workers_per_node, check_order)
+    transport = Transport(plan.workers_per_node, check_order, turn_bytes=plan.turn_bytes)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
     complaint = misfit(plan, trainable, optimizer, transport.place.workers)
