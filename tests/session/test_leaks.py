@@ -52,7 +52,8 @@ def test_the_rows_of_a_look_up_die_with_their_step(crew, exchange):
 
 def parts_of_a_run(run):
     tables = run.tables.values()
-    return [*run.model.parameters(), *(unit for unit in run.executor.units), *(table.shard for table in tables), run]
+    rows = [look_up.rows for table in tables for look_up in table.pending if look_up.rows is not None]
+    return [*run.model.parameters(), *run.executor.units, *(table.shard for table in tables), *rows, run]
 
 
 def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle):
