@@ -67,7 +67,8 @@ class LookUps:
         if waiting is not None:
             rows = self._await_gradient(table, waiting)
         elif learns:  # the backward runs as everywhere, but its gradient stays here
-            when_final(rows.requires_grad_(), self, lambda here, _: here.on_gradient(table))
+            place = self.tables.index(table)
+            when_final(rows.requires_grad_(), self, lambda here, _: here.on_gradient(here.tables[place]))
         return rows, inverse
 
     def deal_anew(self) -> None:
