@@ -6,7 +6,7 @@ the median over rounds of that.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.hybrid.record import Record
@@ -62,6 +62,28 @@ def quartiles(numbers: Sequence[float]) -> Quartiles:
     if len(numbers) == 1:
         return Quartiles(numbers[0], numbers[0], numbers[0])
     return Quartiles(*statistics.quantiles(numbers, n=4, method="inclusive"))
+
+
+def over_each(seconds: Mapping[str, Sequence[float]], mode: str, rivals: Sequence[str]) -> dict[str, list[float]]:
+    """By rival: times as fast as it, round by round; above 1 `mode` is the faster one.
+
+    Args:
+        seconds: by mode, one a round.
+    """
+    return {rival: [his / mine for his, mine in zip(seconds[rival], seconds[mode], strict=True)] for rival in rivals}
+
+
+def over_best(ratios: Mapping[str, Sequence[float]]) -> tuple[str, Sequence[float]]:
+    """The best rival, which is the one with the lowest median, and the ratios to it."""
+    return min(ratios.items(), key=lambda pair: statistics.median(pair[1]))
+
+
+def over_fastest_of_rounds(ratios: Mapping[str, Sequence[float]]) -> list[float]:
+    """Times as fast as whichever rival was the fastest in that round: nobody can choose that one beforehand.
+
+    Of rivals that do the same work it is the one that met no hiccup, so several equals beat each of themselves.
+    """
+    return [min(of_a_round) for of_a_round in zip(*ratios.values(), strict=True)]
 
 
 def paired_ratios(record: Record, mode: str, baseline: str) -> tuple[float, ...]:

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.hybrid.record import Block, Record, load, save
-from benchmarks.hybrid.summary import Quartiles, paired_ratios, quartiles, summarise, table
+from benchmarks.hybrid.summary import (
+    Quartiles,
+    over_best,
+    over_each,
+    over_fastest_of_rounds,
+    paired_ratios,
+    quartiles,
+    summarise,
+    table,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +73,14 @@ def test_a_drifting_machine_does_not_move_paired_ratios(drift, ratio):
 def test_a_ratio_pairs_blocks_of_one_round_in_whatever_order_they_ran():
     found = record(block("new", 1, 200), block("old", 0, 2), block("old", 1, 50), block("new", 0, 1))
     assert paired_ratios(found, "new", "old") == (0.5, 4.0)
+
+
+def test_the_best_rival_is_the_one_that_leaves_least_over_all_rounds():
+    """The machine is half as fast in the last round; ratios are not."""
+    ratios = over_each({"new": [1, 1, 2], "quick": [2, 2, 4], "lucky": [1, 3, 6]}, "new", ["lucky", "quick"])
+    assert ratios == {"lucky": [1, 3, 3], "quick": [2, 2, 2]}
+    assert over_best(ratios) == ("quick", [2, 2, 2])
+    assert over_fastest_of_rounds(ratios) == [1, 2, 2]
 
 
 def test_one_slow_step_does_not_move_a_ratio():

@@ -46,9 +46,13 @@ def test_faster_is_taken_round_by_round():
     assert report.faster(record({"ours": (1, 2), "ddp": (3, 6)}), "ours", "ddp") == [3, 3]
 
 
-def test_the_best_rival_is_chosen_in_every_round():
-    one = record({"ours": (1, 1), "ddp": (3, 2), "ddp_2mb": (2, 4)})
-    assert report.best_of(one, "ours", ["ddp", "ddp_2mb"]) == [2, 2]
+def test_the_best_ddp_is_one_for_all_rounds_and_the_fastest_of_each_is_told_beside_it():
+    seconds = {"ours": (1, 1, 1), "ddp": (3, 1, 2), "ddp_2mb": (1, 1.5, 4)}
+    (bar,) = report.bars(found("dense", 0, record(seconds)))
+    assert bar.found == 1.5 and bar.holds
+    assert "(ddp_2mb; 1.00 of the fastest of each round)" in bar.wanted
+    (missed,) = report.bars(found("dense", 0, record({**seconds, "ddp_1mb": (2, 0.9, 0.9)})))
+    assert missed.found == 0.9 and not missed.holds
 
 
 @pytest.mark.parametrize(("alone", "over"), [(0.5, 4.0), (4.0, 1.0)])
