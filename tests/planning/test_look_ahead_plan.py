@@ -7,7 +7,7 @@ import pytest
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile_table import seconds_text
-from armillary.planning.look_ahead import NOTE, PROSPECT, looking_ahead
+from armillary.planning.look_ahead import NOTE, PROSPECT, looking_ahead, with_outlook
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD, Case
 from armillary.planning.simulator import simulate
@@ -94,12 +94,12 @@ def test_only_tables_owned_by_row_can_look_ahead():
 
 
 def test_tables_that_look_ahead_share_messages():
-    """Two rounds and the early rows of both; of each table the late rows and the push. Ids and masks travel with these.
-    Without, three look-ups of a header, ids and rows each, two pushes and a round."""
+    """Two rounds; of each table the late rows and the push; and if rows go early, those of both. Ids and masks travel
+    with these. Without, three look-ups of a header, ids and rows each, two pushes and a round."""
     slow = machines(megabits=1e12, latency=1.0)
     plain = plan(PROFILE, slow, constraints=OWNED, assumptions=LINKS_ONLY)
-    ahead = looking_ahead(plain, PROFILE, slow, LINKS_ONLY)
-    seconds = [
-        sum(group.forecast.seconds for group in of.groups if group.name in ("one", "two")) for of in (plain, ahead)
-    ]
-    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 1 + 2 + 2], rel=1e-6)
+    case = Case(PROFILE, slow, LINKS_ONLY)
+    rows = [replace(group, look_ahead="rows") if group.name in OWNED else group for group in plain.groups]
+    made = plain, looking_ahead(plain, PROFILE, slow, LINKS_ONLY), replace(plain, groups=with_outlook(rows, case))
+    seconds = [sum(group.forecast.seconds for group in of.groups if group.name in OWNED) for of in made]
+    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2], rel=1e-6)

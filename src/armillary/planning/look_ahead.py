@@ -1,11 +1,12 @@
 """Adds look-ahead to a plan: which of its tables are foreseen, what of them may go early, what that sends and saves.
 
 Rows may go before a step only where it is provable that they stay put: the optimizer leaves rows without gradient
-alone, or the table is lazy. Otherwise ids and counts go early, and rows right after the step. Both are exact. How many
-rows stay put is taken from the profile (`traffic.staying_share`): those that no worker read in the step before.
+alone, or the table is lazy; and they do where that makes the simulated step shorter. Otherwise ids and counts go early,
+and rows right after the step. Both are exact. How many rows stay put is taken from the profile
+(`traffic.staying_share`): those that no worker read in the step before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from armillary.exchanges.exchange import row_exchanges
@@ -83,12 +84,18 @@ def _can_be_early(group: Group) -> bool:
 
 
 def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
-    groups = [replace(group, look_ahead=_kind(group, case)) if group.name in names else group for group in plan.groups]
+    """Rows go early where they may and a step against a clock is shorter for it, else ids alone: rows in two parts are
+    more messages, and on quick links with busy processors a message costs more than what it hides."""
+    may_send = {group.name for group in plan.groups if group.is_lazy or not case.assumptions.moves_quiet_rows}
+    choices = [_with_kinds(plan, names, sending, case) for sending in (may_send & set(names), set[str]())]
+    return min(choices, key=lambda choice: simulate(choice, case).step_seconds)
+
+
+def _with_kinds(plan: Plan, names: Sequence[str], sending: Set[str], case: Case) -> Plan:
+    """sending: the groups whose rows go early, among those of `names`."""
+    kinds: dict[str, LookAhead] = {name: "rows" if name in sending else "ids" for name in names}
+    groups = [replace(group, look_ahead=kinds.get(group.name, group.look_ahead)) for group in plan.groups]
     return replace(plan, groups=with_outlook(groups, case))
-
-
-def _kind(group: Group, case: Case) -> LookAhead:
-    return "rows" if group.is_lazy or not case.assumptions.moves_quiet_rows else "ids"
 
 
 def with_outlook(groups: Sequence[Group], case: Case) -> tuple[Group, ...]:
