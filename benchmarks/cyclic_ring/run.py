@@ -42,7 +42,7 @@ def main() -> int:
     out = HERE / "results" / f"{options.name or f'{options.workers}_workers'}.json"
     out.parent.mkdir(exist_ok=True)
     if not options.mbit:
-        _run(replaced(options, mbit=0.0, modes="compute"), out)
+        _run(replaced(options, modes="compute"), out)
         options.mbit = as_slow_as(seconds(json.loads(out.read_text()))["compute"], options.workers)
     _run(options, out)
     record = json.loads(out.read_text())

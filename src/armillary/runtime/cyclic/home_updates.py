@@ -46,13 +46,16 @@ class HomeUpdates:
         self.newest = dict.fromkeys(owned, 0)  # version made here, by stage
         self.norms = Norms(course.clip, len(flat), drains, self._receive_norm)
         self._totals: dict[int, deque[Flats]] = {j: deque() for j in owned}  # finished here, not yet stepped with
-        self._own: dict[int, deque[Sequence[Tensor | None]]] = {j: deque() for j in owned}  # to be added to what comes
+        # of two workers, at the first: a + b is b + a, so its own gradients wait for what comes, and nobody copies them
+        held = [j for j in owned if ("gradient", j) in courier.into]
+        alone = [j for j in held if sum_path(course.schedule, j, course.clip) == (worker,)]
+        self._own: dict[int, deque[Sequence[Tensor | None]]] = {j: deque() for j in alone}
         self._options: dict[int, Options] = {}
 
     def add(self, stage: int, gradients: Sequence[Tensor | None], step: int) -> None:
         """Adds this worker's gradients of `step` (in the order of the stage's parameters) to the sum; hands it on."""
         key: Key = ("partial gradient", stage)
-        if self._is_first_and_holds(stage):
+        if stage in self._own:
             self._own[stage].append(gradients)
             return
         if key in self._courier.into:
@@ -98,14 +101,9 @@ class HomeUpdates:
         if any(key[0] == "norm" for key in self._courier.into):
             self.norms.learn(steps)
 
-    def _is_first_and_holds(self, stage: int) -> bool:
-        """Of two workers, where a stage is at home whose sum is made here: a + b is b + a, so neither is copied."""
-        adds_alone = sum_path(self._schedule, stage, self.norms.clip) == (self._worker,)
-        return adds_alone and ("gradient", stage) in self._courier.into
-
     def _total(self, stage: int) -> Flats:
         """The sum over all workers: as it came, as it was made here, or from here and the last worker's own."""
-        if self._is_first_and_holds(stage):
+        if stage in self._own:
             came = self._courier.take(("gradient", stage))
             self._flat[stage].add_gradients(came, self._own[stage].popleft())
             return came
