@@ -61,7 +61,7 @@ def one_device(schedule):
 
 def ring(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 0.5  # a fault may end in waiting for ever
+        channel.board.timeout_seconds = 1.0  # a fault may end in waiting for ever
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         run = RingLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
@@ -81,7 +81,7 @@ def ring(schedule):
 
 def zero_ring(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 0.5
+        channel.board.timeout_seconds = 1.0
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
@@ -102,7 +102,7 @@ def zero_ring(schedule):
 
 def pipeline(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 0.5
+        channel.board.timeout_seconds = 1.0
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
         run = Pipeline(as_stages(stages)[rank], optimizer, Course(schedule, squared_error), channel)
@@ -120,7 +120,7 @@ def pipeline(schedule):
 
 def shared(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 0.5
+        channel.board.timeout_seconds = 1.0
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
         run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
