@@ -1,7 +1,8 @@
 """Cyclic against flush pipelines, 2 stages on 2 processes: python -m benchmarks.cyclic_pipeline.run
 
-Prints a Markdown table for 2 and for 4 micro-batches a step and keeps the records as JSON under results/. Ends with 1
-if the cyclic pipeline is not as much faster than the best flush pipeline as was wanted.
+Prints a Markdown table for 2 and for 4 micro-batches a step over all rounds of all records under results/, to which
+each run adds one: whoever stops after the run that pleases keeps those that did not. (`--rounds 0` only prints.) Ends
+with 1 if the cyclic pipeline is not as much faster than the best flush pipeline as was wanted.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,17 @@ WANTED = {2: 1.35, 4: 1.15}  # by micro-batches a step; without flush a step has
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=24, help="of every contender, for each number of micro-batches")
+    parser.add_argument("--steps", type=int, default=5, help="timed, a block")
     options = parser.parse_args()
     is_short = False
     for micro_batches, wanted in WANTED.items():
-        out = HERE / "results" / f"{micro_batches}_micro_batches.json"
-        arguments = {"micro-batches": micro_batches, "rounds": options.rounds, "steps": options.steps, "out": out}
-        _run([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
-        record = json.loads(out.read_text())
+        kept = HERE / "results" / f"{micro_batches}_micro_batches"
+        if options.rounds:
+            out = kept / f"{datetime.now(UTC):%Y-%m-%dT%H%M}.json"
+            arguments = {"micro-batches": micro_batches, "rounds": options.rounds, "steps": options.steps, "out": out}
+            _run([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
+        record = pooled(json.loads(path.read_text()) for path in sorted(kept.glob("*.json")))
         print(table(record))
         ideal = (micro_batches + 1) / micro_batches
         ratios = over_each(seconds(record), "cyclic", flushes(record))
@@ -40,6 +45,30 @@ def main() -> int:
         print(f"than whichever was the fastest in that round: {strict:.3f}\n")
         is_short |= found < wanted
     return int(is_short)
+
+
+def pooled(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One record of the rounds of several, in their order; of conditions that differ, all that were.
+
+    Raises:
+        ValueError: no record, or records of different contenders.
+    """
+    first, *others = records
+    whole = {name: dict(first[name]) for name in ("conditions", "blocks", "largest_weight_difference")}
+    for other in others:
+        if other["blocks"].keys() != whole["blocks"].keys():
+            raise ValueError(
+                f"cyclic_pipeline: one record has {', '.join(other['blocks'])}, another {', '.join(whole['blocks'])}; "
+                f"move those of older code elsewhere"
+            )
+        for name, said in other["conditions"].items():
+            before = str(whole["conditions"].get(name))
+            whole["conditions"][name] = said if name != "rounds" and str(said) == before else f"{before} + {said}"
+        for name, blocks in other["blocks"].items():
+            whole["blocks"][name] = whole["blocks"][name] + blocks
+            differences = whole["largest_weight_difference"]
+            differences[name] = max(differences[name], other["largest_weight_difference"][name])
+    return whole
 
 
 def seconds(record: dict[str, Any]) -> dict[str, list[float]]:

@@ -14,6 +14,7 @@ from armillary.runtime.hybrid import executor, handle
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.executor import Executor
 from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.session import tables
 from armillary.session.run import Run
 from exchanges.test_dense_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_dense_bytes
@@ -96,7 +97,7 @@ def norm_of_this_rank_only(patch, rank):
     def local(self, table, order):
         return torch.linalg.vector_norm(table.gradient, order)
 
-    patch.setattr(Executor, "gradient_norm", local)
+    patch.setattr(TableNorms, "of", local)
 
 
 def a_rank_without_data_counts(patch, rank):

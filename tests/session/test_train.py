@@ -89,6 +89,19 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
         assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
 
 
+def train_while_the_process_gives_memory_back(rank, workers, folder):
+    found = iter([(10**12, 10**12)])  # when training begins; later calls find less
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("armillary.session.train.resident_bytes", lambda: next(found, (10**9, 10**9)))
+        *_, ended = run(rank, workers, "language_model", folder, {}, steps=3)
+    return ended.resident_bytes, sum(line.measured.memory_bytes for line in ended.comparison)
+
+
+def test_memory_is_never_measured_below_what_the_tensors_hold(crew, tmp_path):
+    for resident, held in crew(2).run(train_while_the_process_gives_memory_back, str(tmp_path)):
+        assert resident >= held > 0
+
+
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
     """Its feed is three batches further by then. It ends where a run does that never looked ahead, bit for bit."""
     wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})

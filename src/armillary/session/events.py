@@ -118,7 +118,7 @@ class Ended:
 
     forecast, step_seconds: of a whole step (mean wall time). Where owners have moved, all figures but metrics are of
     the steps since then. resident_bytes: of the largest worker at its peak, apart from what its process held before
-    training besides the plan's tensors.
+    training besides the plan's tensors; at least these, since a process may give back what it held before.
     """
 
     steps: int

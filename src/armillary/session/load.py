@@ -56,7 +56,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
             _fill_optimizer(run, named, trouble)
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
-    run.executor.norm_cache.clear()
+    run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
     if not saved.loops:
         return {}

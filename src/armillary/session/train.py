@@ -232,7 +232,8 @@ class Training:
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(None)
-        peak = self.run.transport.agree_largest([self.peak_bytes - self.resident_bytes])[0]
+        held = sum(held_bytes(self.run).values())
+        peak = self.run.transport.agree_largest([max(held, self.peak_bytes - self.resident_bytes)])[0]
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         steps = max(self.step - self.plan_step, 1)
         seconds = self.train_seconds or math.inf

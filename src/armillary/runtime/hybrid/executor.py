@@ -21,6 +21,7 @@ from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
 
@@ -70,12 +71,12 @@ class Executor:
     is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
     is_owing: bool = False  # gradients that count wait for an exchange
     flights: list[Flight] = field(default_factory=list)
-    norm_cache: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
+        self.norms = TableNorms(self.tables, self.transport)
         for table in self.tables:
-            table.norms = self.gradient_norm
+            table.norms = self.norms.of
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
         for table in self.tables:
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
@@ -202,7 +203,7 @@ class Executor:
         self.flights = []
         self.is_open = self.is_owing = False
         self.is_settled = True
-        self.norm_cache.clear()
+        self.norms.forget()
 
     def _sum_weights(self) -> float:
         """What all ranks declared: known from the look-ups' headers, else asked for."""
@@ -223,44 +224,10 @@ class Executor:
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
 
-    def gradient_norm(self, table: RowTable, order: float) -> Tensor:
-        """Norm of the whole gradient of a table; the norms of all tables cost one small all-reduce together."""
-        having = [other for other in self.tables if other.gradient is not None]
-        versions = tuple((other.name, other.gradient._version) for other in having)  # type: ignore[union-attr]
-        key = (order, versions, self.transport.step)
-        if key not in self.norm_cache:
-            self.norm_cache.clear()
-            self.norm_cache[key] = self._norms(having, order)
-        norms = self.norm_cache[key]
-        return norms[having.index(table)].to(table.shard)
-
-    def _norms(self, tables: Sequence[RowTable], order: float) -> Tensor:
-        """Adds |g|^order over ranks; a table that every rank holds whole is counted on rank 0 alone."""
-        mine = [_powered_norm(t, order) if t.is_pulled or self.transport.place.rank == 0 else _nought() for t in tables]
-        local = torch.stack(mine)
-        if order == float("inf"):
-            return torch.tensor(self.transport.agree_largest(local.tolist()), dtype=torch.float64)
-        total: Tensor = self.transport.complete(_sum(local), "gradient norms")
-        return total ** (1.0 / order)
-
     def after_step(self) -> None:
         self.transport.step += 1
         self.is_settled = False
         self.weight = 1.0
-
-
-def _powered_norm(table: RowTable, order: float) -> Tensor:
-    """|g|^order of the local rows (the largest |g| for order inf), in float64."""
-    gradient = table.gradient
-    assert gradient is not None
-    if not gradient.numel():
-        return _nought()
-    norm: Tensor = torch.linalg.vector_norm(gradient.double(), order).cpu()
-    return norm if order == float("inf") else norm**order
-
-
-def _nought() -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
 
 
 def _sum(tensor: Tensor) -> Program[Tensor]:

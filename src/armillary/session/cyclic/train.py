@@ -186,7 +186,8 @@ class _Training:
     def end(self) -> Iterator[Event]:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
         steps = max(self.step - self.first_step, 1)
-        held = sum(self.run.transport.share(_held_bytes(self.run))) / self.run.workers
+        mine = _held_bytes(self.run)
+        held = sum(self.run.transport.share(mine)) / self.run.workers
         measured = Forecast(self.sent_bytes / steps, held, self.waited_seconds / steps)
         planned = Forecast()
         for group in self.run.plan.groups:
@@ -195,7 +196,7 @@ class _Training:
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(None)
-        peak = self.run.transport.agree_largest([self.peak_bytes - self.resident_bytes])[0]
+        peak = self.run.transport.agree_largest([max(mine, self.peak_bytes - self.resident_bytes)])[0]
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         simple = by_rank_zero(self.run.transport, lambda: baseline(self.workload))
         seconds, rate = self.train_seconds / steps, self.total_samples / (self.train_seconds or math.inf)
