@@ -30,6 +30,7 @@ def main() -> int:
     for micro_batches, wanted in WANTED.items():
         kept = HERE / "results" / f"{micro_batches}_micro_batches"
         if options.rounds:
+            kept.mkdir(parents=True, exist_ok=True)
             out = kept / f"{datetime.now(UTC):%Y-%m-%dT%H%M}.json"
             arguments = {"micro-batches": micro_batches, "rounds": options.rounds, "steps": options.steps, "out": out}
             _run([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
@@ -53,7 +54,10 @@ def pooled(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: no record, or records of different contenders.
     """
-    first, *others = records
+    kept = list(records)
+    if not kept:
+        raise ValueError("cyclic_pipeline: no record under results/; measure first, with --rounds 1 or more")
+    first, *others = kept
     whole = {name: dict(first[name]) for name in ("conditions", "blocks", "largest_weight_difference")}
     for other in others:
         if other["blocks"].keys() != whole["blocks"].keys():
