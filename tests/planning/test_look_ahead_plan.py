@@ -29,14 +29,14 @@ def test_rows_go_before_a_step_only_where_they_stay_put():
     assert kinds(looking_ahead(made(), PROFILE, machines(), SGD)) == {"one": "rows", "two": "rows"}
     assert kinds(looking_ahead(made(assumptions=ADAM), PROFILE, machines(), ADAM)) == {"one": "ids", "two": "ids"}
     lazy = made(assumptions=ADAM, lazy=["two"])
-    assert kinds(looking_ahead(lazy, PROFILE, machines(), ADAM)) == {"one": "ids", "two": "rows"}
+    assert kinds(looking_ahead(lazy, PROFILE, machines(), ADAM)) == {"one": "ids", "two": "gradients"}
 
 
 def test_the_plan_says_which():
     ahead = looking_ahead(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines(), ADAM)
     text = str(ahead).splitlines()
     assert any(line.startswith("note: look-ahead ids (") and line.endswith("): one") for line in text)
-    assert any(line.startswith("note: look-ahead rows (") and line.endswith("): two") for line in text)
+    assert any(line.startswith("note: look-ahead gradients (") and line.endswith("): two") for line in text)
     assert f"note: {NOTE}" in text
     assert Plan.from_json(ahead.to_json()) == ahead
     assert ahead.looks_ahead and not made().looks_ahead
@@ -94,12 +94,17 @@ def test_only_tables_owned_by_row_can_look_ahead():
 
 
 def test_tables_that_look_ahead_share_messages():
-    """Two rounds; of each table the late rows and the push; and if rows go early, those of both. Ids and masks travel
-    with these. Without, three look-ups of a header, ids and rows each, two pushes and a round."""
+    """Two rounds; of each table the late rows and the push; if rows go early, those of both; if gradients wait, those
+    of both. Ids and masks travel with these. Without, three look-ups of a header, ids and rows each, two pushes and a
+    round."""
     slow = machines(megabits=1e12, latency=1.0)
     plain = plan(PROFILE, slow, constraints=OWNED, assumptions=LINKS_ONLY)
     case = Case(PROFILE, slow, LINKS_ONLY)
-    rows = [replace(group, look_ahead="rows") if group.name in OWNED else group for group in plain.groups]
-    made = plain, looking_ahead(plain, PROFILE, slow, LINKS_ONLY), replace(plain, groups=with_outlook(rows, case))
+    early, waiting = (
+        [replace(group, look_ahead=kind) if group.name in OWNED else group for group in plain.groups]
+        for kind in ("rows", "gradients")
+    )
+    forced = [replace(plain, groups=with_outlook(groups, case)) for groups in (early, waiting)]
+    made = plain, looking_ahead(plain, PROFILE, slow, LINKS_ONLY), *forced
     seconds = [sum(group.forecast.seconds for group in of.groups if group.name in OWNED) for of in made]
-    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2], rel=1e-6)
+    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2, 2 + 1 + 1 + 2 + 2], rel=1e-6)

@@ -216,4 +216,5 @@ def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
     profile, topology = model(table("t", rows=10, width=1)), machines(4, latency=1.0)
     verdicts = explain(profile, topology, constraints={"t": "owned_dense"})
     (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
-    assert chosen.forecast == dense_forecast(40, Choice("owned_dense"), Case(profile, topology))
+    facts = [profile.parameter(chosen.parameter)]
+    assert chosen.forecast == dense_forecast(40, Choice("owned_dense"), Case(profile, topology), facts=facts)

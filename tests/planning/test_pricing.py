@@ -194,3 +194,14 @@ def test_assumptions_refuse_nonsense():
         type(SGD)(optimizer_slots=-1)
     with pytest.raises(ValueError, match="memory_bytes_per_second > 0"):
         type(SGD)(memory_bytes_per_second=0)
+
+
+def test_a_table_that_is_exchanged_whole_pays_for_filling_its_gradient():
+    """Stages are timed without; twice its bytes, as the kernel fills new memory, too."""
+    case = Case(model(table("t")), machines(), SGD)
+    fact = case.profile.parameter("t")
+    plain, filled = (
+        dense_forecast(fact.bytes, Choice("all_reduce"), case, facts=facts) for facts in ((), (fact, dense("d", 10)))
+    )
+    assert filled.seconds - plain.seconds == pytest.approx(2 * fact.bytes / SGD.memory_bytes_per_second)
+    assert (filled.sent_bytes, filled.memory_bytes) == (plain.sent_bytes, plain.memory_bytes)

@@ -99,7 +99,7 @@ def test_a_table_is_pulled_before_the_stage_that_reads_it_and_pushed_when_its_gr
     assert spans(found, "between") == [
         ("look-ups", "pull", 1.0, 57.0),
         ("t.weight", "pull", 57.0, 97.0),
-        ("look-ups", "pull", 99.0, 155.0),
+        ("look-ups", "pull", 103.0, 159.0),
         ("t.weight", "push", 159.0, 179.0),
         ("bucket 0", "push", 659.0, 667.0),
     ]

@@ -59,7 +59,7 @@ def parts_of_a_run(run):
 def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle):
     torch.manual_seed(0)
     model = Mixed()
-    optimizer = OPTIMIZERS["sgd" if look_ahead == "rows" else "adam"](model.parameters())
+    optimizer = OPTIMIZERS["adam" if look_ahead == "none" else "sgd"](model.parameters())
     plan = plan_for(model, workers, Choice(exchange), Choice("all_reduce"))
     if look_ahead != "none":
         groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
@@ -86,7 +86,8 @@ def parts_that_outlive_their_run(rank, workers, *case):
 
 @pytest.mark.parametrize("is_left_in_the_middle", [False, True])
 @pytest.mark.parametrize(
-    ("exchange", "look_ahead"), [("owned_rows", "none"), ("owned_rows", "rows"), ("gather_rows", "none")]
+    ("exchange", "look_ahead"),
+    [("owned_rows", "none"), ("owned_rows", "rows"), ("owned_rows", "gradients"), ("gather_rows", "none")],
 )
 def test_a_run_dies_with_its_model_and_optimizer(crew, exchange, look_ahead, is_left_in_the_middle):
     for count, alive in crew(2).run(parts_that_outlive_their_run, exchange, look_ahead, is_left_in_the_middle):

@@ -10,6 +10,7 @@ from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
 from armillary.session.checkpoint import load, save
+from armillary.session.export import export
 from beside import plan_of
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
@@ -146,12 +147,70 @@ def evaluate_all(run, model, optimizer, batch, step):
 
 def weights_are_set(run, model, optimizer, batch, step):
     """A load between the moment the rows were sent and the forward."""
-    if step == 5:
+    if step in (5, 7):
         model.load_state_dict({"emb.weight": torch.full((23, 4), 0.25)}, strict=False)
     plain_step(run, model, optimizer, batch, step)
 
 
+def clip_at_last(run, model, optimizer, batch, step):
+    """Gradients are looked at, and scaled, only when some have waited; as a list that was made before."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step >= 6:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        total = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.05 / total)
+    optimizer.step()
+
+
+def scale_at_last(run, model, optimizer, batch, step):
+    """What the optimizer holds, without a norm."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step >= 6:
+        for gradient in [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
+            gradient.mul_(0.5)
+    optimizer.step()
+
+
+def schedule(run, model, optimizer, batch, step):
+    """Another rate at each step, set between the step and the next batch."""
+    plain_step(run, model, optimizer, batch, step)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (2 + step)
+
+
+def drop_some(run, model, optimizer, batch, step):
+    """A loss that is no number: every rank lets go of the gradients."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step not in (6, 7):
+        optimizer.step()
+
+
+def drop_at_once(run, model, optimizer, batch, step):
+    loss(model, batch).backward()
+    if step in (6, 7):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def export_between(run, model, optimizer, batch, step):
+    """Before the forward, and after the step."""
+    before = export(run)
+    plain_step(run, model, optimizer, batch, step)
+    run.exported = [*getattr(run, "exported", []), before, export(run)]
+
+
+def two_steps_of_a_batch(run, model, optimizer, batch, step):
+    plain_step(run, model, optimizer, batch, step)
+    plain_step(run, model, optimizer, batch, step)
+
+
 LOOPS = [
+    clip_at_last, scale_at_last, schedule, drop_some, drop_at_once, two_steps_of_a_batch, export_between,
     plain_step, clip, accumulate, accumulate_in_turns, step_before_forward, wrong_on_one_rank, transposed, drawn_inside,
     two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set,
 ]  # fmt: skip
@@ -189,6 +248,8 @@ def state_of(run, model, optimizer):
         found |= {f"{number} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
     for name, held in run.held.items():
         found |= {f"{name} {key}": value.clone() for key, value in held.items()}
+    for number, whole in enumerate(getattr(run, "exported", [])):  # on rank 0
+        found |= {f"{number} {name}": value for name, value in (whole or {"model": {}})["model"].items()}
     return found
 
 
@@ -205,7 +266,7 @@ def with_and_without(rank, workers, *case):
     return [name for name in plain if not torch.equal(plain[name], ahead[name])], before, after
 
 
-@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("adagrad", "rows")])
+@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("adagrad", "rows"), ("adagrad", "gradients")])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_every_loop_leaves_the_same_numbers(crew, loop, optimizer, look_ahead):
     for differing, before, after in crew(2).run(with_and_without, loop, "owned_rows", optimizer, "", look_ahead):
@@ -218,7 +279,7 @@ def test_every_loop_leaves_the_same_numbers(crew, loop, optimizer, look_ahead):
 KINDS = ["uneven_counts", "uneven_sizes", "bag_unread_by_some", "weights", "lazy"]
 
 
-@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("sgd", "rows")])
+@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("sgd", "rows"), ("sgd", "gradients")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_batches_are(crew, kind, optimizer, look_ahead):
     optimizer = "adam" if kind == "lazy" else optimizer
@@ -229,8 +290,9 @@ def test_whatever_the_batches_are(crew, kind, optimizer, look_ahead):
 
 CASES = [
     *[("owned_rows", name, 2, "ids") for name in ("sgd", "momentum_decay", "adamw_groups")],
-    *[("owned_rows", name, 2, "rows") for name in ("sgd", "sgd_fused", "adagrad")],
+    *[("owned_rows", name, 2, kind) for name in ("sgd", "sgd_fused", "adagrad") for kind in ("rows", "gradients")],
     ("hashed", "sgd", 3, "rows"), ("one_owner", "momentum_decay", 2, "ids"), ("one_owner", "adagrad", 3, "rows"),
+    ("hashed", "sgd", 3, "gradients"), ("one_owner", "adagrad", 3, "gradients"), ("owned_rows", "sgd", 1, "gradients"),
     ("by_node", "adam", 4, "ids"), ("owned_rows", "adam", 1, "ids"), ("owned_rows", "sgd", 1, "rows"),
 ]  # fmt: skip
 
@@ -270,7 +332,7 @@ def train_randomly(rank, workers, sources, look_ahead):
 
 
 def randomly_with_and_without(rank, workers, sources):
-    (plain, before), (ahead, after) = (train_randomly(rank, workers, sources, way) for way in ("none", "rows"))
+    (plain, before), (ahead, after) = (train_randomly(rank, workers, sources, way) for way in ("none", "gradients"))
     return all(torch.equal(plain[name], ahead[name]) for name in plain), after < before
 
 
@@ -313,26 +375,26 @@ def leave_with_and_without(rank, workers, look_ahead):
     return [name for name in plain if not torch.equal(plain[name], ahead[name])]
 
 
-@pytest.mark.parametrize("look_ahead", ["ids", "rows"])
+@pytest.mark.parametrize("look_ahead", ["ids", "rows", "gradients"])
 def test_a_loop_may_be_left_at_any_moment_and_others_begun(crew, look_ahead):
     assert crew(2).run(leave_with_and_without, look_ahead) == [[], []]
 
 
-def save_half_way(rank, workers, folder):
+def save_half_way(rank, workers, folder, optimizer_name, look_ahead):
     """Saves in the middle of a loop that is one batch ahead; another run goes on from there."""
 
     def pairs(first):
         return [(batch, step + 1) for step, batch in enumerate(batches_of(rank, ""))][first:]
 
-    run, model, optimizer = started("owned_rows", "adam", "ids", workers)
+    run, model, optimizer = started("owned_rows", optimizer_name, look_ahead, workers)
     for step, (batch, place) in enumerate(run.batches(pairs(0))):
         plain_step(run, model, optimizer, batch, step)
-        if place == 5:
+        if place == 7:
             path = save(run, folder, loop={"place": place})
     unbroken = state_of(run, model, optimizer)
     run.finish()
     run.transport.close()
-    run, model, optimizer = started("owned_rows", "adam", "ids", workers)
+    run, model, optimizer = started("owned_rows", optimizer_name, look_ahead, workers)
     first = load(run, path)["place"]
     for step, (batch, _) in enumerate(run.batches(pairs(first))):
         plain_step(run, model, optimizer, batch, first + step)
@@ -342,8 +404,9 @@ def save_half_way(rank, workers, folder):
     return first, [name for name in unbroken if not torch.equal(unbroken[name], resumed[name])]
 
 
-def test_a_checkpoint_saved_in_the_loop_goes_on_bit_for_bit(crew, tmp_path):
-    assert crew(2).run(save_half_way, str(tmp_path)) == [(5, [])] * 2
+@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("adagrad", "gradients")])
+def test_a_checkpoint_saved_in_the_loop_goes_on_bit_for_bit(crew, tmp_path, optimizer, look_ahead):
+    assert crew(2).run(save_half_way, str(tmp_path), optimizer, look_ahead) == [(7, [])] * 2
 
 
 class Sliced(nn.Module):
@@ -393,11 +456,11 @@ def count_bytes(rank, workers, look_ahead):
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
     sent = sum(record.sent_bytes for record in run.take_trace().records)
-    away = 0
+    away = []
     for batch in batches_of(rank, "")[UNFORESEEN:]:
-        for ids, table in READS:
-            keys = run.tables[table].ownership.keys(batch[ids]).unique()
-            away += len(keys) - run.tables[table].ownership.counts(keys)[rank]
+        keys = [run.tables[table].ownership.keys(batch[ids]).unique() for ids, table in READS]
+        counts = [run.tables[table].ownership.counts(of)[rank] for of, (_, table) in zip(keys, READS, strict=True)]
+        away.append(sum(map(len, keys)) - sum(counts))
     run.finish()
     run.transport.close()
     return sent, away
@@ -409,17 +472,19 @@ READS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("look_ahead", ["ids", "rows"])
+@pytest.mark.parametrize("look_ahead", ["ids", "rows", "gradients"])
 def test_counted_bytes_are_those_of_the_formula(crew, look_ahead):
-    """A header less per foreseen look-up, an outlook in all others, and where rows go early a byte per row."""
+    """A header less per foreseen look-up, an outlook in all others; where rows go early, a byte per row, sent by
+    whoever serves it; and where gradients wait, one more in all batches that are not the last."""
     workers = 3
     plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, look_ahead)
     headers = len(READS) * (STEPS - UNFORESEEN) * HEADER_BYTES * (workers - 1)
     rounds = STEPS + 1 + STEPS + len(READS) * UNFORESEEN  # of the loop and its end, of backwards, of look-ups
     outlooks = rounds * outlook_bytes(5) * (workers - 1)
-    masks = sum(away for _, away in ahead) if look_ahead == "rows" else 0  # sent by whoever serves the rows
+    staying = sum(sum(away) for _, away in ahead) if look_ahead != "ids" else 0
+    resting = sum(sum(away[:-1]) for _, away in ahead) if look_ahead == "gradients" else 0
     before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
-    assert after == pytest.approx(before + workers * (outlooks - headers) + masks, rel=1e-12)
+    assert after == pytest.approx(before + workers * (outlooks - headers) + staying + resting, rel=1e-12)
 
 
 def refused(rank, workers):
@@ -461,3 +526,66 @@ def test_rows_that_stay_put_go_early_and_only_those(crew):
 def test_rows_that_moved_after_all_are_sent_again(crew):
     """A step of two batches moves rows of both, and only the later was thought of."""
     assert any(any(again.values()) for _, again in crew(2).run(send_early, accumulate))
+
+
+def wait(rank, workers):
+    """(rows of which gradients waited, rows that no rank reads in the next batch), by step and table."""
+    run, model, optimizer = started("owned_rows", "sgd", "gradients", workers)
+    deferral, waited, rests = run.executor.deferral, {}, {}
+    split = deferral.split
+
+    def counted(table, gradients, tickets, resting):
+        now, others = split(table, gradients, tickets, resting)
+        assert [len(one) for one in now] == [sum(ticket.asked) for ticket in others]
+        waited[step, table.name] = sum(map(len, gradients)) - sum(map(len, now))
+        return now, others
+
+    deferral.split = counted
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        if UNFORESEEN <= step < STEPS - 1:
+            later = [batch_of(other, step + 1, 6) for other in range(workers)]
+            for ids, table in READS:
+                read = torch.cat([one[of] for one in later for of, whose in READS if whose == table])
+                mine = int(torch.isin(batch[ids].unique(), read, invert=True).sum())
+                rests[step, table] = rests.get((step, table), 0) + mine
+    run.finish()
+    run.transport.close()
+    return waited, rests
+
+
+def test_gradients_wait_of_rows_that_nobody_reads_next_and_of_those_alone(crew):
+    found = crew(2).run(wait)
+    for waited, rests in found:
+        assert waited == rests and len(rests) == 5 * (STEPS - 1 - UNFORESEEN)
+    assert all(any(rests[key] for _, rests in found) for key in found[0][1] if key[1] != "bag.weight")
+
+
+def leave_while_gradients_wait(rank, workers, way, folder, look_ahead):
+    """A loop left after a step. Then the others are waited for, or what was saved two steps before is loaded."""
+    run, model, optimizer = started("owned_rows", "adagrad", look_ahead, workers)
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        if step == 5:
+            path = save(run, f"{folder}/{look_ahead}")
+        if step == 7:
+            break
+    waiting = len(run.executor.deferral.waiting)
+    if way == "load":
+        load(run, path)
+    run.finish()
+    found = state_of(run, model, optimizer)
+    run.transport.close()
+    return found, waiting
+
+
+def leave_with_and_without_waiting(rank, workers, way, folder):
+    (plain, _), (ahead, waiting) = (
+        leave_while_gradients_wait(rank, workers, way, folder, kind) for kind in ("none", "gradients")
+    )
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])], waiting
+
+
+@pytest.mark.parametrize("way", ["finish", "load"])
+def test_gradients_that_wait_when_a_loop_is_left_are_not_forgotten(crew, tmp_path, way):
+    assert crew(2).run(leave_with_and_without_waiting, way, str(tmp_path)) == [([], 5)] * 2

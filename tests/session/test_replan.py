@@ -414,8 +414,11 @@ def moved_in_a_loop(rank, world, rows, optimizer, kind):
 
 @pytest.mark.parametrize(
     ("workers", "rows", "optimizer", "kind"),
-    [(2, "owned_rows", "adagrad", "rows"), (2, "owned_rows", "adam", "ids"), (4, "by_node", "adam", "ids")],
-)
+    [
+        (2, "owned_rows", "adagrad", "rows"), (2, "owned_rows", "adagrad", "gradients"),
+        (2, "owned_rows", "adam", "ids"), (4, "by_node", "adam", "ids"),
+    ],
+)  # fmt: skip
 def test_look_ahead_goes_on_after_a_move_and_changes_no_bit(crew, workers, rows, optimizer, kind):
     for far, (stayed, moved) in crew(workers).run(moved_in_a_loop, rows, optimizer, kind):
         assert far == []

@@ -128,6 +128,9 @@ class RowExchange(NamedTuple):
     pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay
         put until they are read; those rows; the others. None where there is no such program.
     early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
+    part(ticket, said, heard): the ticket in two, of the rows that are not chosen and of those that are: `said` of the
+        rows this rank serves, `heard` of those it asked for, bool in the ticket's order. None unless a push makes one
+        request.
     """
 
     placement: str
@@ -139,6 +142,7 @@ class RowExchange(NamedTuple):
     pull_requests: int
     pull_early: Callable[..., Program[Pulled]] | None = None
     early_legs: Callable[[RowTraffic, float, float], EarlyLegs] | None = None
+    part: Callable[[Any, Tensor, Tensor], tuple[Any, Any]] | None = None
 
     def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
         """Payload bytes per rank and step, pull and push together, mean over ranks."""

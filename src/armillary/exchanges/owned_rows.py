@@ -106,7 +106,13 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         bytes_of = (ID_BYTES, MASK_BYTES, staying * traffic.row_bytes, (1 - staying) * traffic.row_bytes)
         return EarlyLegs(*(Leg("everyone", rows * of_a_row, traffic.lookups) for of_a_row in bytes_of))
 
-    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs)
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part)
+
+
+def _part(ticket: Ticket, said: Tensor, heard: Tensor) -> tuple[Ticket, Ticket]:
+    asked, served = _chosen(heard, ticket.asked), _chosen(said, ticket.served)
+    others = Ticket(_less(ticket.asked, asked), _less(ticket.served, served), ticket.served_rows[~said])
+    return others, Ticket(asked, served, ticket.served_rows[said])
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:

@@ -22,7 +22,7 @@ __all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"
 Placement = Literal["replicated", "row_sharded", "stage_sharded"]
 Mean = Literal["workers", "weights"]
 Update = Literal["exact", "lazy", "stale", "stale_lazy"]
-LookAhead = Literal["none", "ids", "rows"]
+LookAhead = Literal["none", "ids", "rows", "gradients"]
 
 UPDATES = {
     "exact": "every row moves as in one process",
@@ -35,6 +35,7 @@ LOOK_AHEADS = {
     "ids": "in a loop over run.batches, ids of foreseen look-ups go two batches early, their rows right after the "
     "step; exact",
     "rows": "as ids, and rows that no rank touches at a step go before it; exact",
+    "gradients": "as rows, and gradients of rows that no rank reads in the next batch follow during it; exact",
 }
 
 

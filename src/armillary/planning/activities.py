@@ -33,8 +33,9 @@ class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
     headers: of its look-ups, which every rank sends to every other whoever asks.
-    ahead: of a table that looks ahead, what leaves in this step for one to come: ids; and where rows go early, masks
-        and these rows. `pull` then is of the other rows, and foresee_seconds what it takes to know all this.
+    ahead: of a table that looks ahead, what leaves in this step for one to come: ids; where rows go early, masks and
+        these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
+        and foresee_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
@@ -76,7 +77,7 @@ def activities(group: Group, mean: Mean, case: Case, foreseen: int = 0, pays: bo
     share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
     update = dense_update_seconds(nbytes, case)
-    return Activities((), (), 0.0, pack_seconds(nbytes, case), _requests(legs, even, topology), 0.0, update)
+    return Activities((), (), 0.0, pack_seconds(nbytes, facts, case), _requests(legs, even, topology), 0.0, update)
 
 
 def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:
@@ -86,9 +87,9 @@ def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:
 
 
 def payer(groups: Sequence[Group]) -> str:
-    """The group that is charged the messages that all foreseen tables share: one that sends rows early, if any does."""
+    """The group that is charged the messages that all foreseen tables share: one that sends most of them."""
     kinds = {group.look_ahead: group.name for group in reversed(groups)}
-    return kinds.get("rows") or kinds.get("ids", "")
+    return kinds.get("gradients") or kinds.get("rows") or kinds.get("ids", "")
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:

@@ -72,7 +72,7 @@ def _bucket(
 ) -> Group:
     said = list(dict.fromkeys(_said(fact, reasons[fact.name], len(members)) for fact in members))
     names = tuple(fact.name for fact in members)
-    forecast = dense_forecast(bucket_bytes(members, mean == "weights"), choice, question.case)
+    forecast = dense_forecast(bucket_bytes(members, mean == "weights"), choice, question.case, facts=members)
     return Group("bucket", names, "replicated", choice, "exact", forecast, "; ".join(said))
 
 

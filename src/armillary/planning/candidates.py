@@ -61,7 +61,7 @@ def candidate(fact: ParameterFact, choice: Choice, question: Question) -> Candid
         return Candidate(fact.name, choice, update, row_forecast(fact, choice, update, question.case))
     goes_alone = dense_exchanges()[choice.name].owner_option
     part = 1.0 if goes_alone else min(1.0, fact.bytes / question.limits.bytes)
-    return Candidate(fact.name, choice, "exact", dense_forecast(fact.bytes, choice, question.case, part))
+    return Candidate(fact.name, choice, "exact", dense_forecast(fact.bytes, choice, question.case, part, [fact]))
 
 
 def candidates(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]:

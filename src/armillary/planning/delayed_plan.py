@@ -57,7 +57,7 @@ def _group(place: int, members: tuple[ParameterFact, ...], case: Case) -> Group:
     item_bytes = members[0].bytes // max(1, members[0].elements)
     nbytes = sum(fact.bytes for fact in members) + item_bytes * len(members)
     names = tuple(fact.name for fact in members)
-    forecast = dense_forecast(nbytes, BY, case) + Forecast(memory_bytes=nbytes)
+    forecast = dense_forecast(nbytes, BY, case, facts=members) + Forecast(memory_bytes=nbytes)
     return Group(f"bucket {place}", names, "replicated", BY, "stale", forecast, "read whole")
 
 

@@ -1,15 +1,15 @@
 """Adds look-ahead to a plan: which of its tables are foreseen, what of them may go early, what that sends and saves.
 
 Rows may go before a step only where it is provable that they stay put: the optimizer leaves rows without gradient
-alone, or the table is lazy; and they do where that makes the simulated step shorter. Otherwise ids and counts go early,
-and rows right after the step. Both are exact. How many rows stay put is taken from the profile
-(`traffic.staying_share`): those that no worker read in the step before.
+alone, or the table is lazy; and gradients may follow it where nobody reads their rows next. Both happen where that
+makes the simulated step shorter. Otherwise ids and counts go early, and rows right after the step. All are exact. How
+many rows stay put is taken from the profile (`traffic.staying_share`): those that no worker read in the step before.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from armillary.exchanges.exchange import row_exchanges
+from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import FORESEEN, round_leg
 from armillary.facts.plan import Forecast, Group, LookAhead, Plan
 from armillary.facts.profile import Profile
@@ -63,14 +63,22 @@ def with_prospect(plan: Plan, case: Case) -> Plan:
 def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:
     """What a step takes against a clock, and what that rests on."""
     after, before = seconds_text(simulate(ahead, case).step_seconds), seconds_text(before_seconds)
-    early = [case.profile.parameter(group.parameters[0]) for group in ahead.groups if group.look_ahead == "rows"]
-    shares = [
-        f"{staying_share(fact.rows, case.profile, case.topology.workers):.0%} of {fact.name}"
-        for fact in early
-        if fact.rows is not None
-    ]
-    stays = ", ".join(shares) or "none"
-    return f"simulated step {after} with it, {before} without; rows that may go before the step: {stays}"
+    rows = {"rows": 1, "gradients": 2}
+    stays = _shares(ahead, rows, case) or "none"
+    rests = _shares(ahead, {"gradients": 1}, case)
+    waiting = f"; gradients that may follow it: {rests}" if rests else ""
+    return f"simulated step {after} with it, {before} without; rows that may go before the step: {stays}{waiting}"
+
+
+def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:
+    """In words, of the tables that look ahead so: which of their rows nobody else reads in so many steps."""
+    found = []
+    for group in plan.groups:
+        rows = case.profile.parameter(group.parameters[0]).rows
+        if group.look_ahead in steps and rows is not None:
+            share = staying_share(rows, case.profile, case.topology.workers, steps[group.look_ahead])
+            found.append(f"{share:.0%} of {group.parameters[0]}")
+    return ", ".join(found)
 
 
 def _foreseeable(plan: Plan) -> list[str]:
@@ -79,21 +87,28 @@ def _foreseeable(plan: Plan) -> list[str]:
 
 
 def _can_be_early(group: Group) -> bool:
-    entry = row_exchanges().get(group.exchange.name)
-    return entry is not None and entry.make(**group.exchange.options).pull_early is not None
+    return group.exchange.name in row_exchanges() and _exchange(group).pull_early is not None
+
+
+def _exchange(group: Group) -> RowExchange:
+    return build_row(group.exchange.name, **group.exchange.options)
 
 
 def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
-    """Rows go early where they may and a step against a clock is shorter for it, else ids alone: rows in two parts are
-    more messages, and on quick links with busy processors a message costs more than what it hides."""
-    may_send = {group.name for group in plan.groups if group.is_lazy or not case.assumptions.moves_quiet_rows}
-    choices = [_with_kinds(plan, names, sending, case) for sending in (may_send & set(names), set[str]())]
+    """Rows go early and gradients follow late where they may and a step against a clock is shorter for it, else ids
+    alone: what goes in two parts is more messages, and on quick links with busy processors a message costs more than
+    what it hides."""
+    may_send = {g.name for g in plan.groups if g.is_lazy or not case.assumptions.moves_quiet_rows} & set(names)
+    may_wait = {g.name for g in plan.groups if g.name in may_send and _exchange(g).part is not None}
+    sending: dict[str, LookAhead] = dict.fromkeys(may_send, "rows")
+    waiting: dict[str, LookAhead] = {**sending, **dict.fromkeys(may_wait, "gradients")}
+    choices = [_with_kinds(plan, names, kinds, case) for kinds in (waiting, sending, {})]
     return min(choices, key=lambda choice: simulate(choice, case).step_seconds)
 
 
-def _with_kinds(plan: Plan, names: Sequence[str], sending: Set[str], case: Case) -> Plan:
-    """sending: the groups whose rows go early, among those of `names`."""
-    kinds: dict[str, LookAhead] = {name: "rows" if name in sending else "ids" for name in names}
+def _with_kinds(plan: Plan, names: Sequence[str], sending: Mapping[str, LookAhead], case: Case) -> Plan:
+    """sending: how those groups of `names` look ahead that may do more than send ids."""
+    kinds: dict[str, LookAhead] = {name: sending.get(name, "ids") for name in names}
     groups = [replace(group, look_ahead=kinds.get(group.name, group.look_ahead)) for group in plan.groups]
     return replace(plan, groups=with_outlook(groups, case))
 

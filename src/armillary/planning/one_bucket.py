@@ -48,5 +48,5 @@ def is_ownerless(choice: Choice) -> bool:
 def _merged(alike: Sequence[Group], plan: Plan, case: Case) -> Group:
     names = tuple(name for group in alike for name in group.parameters)
     facts = [case.profile.parameter(name) for name in names]
-    forecast = dense_forecast(bucket_bytes(facts, plan.mean == "weights"), alike[-1].exchange, case)
+    forecast = dense_forecast(bucket_bytes(facts, plan.mean == "weights"), alike[-1].exchange, case, facts=facts)
     return replace(alike[-1], parameters=names, forecast=forecast, reason=REASON)

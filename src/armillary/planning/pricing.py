@@ -8,18 +8,20 @@ Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: ind
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import Place, RowExchange, RowTraffic, build_dense, build_row
+from armillary.exchanges.exchange import Place, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, LookAhead, Plan, Update
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.foreseen_legs import Shares, foreseen_legs
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
+from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
 
 __all__ = [
     "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
@@ -105,18 +107,26 @@ class Case:
         return measured.merge.row_seconds + KEY_BYTES * measured.merge.byte_seconds
 
 
-def dense_forecast(nbytes: int, choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
-    """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1."""
+def dense_forecast(
+    nbytes: int, choice: Choice, case: Case, buckets: float = 1.0, facts: Sequence[ParameterFact] = ()
+) -> Forecast:
+    """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1.
+
+    Args:
+        facts: of the parameters in it; tables among them cost more than their bytes.
+    """
     slots, exchange = case.assumptions.optimizer_slots, build_dense(choice.name, **choice.options)
     sent = exchange.sent_bytes(nbytes, case.topology)
     links = leg_seconds(exchange.legs(nbytes, case.topology), case.topology, buckets)
-    seconds = links + pack_seconds(nbytes, case) + dense_update_seconds(nbytes, case)
+    seconds = links + pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, case)
     return Forecast(sum(sent) / len(sent), (2 + slots) * nbytes, seconds)
 
 
-def pack_seconds(nbytes: int, case: Case) -> float:
-    """Gradients into their bucket: read and written."""
-    return 2 * nbytes / case.memory_bytes_per_second
+def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
+    """Gradients into their bucket: read and written. Those of tables read by row are filled first, in memory that the
+    kernel fills, too; stages are timed without that (`runtime/watch/gathered_rows.py`)."""
+    filled = sum(fact.bytes for fact in facts if fact.shardable)
+    return 2 * (nbytes + filled) / case.memory_bytes_per_second
 
 
 def dense_update_seconds(nbytes: int, case: Case) -> float:
@@ -129,9 +139,9 @@ class RowWork(NamedTuple):
 
     Args of note:
         headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
-            of what leaves before the step it is for: ids; and of rows that go early, masks and these rows.
-        handled_rows: asked for and served, or gathered. copy_bytes: of the rows the fullest rank holds; touched_bytes:
-            of those a step updates.
+            of what leaves in another step: ids; of rows that go early, masks and these rows; gradients that wait.
+        handled_rows: asked for and served, or gathered. foreseen_rows: looked for once more, to look ahead.
+        copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
         has_window: whether the optimizer sees the touched rows only.
     """
 
@@ -145,6 +155,7 @@ class RowWork(NamedTuple):
     has_window: bool
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
+    foreseen_rows: float = 0.0
 
 
 def row_work(
@@ -178,38 +189,28 @@ def row_work(
     legs, even_legs = (exchange.legs(moved, load, topology) for load in (skew, 1.0))
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
+    foreseen_rows = 0.0
     if look_ahead != "none" and exchange.early_legs is not None:
-        staying = staying_share(rows, case.profile, topology.workers) if look_ahead == "rows" else None
-        (ahead, late), (even_ahead, even_late) = (
-            _foreseen(exchange, moved, load, staying, pays) for load in (skew, 1.0)
+        shares = Shares.of(rows, look_ahead, case.profile, topology)
+        headers, foreseen_rows = (), handled
+        (ahead, legs), (even_ahead, even_legs) = (
+            foreseen_legs(exchange, moved, load, shares, pays, topology) for load in (skew, 1.0)
         )
-        headers, legs, even_legs = (), legs._replace(pull=(late,)), even_legs._replace(pull=(even_late,))
+        if shares.resting is not None:  # those served are looked for in the batch after, too
+            foreseen_rows += moved.distinct_rows * skew
     return RowWork(
         headers=headers,
         legs=legs,
         even_legs=even_legs,
         ahead=ahead,
         even_ahead=even_ahead,
+        foreseen_rows=foreseen_rows,
         handled_rows=handled,
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
         touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
         has_window=update in ("lazy", "stale_lazy") or not case.assumptions.moves_quiet_rows,
     )
-
-
-def _foreseen(
-    exchange: RowExchange, moved: RowTraffic, skew: float, staying: float | None, pays: bool
-) -> tuple[tuple[Leg, ...], Leg]:
-    """What of a pull goes ahead, and what is left of it; staying: share of rows, None where none goes early. Ids leave
-    with late rows and masks with a header; early rows of all tables are one message. Late rows are taken to go by
-    themselves, as they do where they are many (`runtime/hybrid/look_ahead`)."""
-    assert exchange.early_legs is not None
-    legs = exchange.early_legs(moved, skew, staying or 0.0)
-    ids, masks, early, late = (
-        leg._replace(messages=messages) for leg, messages in zip(legs, (0, 0, int(pays), 1), strict=True)
-    )
-    return ((ids,) if staying is None else (ids, masks, early)), late
 
 
 def row_forecast(
@@ -232,8 +233,8 @@ def row_forecast(
 
 def foresight_seconds(work: RowWork, case: Case) -> float:
     """Rows that are foreseen are found once more among a batch's ids, and those served among the rows of the batch
-    before."""
-    return work.handled_rows * case.key_seconds if work.ahead else 0.0
+    before; and where gradients wait, of the batch after."""
+    return work.foreseen_rows * case.key_seconds
 
 
 def index_seconds(work: RowWork, case: Case) -> float:

@@ -136,8 +136,8 @@ class _Player:
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
-        the ids of the one after next, and the rows of the next that stay put. While these are on their way, each works
-        out what it will say next."""
+        the ids of the one after next, gradients of the last that could wait, and the rows of the next that stay put.
+        While these are on their way, each works out what it will say next."""
         if not self.foreseen:
             return
         self._meet()
@@ -150,9 +150,11 @@ class _Player:
                 self.late[sent.name] = sent
             else:
                 self.ahead[sent.name].append(sent)
-        early = [(name, "look-ahead", does.ahead[2:]) for name, does in self.foreseen.items() if does.ahead[2:]]
-        for sent in self._together(early, self._start):
-            self.ahead[sent.name].append(sent)
+        for place in (3, 2):
+            items = [(name, does.ahead[place : place + 1]) for name, does in self.foreseen.items()]
+            asked = [(name, "look-ahead", requests) for name, requests in items if requests]
+            for sent in self._together(asked, self._start):
+                self.ahead[sent.name].append(sent)
         for name, does in self.foreseen.items():
             self.clock.work(name, "foresee", does.foresee_seconds)
 
@@ -176,11 +178,6 @@ class _Player:
         self.clock.work(name, "gather rows", does.gather_seconds)
 
     def backward(self) -> None:
-        masks = [(name, "look-ahead", does.ahead[1:2]) for name, does in self.foreseen.items() if does.ahead[1:]]
-        for name, _, _ in masks:  # the owners have the ids, and say which of these rows stay put
-            self._take(self.ahead[name].pop(0))
-        if self.tables:
-            self._meet(masks)
         missing = [set(group.parameters) for group in self.plan.groups]
         for piece in backward_pieces(self.case.profile):
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
@@ -202,6 +199,12 @@ class _Player:
             for sent in under_way:
                 self._take(sent)
 
+    def _meet_in_backward(self) -> None:
+        masks = [(name, "look-ahead", does.ahead[1:2]) for name, does in self.foreseen.items() if does.ahead[1:]]
+        for name, _, _ in masks:  # the owners have the ids, and say which of these rows stay put
+            self._take(self.ahead[name].pop(0))
+        self._meet(masks)
+
     def _meet(self, along: Sequence[_Asked] = ()) -> None:
         """The round in which every rank says that it makes no look-up now, and what travels with it."""
         idle = idle_request(self.case.topology, self.tables, len(self.foreseen))
@@ -211,6 +214,8 @@ class _Player:
             self.ahead[sent.name].append(sent)
 
     def _launch(self, group: Group) -> None:
+        if not self.waiting and self.tables:  # before anything is pushed, every rank must have made its look-ups
+            self._meet_in_backward()
         does = self.does[group.name]
         self.clock.work(group.name, "pack", does.pack_seconds)
         self.waiting.append(self._start(group.name, "push", does.push))

@@ -85,16 +85,23 @@ def busiest_share(facts: RowFacts, owners: int, order: str) -> float:
     return max(sum(load[first::owners]) for first in range(owners))
 
 
-def staying_share(facts: RowFacts, profile: Profile, workers: int) -> float:
-    """Share of the rows of a worker's batch that no worker read in the step before, so that no step moves them.
+def staying_share(facts: RowFacts, profile: Profile, workers: int, steps: int = 1) -> float:
+    """Share of the rows of a worker's batch that no worker read in so many steps before, so that no step moves them. As
+    many are not read in so many steps after.
 
-    As measured where it was. Else consecutive batches are taken to repeat one another as batches of different workers
-    do: what stays are the new rows that one more worker would bring.
+    As measured where it was, for one step. Else consecutive batches are taken to repeat one another as batches of
+    different workers do: what stays are the new rows that one more worker would bring.
     """
-    if workers == profile.workers and facts.repeated is not None:
-        return 1 - facts.repeated
     own = merged_rows(facts, profile, 1)
     if own <= 0:
         return 0.0
-    new = merged_rows(facts, profile, workers + 1) - merged_rows(facts, profile, workers)
-    return min(1.0, max(0.0, new / own))
+    one, all_steps = (_new_rows(facts, profile, workers * count) for count in (1, steps))
+    if workers == profile.workers and facts.repeated is not None:
+        return (1 - facts.repeated) * (all_steps / one if one > 0 else 1.0)
+    return all_steps / own
+
+
+def _new_rows(facts: RowFacts, profile: Profile, workers: int) -> float:
+    """Rows that one more worker would bring."""
+    more = merged_rows(facts, profile, workers + 1) - merged_rows(facts, profile, workers)
+    return min(merged_rows(facts, profile, 1), max(0.0, more))

@@ -71,7 +71,8 @@ def _timed(found: Profile, model: nn.Module, batch: Any, loss: Loss) -> StageTim
         for fact in found.parameters:
             if fact.is_rewritten:
                 kept.keep(parameters[fact.name])
-        return timed_step(model, batch, loss, [stage.name for stage in found.stages if stage.name != OUTSIDE])
+        paths = [stage.name for stage in found.stages if stage.name != OUTSIDE]
+        return timed_step(model, batch, loss, paths, [fact.name for fact in found.parameters if fact.shardable])
 
 
 def _total(times: StageTimes) -> float:

@@ -9,23 +9,15 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
-from armillary.runtime.hybrid.row_update import leaves_untouched_rows, steps_by_row
+from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
 from armillary.runtime.transport import Transport
 
-__all__ = ["misfit", "options_of", "other_job", "refuse_on_every_rank", "row_complaints"]
+__all__ = ["misfit", "other_job", "refuse_on_every_rank", "row_complaints"]
 
 
 def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
     """The first thing that speaks against it, with its remedy; empty if there is none."""
     return next(_complaints(plan, trainable, optimizer, workers), "")
-
-
-def options_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
-    """The optimizer's param group that holds the parameter."""
-    for options in optimizer.param_groups:
-        if any(held is parameter for held in options["params"]):
-            return options
-    return None
 
 
 def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -> Iterator[str]:
@@ -112,11 +104,13 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
 
 
 def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """Rows may go before a step only if the optimizer leaves alone those without a gradient."""
-    if group.look_ahead != "rows":
+    """Rows may go before a step, and gradients after it, only if the optimizer leaves alone rows without a gradient."""
+    if group.look_ahead not in ("rows", "gradients"):
         return ""
     if exchange.pull_early is None:
         return f"group {group.name!r}: {group.exchange} cannot send rows before the step; set look_ahead='ids'"
+    if group.look_ahead == "gradients" and exchange.part is None:
+        return f"group {group.name!r}: {group.exchange} cannot send gradients in two parts; set look_ahead='rows'"
     if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
         return ""
     return (

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.runtime.hybrid.executor import Executor
+from armillary.runtime.hybrid.late_step import LateSteps
 from armillary.runtime.hybrid.look_ahead import DEPTH
-from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
+from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
-from armillary.session.misfit import options_of
 from armillary.session.source import Source, leaves
 
 __all__ = ["Run"]
@@ -42,6 +42,7 @@ class Run:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.executor, self.held = executor, held
         self.transport = executor.transport
+        executor.deferral.late_steps = LateSteps(optimizer, held)
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
         self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
@@ -136,6 +137,7 @@ class Run:
     def finish(self) -> None:
         """Serves the other ranks' look-ups until every rank has called this. Call it when training is over."""
         self.executor.look_ups.serve_until("finished")
+        self.executor.deferral.catch_up()
         self.transport.barrier()
 
     def take_trace(self) -> Trace:
@@ -176,6 +178,7 @@ class Run:
         with torch.no_grad():
             for table in self.tables.values():
                 table.hand_gradient_over()
+            self.executor.deferral.mark()
             for table in self._windows():
                 open_window(table, self.optimizer, self.held[table.name])
 

@@ -10,10 +10,15 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Group
 from armillary.runtime.hybrid.handle import TableHandle
-from armillary.runtime.hybrid.row_update import Held, leaves_untouched_rows, replace_parameter, steps_by_row
+from armillary.runtime.hybrid.row_update import (
+    Held,
+    leaves_untouched_rows,
+    options_of,
+    replace_parameter,
+    steps_by_row,
+)
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
-from armillary.session.misfit import options_of
 
 __all__ = ["make_table", "put_handle"]
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Pulled, Staying
-from armillary.facts.collectives import Program
+from armillary.facts.collectives import AllToAll, Program
+from armillary.runtime.hybrid.deferral import Resting
 from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
@@ -27,6 +28,7 @@ class Early:
         number, bit: its place among the expected look-ups of its table, and of all.
         keys: sorted distinct, none where this rank only serves. asked, served: rows of and for every rank.
         planned: by rank, whether it expects to make it.
+        under_way: likewise, of the batch before that one, of which gradients may arrive late (`deferral.py`).
         may_send: whether rows of the table may be sent before a step at all.
     """
 
@@ -38,6 +40,7 @@ class Early:
     served: Counts
     planned: tuple[bool, ...]
     before: Sequence["Early"]
+    under_way: Sequence["Early"]
     may_send: bool
     look_up: LookUp = field(default_factory=lambda: LookUp(None, None))
     pulled: Pulled | None = None
@@ -58,22 +61,32 @@ class Early:
 
     @property
     def goes_early(self) -> bool:
-        return self.table.look_ahead == "rows"
+        return self.table.sends_early
 
     @property
     def is_mine(self) -> bool:
         return self.planned[self.table.place.rank]
 
     def _stays(self, rows: Tensor) -> Tensor:
-        """Which of these local rows no rank should touch in the batch before, as far as that was foreseen."""
+        """Which of these local rows no rank should touch in the batch before, as far as that was foreseen; nor should
+        their gradients be under way then."""
         self.wanted = rows
         known = [early.wanted for early in self.before if all(early.planned) and early.wanted is not None]
         if not self.may_send or not known or len(known) < len(self.before):
             staying = torch.zeros_like(rows, dtype=torch.bool)
         else:
-            staying = torch.isin(rows, torch.cat(known), invert=True)
+            late = [early.wanted for early in self.under_way if early.wanted is not None]
+            staying = torch.isin(rows, torch.cat([*known, *late]), invert=True)
         self.sent = rows[staying]
         return staying
+
+    def tell(self, after: Sequence["Early"]) -> Program[Resting]:
+        """Owners tell which of the rows rest: are not read in the next batch, of which these look-ups are foreseen."""
+        assert self.wanted is not None
+        read = torch.cat([early.wanted for early in after if early.wanted is not None])
+        said = torch.isin(self.wanted, read, invert=True)
+        heard = yield AllToAll(said.to(torch.uint8), self.served, self.asked)
+        return said, heard.bool()
 
     @property
     def has_moved(self) -> bool:

@@ -78,7 +78,9 @@ class Executor:
         for table in self.tables:
             table.norms = self.norms.of
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
+        self.deferral = self.look_ups.deferral
         for table in self.tables:
+            table.catch_up = self.deferral.catch_up
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
@@ -166,6 +168,8 @@ class Executor:
     def _launch(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight)
+            if self.deferral.waiting:  # of a backward after which the loop got no batch
+                self.deferral.catch_up()
         for flight in self.flights:
             flight.advance(self.transport)
         with torch.no_grad():
@@ -183,7 +187,11 @@ class Executor:
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0
+        resting = [look_up.resting.land(self.transport) for look_up in table.pending if look_up.resting is not None]
+        may_wait = len(resting) == len(table.pending) and table.gradient is None  # else a row would be stepped twice
         gradients, tickets = table.take_gradients(self.scale)
+        if may_wait and self.deferral.defers(table):
+            gradients, tickets = self.deferral.split(table, gradients, tickets, resting)
         push = table.exchange.push(gradients, tickets, table.ownership, table.place)
         return push, table.exchange.push_requests
 
@@ -196,8 +204,10 @@ class Executor:
             while any(flight.left > 0 for flight in self.flights):
                 for flight in self.flights:
                     flight.advance(self.transport)
+            self.deferral.arrive()
             if self.mean == "weights":
                 self.total_weight = self._sum_weights()
+                self.deferral.weigh(self.total_weight)
             for unit, flight in zip(self.units, self.flights, strict=True):
                 self._take_home(unit, flight.land(self.transport))
         self.flights = []

@@ -35,26 +35,36 @@ _ELEMENTWISE.add("_amp_foreach_non_finite_check_and_unscale_")
 
 
 class NormSource(Protocol):
-    """What the gradient needs of the table behind it."""
+    """What the gradient needs of the table behind it.
+
+    epoch: steps that took its gradient. catch_up: adds to `gradient` what has not arrived (`deferral.py`).
+    """
 
     name: str
+    epoch: int
+
+    @property
+    def gradient(self) -> Tensor | None: ...
+
+    def catch_up(self) -> None: ...
 
     def gradient_norms(self, order: float) -> Tensor: ...
 
 
 class GradientHandle(Tensor):
-    """local: gradient of the rows (or of the window) that this rank's optimizer holds.
+    """kept: gradient of the rows (or of the window) that this rank's optimizer holds.
 
     The table is known weakly: it holds the parameter whose `.grad` this is, a circle that no collector sees.
     """
 
-    local: Tensor
+    kept: Tensor
     _known: "weakref.ref[NormSource]"
+    _epoch: int
 
     @staticmethod
     def __new__(cls, table: NormSource, like: Tensor, local: Tensor) -> "GradientHandle":
         gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        gradient._known, gradient.local = weakref.ref(table), local
+        gradient._known, gradient._epoch, gradient.kept = weakref.ref(table), table.epoch, local
         return gradient
 
     @property
@@ -67,6 +77,16 @@ class GradientHandle(Tensor):
         if table is None:
             raise RuntimeError("the table of this gradient is gone; keep its model as long as you look at gradients")
         return table
+
+    @property
+    def local(self) -> Tensor:
+        """The whole of `kept`. Until a step has taken it, that is the table's gradient, whatever has been added."""
+        table = self._known()
+        if table is None or table.epoch != self._epoch or table.gradient is None:
+            return self.kept
+        table.catch_up()
+        assert table.gradient is not None
+        return table.gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientHandle({self.table.name!r}, shape={tuple(self.shape)})"
@@ -121,4 +141,5 @@ def _norm(gradient: GradientHandle, ord: Any = 2, dim: Any = None, *args: Any, *
     order = 2.0 if order in (None, "fro") else float(order)
     if dim is not None or order <= 0:
         raise _refusal(gradient, f"norm of order {order} over dim {dim}")
+    gradient.table.catch_up()
     return gradient.table.gradient_norms(order)

@@ -8,6 +8,8 @@ Requests are made only right after a round in which every rank said it is idle, 
     the next round      owners say which of the rows stay put: no rank will touch them in b - 1  (tables that send rows)
     turn of b - 1       those rows leave                                                         (tables that send rows)
     turn of b           all other rows leave; they land while the forward runs
+    the next round      owners say which rows of b + 1 rest: no rank reads them in b + 2   (tables that defer gradients)
+    turn of b + 1       gradients of b's rows at rest leave, see `deferral.py`             (tables that defer gradients)
 
 What leaves at one moment, of whatever tables, is one message to each rank (`joined.py`): ids, early rows; masks go with
 the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in the
@@ -35,6 +37,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.look_up import FIRST_COUNT, FORESEEN
+from armillary.runtime.hybrid.deferral import Deferral
 from armillary.runtime.hybrid.early import MASKED, SENT, Early
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.habits import Habits
@@ -65,13 +68,14 @@ class Ahead:
 class LookAhead:
     """State of one rank. tables: those of the plan, in launch order; without any that looks ahead, nothing is sent."""
 
-    def __init__(self, tables: Sequence[RowTable], transport: Transport):
+    def __init__(self, tables: Sequence[RowTable], transport: Transport, deferral: Deferral):
         self.tables = [table for table in tables if table.look_ahead != "none"][:FORESEEN][::-1]  # as a forward reads
-        self.transport = transport
+        self.transport, self.deferral = transport, deferral
         self.habits = Habits()
         self.now = Ahead()  # the batch in the loop's hands
         self.coming: list[Ahead] = []
         self.expected = Outlook(self.tables, transport.place.workers)  # of the batch `DEPTH` after the one at hand
+        self.is_told = True  # of what was known at the last turn
         self.begin()
         self.is_running = False
 
@@ -131,6 +135,7 @@ class LookAhead:
         (`heard`: (ranks, columns)), and `close`.
         """
         for early in self.now.earlies:
+            early.look_up.resting = None  # it speaks of the batch that comes now
             if early.is_mine:
                 self.habits.judge(early.table, early.number, early.is_taken)
         for early in self.coming[0].earlies:
@@ -140,7 +145,9 @@ class LookAhead:
         self.now = self.coming.pop(0)
         self._send_late([early.flight for early in last.earlies])
         self.coming.append(last)
+        self.deferral.leave()
         self._send_early()
+        self.is_told = False
 
     def foresee(self, leaves: Sequence[Tensor], last_leaves: Sequence[Tensor]) -> None:
         """The batch that the loop gets has these tensors; the one `DEPTH` after it, where known, has `last_leaves`. The
@@ -165,12 +172,27 @@ class LookAhead:
         if keys is None:
             keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
         asked, before = tuple(table.ownership.counts(keys)), self.coming[-1].of(table)
+        under_way = self.coming[-2].of(table) if self.deferral.defers(table) else []
         may_send = table.name not in self.upset
-        return Early(table, number, bit, keys, asked, served, planned, before, may_send)
+        return Early(table, number, bit, keys, asked, served, planned, before, under_way, may_send)
 
     def masks(self) -> list[Flight]:
-        """What the next round takes along: of the last batch whose ids have left, which rows stay put. Once."""
-        return self._going(self.coming[-1], MASKED)
+        """What the next round takes along, once: of the last batch whose ids have left, which rows stay put; of the one
+        before, which rest."""
+        masks = self._going(self.coming[-1], MASKED)
+        if not self.is_told:
+            self.is_told = True
+            masks += self._tell(*self.coming[-2:])
+        return masks
+
+    def _tell(self, ahead: Ahead, after: Ahead) -> list[Flight]:
+        """Of every look-up of a batch, which of its rows the one after does not read."""
+        telling = []
+        for early in ahead.earlies:
+            if self.deferral.defers(early.table) and (readers := after.of(early.table)):
+                early.look_up.resting = Flight(early.tell(readers), early.table.name, 0)
+                telling.append(early.look_up.resting)
+        return telling
 
     def _send_late(self, beginning: Sequence[Flight]) -> None:
         """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
@@ -183,7 +205,7 @@ class LookAhead:
             beginning = ()
         advance_together(beginning, self.transport)
         for early in self.now.earlies:
-            early.before = ()
+            early.before = early.under_way = ()
             early.table.pending.append(early.look_up)
         self.now.stamp = self._stamp()
 
@@ -239,4 +261,5 @@ class LookAhead:
             elif has_come == early.planned:
                 early.look_up.ticket = ticket
             else:
+                early.look_up.resting = None
                 early.look_up.ticket = self.transport.complete(early.ticket_of(has_come), table.name).ticket

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
+from armillary.runtime.hybrid.deferral import Deferral
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ahead import LookAhead
 from armillary.runtime.hybrid.row_samples import RowSamples
@@ -31,7 +32,8 @@ class LookUps:
         self.tables = list(tables)
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
-        self.look_ahead = LookAhead(self.pulled, transport)
+        self.deferral = Deferral(transport)
+        self.look_ahead = LookAhead(self.pulled, transport, self.deferral)
         self.samples = RowSamples()
         self.transport = transport
         self.on_gradient = on_gradient
@@ -133,6 +135,8 @@ class LookUps:
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
+        if wanted:
+            self.deferral.see_to_reads(headers[:, 3].tolist())
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: Round = self.transport.complete(program, label, headers)
         self._remember(outcome, wish)

@@ -17,9 +17,20 @@ from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.table import RowTable
 
-__all__ = ["close_window", "leaves_untouched_rows", "open_window", "replace_parameter", "steps_by_row"]
+__all__ = [
+    "Held", "close_window", "leaves_untouched_rows", "open_window", "options_of", "replace_parameter", "steps_by_row",
+    "twin",
+]  # fmt: skip
 
 Held = dict[str, Tensor]  # optimizer state of a whole shard: name -> (local rows, *row shape)
+
+
+def options_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
+    """The optimizer's param group that holds the parameter."""
+    for options in optimizer.param_groups:
+        if any(held is parameter for held in options["params"]):
+            return options
+    return None
 
 
 def open_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
@@ -37,7 +48,7 @@ def close_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
     if rows is None:
         return
     window = table.parameter.detach()
-    table.put_back(window)
+    table.put_back(rows, window)
     state = optimizer.state.get(table.parameter, {})
     for name, value in list(state.items()):
         if not isinstance(value, Tensor) or value.shape != window.shape or value.dim() == 0:
@@ -82,28 +93,34 @@ def _owned(table: RowTable) -> Tensor:
     return table.ownership.ids(table.place.rank)
 
 
+def twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class over other parameters, with these options and no state or hooks."""
+    other = copy.copy(optimizer)  # torch copies groups and state only
+    for name, value in vars(optimizer).items():
+        if name not in vars(other) and name != "step":  # a scheduler's wrapper would step the original
+            setattr(other, name, value)
+    other.param_groups = [{**options, "params": parameters}]
+    other.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(other, hooks, type(getattr(optimizer, hooks))())
+    return other
+
+
 def _like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and options over other parameters, with fresh state.
+    """A twin to try, with state as the optimizer itself would make it.
 
     A learning rate of zero (warm-up begins so) would hide what the optimizer does, so it is replaced.
     """
-    twin = copy.copy(optimizer)  # torch copies groups and state only
-    for name, value in vars(optimizer).items():
-        if name not in vars(twin) and name != "step":  # a scheduler's wrapper would step the original
-            setattr(twin, name, value)
     options = {key: value for key, value in group.items() if key != "params"}
     if "lr" in options and not float(options["lr"]):
         options["lr"] = 0.1
-    twin.param_groups = [{**options, "params": parameters}]
-    twin.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(twin, hooks, type(getattr(optimizer, hooks))())
+    like = twin(optimizer, options, parameters)
     for parameter in parameters:
-        _open_state(optimizer, twin, parameter)
-    return twin
+        _open_state(optimizer, like, parameter)
+    return like
 
 
-def _open_state(optimizer: Optimizer, twin: Optimizer, parameter: nn.Parameter) -> None:
+def _open_state(optimizer: Optimizer, like: Optimizer, parameter: nn.Parameter) -> None:
     """Optimizers that make their state when they are built (Adagrad) are given it here, from a sibling's shape."""
     for other in optimizer.state:
         state = optimizer.state[other]
@@ -111,30 +128,30 @@ def _open_state(optimizer: Optimizer, twin: Optimizer, parameter: nn.Parameter) 
             for name, value in state.items():
                 row_like = isinstance(value, Tensor) and value.shape == other.shape and value.dim() > 0
                 fill = float(value[(0,) * value.dim()]) if row_like and value.numel() else 0.0
-                twin.state[parameter][name] = torch.full_like(parameter, fill) if row_like else copy.deepcopy(value)
+                like.state[parameter][name] = torch.full_like(parameter, fill) if row_like else copy.deepcopy(value)
             return
 
 
 def _trial(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradients: list[Tensor]) -> list[Held]:
     """What such an optimizer makes of a matrix: weight and state of its shape, before and after every step."""
     parameter = nn.Parameter(weight.clone())
-    twin = _like(optimizer, group, [parameter])
-    seen = [_seen(twin, parameter)]
+    like = _like(optimizer, group, [parameter])
+    seen = [_seen(like, parameter)]
     for gradient in gradients:
         parameter.grad = gradient.clone()
         try:
-            twin.step()
+            like.step()
         except (RuntimeError, AssertionError) as error:
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step a matrix with a plain dense gradient, which is what it gets "
                 f"here ({error}); take one that can, such as Adagrad or Adam"
             ) from error
-        seen.append(_seen(twin, parameter))
+        seen.append(_seen(like, parameter))
     return seen
 
 
-def _seen(twin: Optimizer, parameter: nn.Parameter) -> Held:
-    state = {name: v for name, v in twin.state[parameter].items() if isinstance(v, Tensor) and v.dim()}
+def _seen(like: Optimizer, parameter: nn.Parameter) -> Held:
+    state = {name: v for name, v in like.state[parameter].items() if isinstance(v, Tensor) and v.dim()}
     return {name: value.detach().clone() for name, value in {**state, "": parameter}.items()}
 
 

@@ -19,6 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from armillary.exchanges.exchange import Place, RowExchange
 from armillary.exchanges.look_up import Table
 from armillary.exchanges.owned_rows import merge_rows
+from armillary.facts.plan import LookAhead
+from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.gradient_handle import GradientHandle
 
 __all__ = ["LookUp", "RowTable"]
@@ -32,6 +34,7 @@ class LookUp:
     ticket: Any
     has_gradient: bool = False
     is_pushed: bool = False  # its gradients have left; more of them could not follow
+    resting: Flight | None = None  # brings which of its rows no rank reads in the next batch (`deferral.py`)
 
     @property
     def is_awaited(self) -> bool:
@@ -44,7 +47,11 @@ class LookUp:
 
 @dataclass(eq=False)
 class RowTable:
-    """State of one table on one rank. norms: computes the global gradient norms (set by the executor)."""
+    """State of one table on one rank. Set by the executor:
+
+    reads: answers look-ups. norms: computes the global gradient norms.
+    catch_up: brings in what was deferred, here and on every rank (see `deferral.py`).
+    """
 
     name: str
     shape: torch.Size
@@ -55,7 +62,8 @@ class RowTable:
     requires_grad: bool
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
-    look_ahead: str = "none"  # "ids" or "rows": the plan lets its look-ups be foreseen (see `look_ahead.py`)
+    catch_up: Callable[[], None] = lambda: None
+    look_ahead: LookAhead = "none"  # what of its pulls and pushes leaves at another time (see `look_ahead.py`)
     pending: list[LookUp] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,6 +71,7 @@ class RowTable:
         held = self.shard.new_empty((0, *self.shape[1:])) if self.has_window else self.shard
         self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
         self.window_rows: Tensor | None = None  # local rows that the window holds
+        self.epoch = 0  # steps that took the gradient
         self.forget_moves()
 
     @classmethod
@@ -78,6 +87,11 @@ class RowTable:
                 else whole.detach()[:0].clone()
             )
         return cls(shape=whole.shape, exchange=exchange, place=place, shard=shard, **fields)
+
+    @property
+    def sends_early(self) -> bool:
+        """Whether rows that stay put go before a step."""
+        return self.look_ahead in ("rows", "gradients")
 
     @property
     def is_pulled(self) -> bool:
@@ -97,6 +111,7 @@ class RowTable:
         return self.reads(self, ids)
 
     def load(self, whole: Tensor) -> None:
+        self.catch_up()
         rows = whole.detach().to(self.shard.dtype)
         if self.exchange.placement == "replicated":
             self.shard.copy_(rows)
@@ -108,9 +123,9 @@ class RowTable:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Gradient of the rows the optimizer holds here, as a plain tensor."""
+        """Gradient of the rows the optimizer holds here, as a plain tensor; without what was deferred."""
         held = self.parameter.grad
-        return held.local if isinstance(held, GradientHandle) else held
+        return held.kept if isinstance(held, GradientHandle) else held
 
     def show_gradient(self, local: Tensor) -> None:
         """From here to the next step the gradient is seen as a global one (see `gradient_handle.py`)."""
@@ -118,6 +133,7 @@ class RowTable:
 
     def hand_gradient_over(self) -> None:
         """The optimizer's step begins: it reads the plain tensor."""
+        self.epoch += 1
         self.parameter.grad = self.gradient
 
     def drop_gradient(self) -> None:
@@ -144,7 +160,7 @@ class RowTable:
     def take_gradients(self, scale: float) -> tuple[list[Tensor], list[Any]]:
         """Gradients and tickets of the waiting look-ups, in the order every rank made them; forgets them."""
         empty = self.shard.new_empty((0, *self.shape[1:]))
-        gradients, tickets = [], []
+        gradients, tickets = list[Tensor](), list[Any]()
         for look_up in self.pending:
             gradient = empty
             if look_up.rows is not None:
@@ -176,15 +192,14 @@ class RowTable:
     def forget_moves(self) -> None:
         self.moved, self.version = torch.empty(0, dtype=torch.int64), self.shard._version
 
-    def put_back(self, window: Tensor) -> None:
-        """A step has moved the window's rows."""
-        assert self.window_rows is not None
+    def put_back(self, rows: Tensor, values: Tensor) -> None:
+        """A step has moved these local rows: (k,), (k, *row shape)."""
         is_known = self.shard._version == self.version
-        self.shard.index_copy_(0, self.window_rows, window)
+        self.shard.index_copy_(0, rows, values)
         if is_known:  # nothing else has written to the shard
             self.version = self.shard._version
-        if self.look_ahead == "rows":
-            self.moved = torch.cat([self.moved.to(self.window_rows), self.window_rows]).unique()
+        if self.sends_early:
+            self.moved = torch.cat([self.moved.to(rows), rows]).unique()
 
     def have_moved(self, rows: Tensor) -> bool:
         """Whether any of these local rows has, since `forget_moves`."""

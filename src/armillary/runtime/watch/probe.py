@@ -5,7 +5,7 @@ Every reader and every gradient of the step is seen here; what they add up to is
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from armillary.runtime.watch.gathered_rows import gathering
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups
 from armillary.runtime.watch.stage_clock import StageClock
@@ -111,19 +112,23 @@ def _has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
 
 
 def stage_seconds(
-    model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]
+    model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str], tables: Collection[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Forward and backward seconds by stage: medians over a few steps, each after the first has warmed up."""
-    steps = [timed_step(model, batch, loss, paths) for _ in range(TIMED_STEPS)]
+    steps = [timed_step(model, batch, loss, paths, tables) for _ in range(TIMED_STEPS)]
     forward = {stage: statistics.median(step[stage][0] for step in steps) for stage in steps[0]}
     return forward, {stage: statistics.median(step[stage][1] for step in steps) for stage in steps[0]}
 
 
-def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]) -> StageTimes:
-    """One step by the clock: (forward, backward) seconds by stage; what is outside all stages is one, too."""
+def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str], tables: Collection[str]) -> StageTimes:
+    """One step by the clock: (forward, backward) seconds by stage; what is outside all stages is one, too.
+
+    Args:
+        tables: names of parameters that owners could hold; their look-ups end at rows (`gathered_rows.py`).
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     clock = StageClock(device)
-    with following(model, paths, clock.enter, clock.leave):
+    with gathering(model, tables), following(model, paths, clock.enter, clock.leave):
         value = loss(model, batch)
         clock.begin_backward()
         _backward(value)

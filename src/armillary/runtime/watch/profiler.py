@@ -69,13 +69,14 @@ def profile(
             looked.append(watch.take())
         if len(looked) < workers:
             raise ValueError(f"profile: {workers} workers need a batch each, got {len(looked)}")
-        forward, backward = stage_seconds(model, sample, loss, paths)
-    facts = []
-    for name, *aliases in names.values():
-        lookups = [batch.get(name, NO_LOOKUPS) for batch in looked]
-        rows = _rows(watch.readings[name], lookups, workers, workers_per_node)
-        stage = stage_of(name, paths)
-        facts.append(_fact(name, aliases, watch.readings[name], arrivals.get(name), stage, rows))
+        facts = []
+        for name, *aliases in names.values():
+            lookups = [batch.get(name, NO_LOOKUPS) for batch in looked]
+            rows = _rows(watch.readings[name], lookups, workers, workers_per_node)
+            stage = stage_of(name, paths)
+            facts.append(_fact(name, aliases, watch.readings[name], arrivals.get(name), stage, rows))
+        tables = [fact.name for fact in facts if fact.shardable]
+        forward, backward = stage_seconds(model, sample, loss, paths, tables)
     held = Counter(dict.fromkeys((*paths, OUTSIDE), 0))
     for fact in facts:
         held[fact.stage] += fact.bytes

@@ -97,6 +97,7 @@ class _Noting:
     order: list[str]
     shape: torch.Size
     gradient: Tensor | None = None
+    epoch: int = 0
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         self.order.append(self.name)
@@ -111,6 +112,9 @@ class _Noting:
 
     def drop_gradient(self) -> None:
         """It has none."""
+
+    def catch_up(self) -> None:
+        """Nothing is deferred."""
 
 
 def make_tables(
