@@ -6,6 +6,7 @@ import torch
 from armillary.runtime.watch.gathered_rows import gathering
 from armillary.runtime.watch.probe import timed_step
 from armillary.runtime.watch.profiler import profile
+from armillary.runtime.watch.stage_paths import OUTSIDE
 from scenes import TABLES, Mixed, batch_of, loss
 
 
@@ -52,3 +53,15 @@ def test_a_profile_times_steps_in_which_no_gradient_of_a_table_is_made(monkeypat
     monkeypatch.setattr("armillary.runtime.watch.probe.timed_step", noted)
     profile(Mixed(), [batch_of(0, 1), batch_of(1, 1)], loss, workers=2)
     assert seen and all(tables == set(TABLES) for tables in seen)
+
+
+def test_a_model_that_asks_more_of_a_table_than_its_rows_is_timed_as_it_is():
+    model = Mixed()
+
+    def odd(model, batch):
+        return loss(model, batch) + model.soft.new_zeros(1).type_as(model.emb.weight).sum()
+
+    timed = timed_step(model, batch_of(0, 1), odd, ["emb"], ["emb.weight"])
+    assert set(timed) == {"emb", OUTSIDE} and all(p.grad is None for p in model.parameters())
+    with pytest.raises(KeyError, match="ids"):
+        timed_step(model, {}, loss, ["emb"], ["emb.weight"])

@@ -209,7 +209,60 @@ def two_steps_of_a_batch(run, model, optimizer, batch, step):
     plain_step(run, model, optimizer, batch, step)
 
 
+def pass_over(run, model, optimizer, batch, step):
+    """No round between two turns."""
+    if step != 6:
+        plain_step(run, model, optimizer, batch, step)
+
+
+def only_look(run, model, optimizer, batch, step):
+    if step == 6:
+        loss(model, batch)
+    else:
+        plain_step(run, model, optimizer, batch, step)
+
+
+def hold_back_now_and_then(run, model, optimizer, batch, step):
+    if step == 6:
+        with run.no_sync():
+            loss(model, batch).backward()
+        return
+    loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def watch(run, model, optimizer, batch, step):
+    """A hook of the user's, which runs with the step and clamps what the optimizer is about to read."""
+
+    def clamp(held, args, kwargs):
+        for gradient in [p.grad for group in held.param_groups for p in group["params"] if p.grad is not None]:
+            gradient.clamp_(-1e-3, 1e-3)
+
+    if step == 7:
+        optimizer.register_step_pre_hook(clamp)
+    plain_step(run, model, optimizer, batch, step)
+
+
+def drop_on_one_rank(run, model, optimizer, batch, step):
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step in (6, 7) and run.rank == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def evaluate_on_one_rank_and_load(run, model, optimizer, batch, step):
+    plain_step(run, model, optimizer, batch, step)
+    if step == 6:
+        if run.rank == 0:
+            with torch.no_grad():
+                loss(model, batch_of(90, step))
+        model.load_state_dict({"emb.weight": torch.full((23, 4), 0.25)}, strict=False)
+
+
 LOOPS = [
+    pass_over, only_look, hold_back_now_and_then, watch, drop_on_one_rank, evaluate_on_one_rank_and_load,
     clip_at_last, scale_at_last, schedule, drop_some, drop_at_once, two_steps_of_a_batch, export_between,
     plain_step, clip, accumulate, accumulate_in_turns, step_before_forward, wrong_on_one_rank, transposed, drawn_inside,
     two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set,

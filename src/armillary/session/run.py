@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
@@ -42,7 +43,6 @@ class Run:
         self.plan, self.model, self.optimizer = plan, model, optimizer
         self.executor, self.held = executor, held
         self.transport = executor.transport
-        executor.deferral.late_steps = LateSteps(optimizer, held)
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
         self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
@@ -51,6 +51,8 @@ class Run:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        executor.deferral.late_steps = LateSteps(self)
+        executor.deferral.stopped |= {t.name for t in self._windows() if not executor.deferral.late_steps.can_split(t)}
         if scaler is not None:
             self._share_found_inf(scaler)
 
@@ -175,6 +177,8 @@ class Run:
         self._refuse_new_options()
         if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
+        if self._is_watched():
+            self.executor.deferral.join()
         with torch.no_grad():
             for table in self.tables.values():
                 table.hand_gradient_over()
@@ -190,6 +194,12 @@ class Run:
                 if table.gradient is not None:
                     table.show_gradient(table.gradient)
         self.executor.after_step()
+
+    def _is_watched(self) -> bool:
+        """Whether somebody else's hooks run with the step: they may look at all rows it moves."""
+        mine = {handle.id for handle in self._undo}
+        hooks = {**self.optimizer._optimizer_step_pre_hooks, **self.optimizer._optimizer_step_post_hooks}
+        return bool(set(hooks) - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _refuse_strangers(self) -> None:
         """Parameters that learn but are not in the plan would drift apart on the ranks."""

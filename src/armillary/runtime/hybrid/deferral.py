@@ -13,7 +13,8 @@ the step they missed (`late_step.py`).
 What would see them missing: a look-up of the table that was not foreseen, a second backward before the turn, a load,
 checkpoint or export of the table, `finish`, and whoever works with `.grad` between backward and step. In the last
 case, or if no step was made, they join `.grad`, and that table defers no more. All of it is collective, and happens at
-a moment that is the same on every rank (design law 8).
+a moment that is the same on every rank (design law 8). What is under way lands at the next turn at the latest, since a
+loop may pass over a batch.
 
 Bitwise equality with nothing deferred: a row's gradients, of all ranks, wait or leave together, so they are added in
 the same order; and nobody reads the row, or moves it, between the step it missed and the one it takes.
@@ -21,7 +22,7 @@ the same order; and nobody reads the row, or moves it, between the step it misse
 Source: the idea is BagPipe's delayed synchronisation (Agarwal et al., SOSP 2023).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,14 @@ Resting = tuple[Tensor, Tensor]  # (rows served,) and (rows asked for,) bool: wh
 
 @dataclass(eq=False)
 class Deferred:
-    """Of one table and backward. moment: of the step that was made without it. total_weight: what the sums are divided
+    """Of one table and backward. moment: of the step that was made without it. is_dropped: this rank's optimizer had no
+    gradient to step with; it is sent all the same, as other ranks may have one. total_weight: what the sums are divided
     by, None for nothing."""
 
     table: RowTable
     flight: Flight
     moment: Moment | None = None
+    is_dropped: bool = False
     total_weight: float | None = None
 
     def land(self, transport: Transport) -> tuple[Tensor, Tensor]:
@@ -56,16 +59,18 @@ class Deferred:
 class Deferral:
     """State of one rank. waiting: of the last backward, not sent; under_way: sent at the last turn.
 
-    late_steps: set by the run, which knows the optimizer.
+    stopped: tables that defer no more. unstepped: those that have exchanged gradients since the last step; a row among
+    these would be stepped twice. late_steps: set by the run, which knows the optimizer.
     """
 
     late_steps: LateSteps
 
-    def __init__(self, transport: Transport):
-        self.transport = transport
+    def __init__(self, transport: Transport, serve: Callable[[], None]):
+        self.transport, self.serve = transport, serve
         self.waiting: list[Deferred] = []
         self.under_way: list[Deferred] = []
-        self.stopped: set[str] = set()  # tables that defer no more
+        self.stopped: set[str] = set()
+        self.unstepped: set[str] = set()
 
     def defers(self, table: RowTable) -> bool:
         """Whether its gradients may wait, if it is known which."""
@@ -89,14 +94,14 @@ class Deferral:
             deferred.total_weight = total_weight
 
     def mark(self) -> None:
-        """The optimizer steps now. Gradients that were dropped before it are not sent."""
-        self.waiting = [deferred for deferred in self.waiting if deferred.table.gradient is not None]
+        """The optimizer steps now."""
         for deferred in self.waiting:
-            deferred.moment = self.late_steps.moment(deferred.table)
+            deferred.moment = None if deferred.table.gradient is None else self.late_steps.moment(deferred.table)
+            deferred.is_dropped = deferred.moment is None
 
     @property
     def is_stepped(self) -> bool:
-        return all(deferred.moment is not None for deferred in self.waiting)
+        return all(deferred.is_dropped or deferred.moment is not None for deferred in self.waiting)
 
     def leave(self) -> None:
         """A turn of the loop; on every rank."""
@@ -110,23 +115,35 @@ class Deferral:
         """What is under way lands and is stepped. Asks nothing of anyone."""
         under_way, self.under_way = self.under_way, []
         for deferred in under_way:
-            assert deferred.moment is not None
-            self.late_steps.step(deferred.table, deferred.moment, *deferred.land(self.transport))
+            arrived = deferred.land(self.transport)
+            if deferred.moment is not None:
+                self.late_steps.step(deferred.table, deferred.moment, *arrived)
 
     def catch_up(self) -> None:
         """Tables and gradients are as if nothing had been deferred. Collective if anything waits."""
         self.arrive()
-        waiting, self.waiting = self.waiting, []
-        waiting = [deferred for deferred in waiting if deferred.moment or deferred.table.gradient is not None]
+        is_stepped, waiting, self.waiting = self.is_stepped, self.waiting, []
         advance_together([deferred.flight for deferred in waiting], self.transport)
+        if is_stepped:
+            self.under_way = waiting
+            self.arrive()
+            return
         for deferred in waiting:
-            if deferred.moment is None:
-                self.stopped.add(deferred.table.name)
+            self.stopped.add(deferred.table.name)
+            arrived = deferred.land(self.transport)
+            if deferred.table.gradient is not None:
                 with torch.no_grad():
-                    deferred.table.deposit(*deferred.land(self.transport))
-            else:
-                self.under_way.append(deferred)
-        self.arrive()
+                    deferred.table.deposit(*arrived)
+
+    def join(self) -> None:
+        """`.grad` is looked at: what waits for the same step joins it. Collective if anything does."""
+        if not self.is_stepped:
+            self.catch_up()
+
+    def meet(self) -> None:
+        """A table's rows are set, on every rank: all meet, as some may still be reading, and catch up."""
+        self.serve()
+        self.catch_up()
 
     def see_to_reads(self, steps: Sequence[float]) -> None:
         """A rank reads rows, and every rank has taken so many steps; on every rank. What a step was made without must

@@ -80,7 +80,7 @@ class Executor:
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
         self.deferral = self.look_ups.deferral
         for table in self.tables:
-            table.catch_up = self.deferral.catch_up
+            table.deferring = self.deferral
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
@@ -188,7 +188,7 @@ class Executor:
         if not table.pending:
             return _nothing(), 0
         resting = [look_up.resting.land(self.transport) for look_up in table.pending if look_up.resting is not None]
-        may_wait = len(resting) == len(table.pending) and table.gradient is None  # else a row would be stepped twice
+        may_wait = len(resting) == len(table.pending) and table.name not in self.deferral.unstepped
         gradients, tickets = table.take_gradients(self.scale)
         if may_wait and self.deferral.defers(table):
             gradients, tickets = self.deferral.split(table, gradients, tickets, resting)
@@ -233,10 +233,12 @@ class Executor:
             sums = sums / (self.total_weight or 1.0)
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
+            self.deferral.unstepped.add(unit.table.name)
 
     def after_step(self) -> None:
         self.transport.step += 1
         self.is_settled = False
+        self.deferral.unstepped.clear()
         self.weight = 1.0
 
 

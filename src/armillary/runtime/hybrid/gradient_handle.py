@@ -37,7 +37,7 @@ _ELEMENTWISE.add("_amp_foreach_non_finite_check_and_unscale_")
 class NormSource(Protocol):
     """What the gradient needs of the table behind it.
 
-    epoch: steps that took its gradient. catch_up: adds to `gradient` what has not arrived (`deferral.py`).
+    epoch: gradients it has had. join: adds to `gradient` what waits for the same step (`deferral.py`).
     """
 
     name: str
@@ -46,7 +46,7 @@ class NormSource(Protocol):
     @property
     def gradient(self) -> Tensor | None: ...
 
-    def catch_up(self) -> None: ...
+    def join(self) -> None: ...
 
     def gradient_norms(self, order: float) -> Tensor: ...
 
@@ -84,7 +84,7 @@ class GradientHandle(Tensor):
         table = self._known()
         if table is None or table.epoch != self._epoch or table.gradient is None:
             return self.kept
-        table.catch_up()
+        table.join()
         assert table.gradient is not None
         return table.gradient
 
@@ -141,5 +141,5 @@ def _norm(gradient: GradientHandle, ord: Any = 2, dim: Any = None, *args: Any, *
     order = 2.0 if order in (None, "fro") else float(order)
     if dim is not None or order <= 0:
         raise _refusal(gradient, f"norm of order {order} over dim {dim}")
-    gradient.table.catch_up()
+    gradient.table.join()
     return gradient.table.gradient_norms(order)

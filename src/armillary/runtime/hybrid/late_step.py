@@ -5,7 +5,8 @@ themselves, and state that has rows, have not moved since: nobody reads a row wh
 with a window are those of which rows without gradient stay put.
 """
 
-from typing import Any, NamedTuple
+import weakref
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from armillary.runtime.hybrid.table import RowTable
 
 __all__ = ["LateSteps", "Moment"]
 
+# Of every optimizer of torch, and what its schedulers add.
+_ATTRIBUTES = {
+    *("defaults", "state", "param_groups", "step", "_opt_called"),
+    *("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *(f"_optimizer_{way}_{when}_hooks" for way in ("state_dict", "load_state_dict") for when in ("pre", "post")),
+}
+
 
 class Moment(NamedTuple):
     """The optimizer as it was at one step of a table. state: what of it has no rows; None: there was none at all."""
@@ -24,20 +33,51 @@ class Moment(NamedTuple):
     state: dict[str, Any] | None
 
 
+class Stepping(Protocol):
+    """What the run has. held: the optimizer state of each table's shard, by table and name."""
+
+    optimizer: Optimizer
+    held: dict[str, Held]
+
+
 class LateSteps:
-    """held: the optimizer state of each table's shard, by table and name."""
+    """The run is known weakly: tables, which know this, live with the model, and the optimizer should not."""
 
-    def __init__(self, optimizer: Optimizer, held: dict[str, dict[str, Tensor]]):
-        self.optimizer, self.held = optimizer, held
+    def __init__(self, run: Stepping):
+        self._known = weakref.ref(run)
 
-    def moment(self, table: RowTable) -> Moment:
-        """Now, right before a step."""
-        options = options_of(self.optimizer, table.parameter)
-        assert options is not None, table.name
-        state = self.optimizer.state.get(table.parameter)
+    @property
+    def run(self) -> Stepping:
+        """
+        Raises:
+            RuntimeError: it is gone.
+        """
+        run = self._known()
+        if run is None:
+            raise RuntimeError(
+                "gradients of the last step are still to be stepped, but run and optimizer are gone; call run.finish() "
+                "on every rank before you let go of them"
+            )
+        return run
+
+    def can_split(self, table: RowTable) -> bool:
+        """Whether a step in two parts is the same bit for bit: vector and scalar code of torch's kernels round alike in
+        single and double precision, unless they are fused; and nothing is kept in attributes, which nobody could put
+        back to what they were."""
+        optimizer = self.run.optimizer
+        options = options_of(optimizer, table.parameter) or {}
+        is_plain = table.shard.dtype in (torch.float32, torch.float64) and not options.get("fused")
+        return is_plain and not set(vars(optimizer)) - _ATTRIBUTES
+
+    def moment(self, table: RowTable) -> Moment | None:
+        """Now, right before a step; None where the optimizer does not hold the table."""
+        optimizer, held = self.run.optimizer, self.run.held[table.name]
+        options = options_of(optimizer, table.parameter)
+        if options is None:
+            return None
+        state = optimizer.state.get(table.parameter)
         if not state:
             return Moment(_copied(options), None)
-        held = self.held[table.name]
         return Moment(_copied(options), _copied({name: value for name, value in state.items() if name not in held}))
 
     @torch.no_grad()
@@ -45,10 +85,10 @@ class LateSteps:
         """The step of that moment on local rows (k,) with their gradient (k, *row shape)."""
         if not len(rows):
             return
-        held = self.held[table.name]
+        held = self.run.held[table.name]
         parameter = nn.Parameter(table.shard.index_select(0, rows))
         parameter.grad = sums
-        stepper = twin(self.optimizer, moment.options, [parameter])
+        stepper = twin(self.run.optimizer, moment.options, [parameter])
         if moment.state is not None:
             mine = {name: whole.index_select(0, rows) for name, whole in held.items()}
             stepper.state[parameter] = {**_copied(moment.state), **mine}

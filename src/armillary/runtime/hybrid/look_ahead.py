@@ -134,6 +134,7 @@ class LookAhead:
         Every rank must call it right after an idle round, in which it heard `moved` and the outlook of every rank
         (`heard`: (ranks, columns)), and `close`.
         """
+        self.deferral.arrive()
         for early in self.now.earlies:
             early.look_up.resting = None  # it speaks of the batch that comes now
             if early.is_mine:

@@ -32,7 +32,7 @@ class LookUps:
         self.tables = list(tables)
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
-        self.deferral = Deferral(transport)
+        self.deferral = Deferral(transport, lambda: self.serve_until("idle"))
         self.look_ahead = LookAhead(self.pulled, transport, self.deferral)
         self.samples = RowSamples()
         self.transport = transport

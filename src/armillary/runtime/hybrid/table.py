@@ -10,7 +10,7 @@ lazy otherwise.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,19 @@ class LookUp:
         return will_run
 
 
+class Deferring(Protocol):
+    """What a table asks of its run's `Deferral`."""
+
+    def catch_up(self) -> None: ...
+    def join(self) -> None: ...
+    def meet(self) -> None: ...
+
+
 @dataclass(eq=False)
 class RowTable:
     """State of one table on one rank. Set by the executor:
 
-    reads: answers look-ups. norms: computes the global gradient norms.
-    catch_up: brings in what was deferred, here and on every rank (see `deferral.py`).
+    reads: answers look-ups. norms: computes the global gradient norms. deferring: brings in what waits or is under way.
     """
 
     name: str
@@ -62,7 +69,7 @@ class RowTable:
     requires_grad: bool
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
-    catch_up: Callable[[], None] = lambda: None
+    deferring: Deferring | None = None
     look_ahead: LookAhead = "none"  # what of its pulls and pushes leaves at another time (see `look_ahead.py`)
     pending: list[LookUp] = field(default_factory=list)
 
@@ -71,7 +78,7 @@ class RowTable:
         held = self.shard.new_empty((0, *self.shape[1:])) if self.has_window else self.shard
         self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
         self.window_rows: Tensor | None = None  # local rows that the window holds
-        self.epoch = 0  # steps that took the gradient
+        self.epoch = 0  # gradients there have been
         self.forget_moves()
 
     @classmethod
@@ -111,7 +118,8 @@ class RowTable:
         return self.reads(self, ids)
 
     def load(self, whole: Tensor) -> None:
-        self.catch_up()
+        if self.deferring is not None and self.look_ahead == "gradients":
+            self.deferring.meet()
         rows = whole.detach().to(self.shard.dtype)
         if self.exchange.placement == "replicated":
             self.shard.copy_(rows)
@@ -135,6 +143,11 @@ class RowTable:
         """The optimizer's step begins: it reads the plain tensor."""
         self.epoch += 1
         self.parameter.grad = self.gradient
+
+    def join(self) -> None:
+        """Whoever asks for the gradient gets all of it."""
+        if self.deferring is not None:
+            self.deferring.join()
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None
@@ -210,6 +223,7 @@ class RowTable:
     def deposit(self, rows: Tensor, sums: Tensor) -> None:
         """Adds merged gradients of local rows: (k,), (k, *row shape)."""
         mine = self.gradient
+        self.epoch += mine is None  # handles of a gradient that was dropped are not of this one
         if not self.has_window:
             mine = torch.zeros_like(self.shard) if mine is None else mine
             self.show_gradient(mine.index_add_(0, rows, sums))

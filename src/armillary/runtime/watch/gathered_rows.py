@@ -63,5 +63,5 @@ class _Rows:
     def drop_gradient(self) -> None:
         """It has none."""
 
-    def catch_up(self) -> None:
+    def join(self) -> None:
         """Nothing is deferred."""

@@ -124,11 +124,22 @@ def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str], t
     """One step by the clock: (forward, backward) seconds by stage; what is outside all stages is one, too.
 
     Args:
-        tables: names of parameters that owners could hold; their look-ups end at rows (`gathered_rows.py`).
+        tables: names of parameters that owners could hold; their look-ups end at rows (`gathered_rows.py`), unless the
+            model asks more of one than an owned table answers: then the step is timed as it is.
     """
+    try:
+        with gathering(model, tables):
+            return _timed_step(model, batch, loss, paths)
+    except Exception:
+        if not tables:
+            raise
+        return _timed_step(model, batch, loss, paths)
+
+
+def _timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]) -> StageTimes:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     clock = StageClock(device)
-    with gathering(model, tables), following(model, paths, clock.enter, clock.leave):
+    with following(model, paths, clock.enter, clock.leave):
         value = loss(model, batch)
         clock.begin_backward()
         _backward(value)

@@ -113,7 +113,7 @@ class _Noting:
     def drop_gradient(self) -> None:
         """It has none."""
 
-    def catch_up(self) -> None:
+    def join(self) -> None:
         """Nothing is deferred."""
 
 
