@@ -262,11 +262,17 @@ def evaluate_on_one_rank_and_load(run, model, optimizer, batch, step):
 
 
 LOOPS = [
-    pass_over, only_look, hold_back_now_and_then, watch, drop_on_one_rank, evaluate_on_one_rank_and_load,
-    clip_at_last, scale_at_last, schedule, drop_some, drop_at_once, two_steps_of_a_batch, export_between,
     plain_step, clip, accumulate, accumulate_in_turns, step_before_forward, wrong_on_one_rank, transposed, drawn_inside,
     two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set,
 ]  # fmt: skip
+WHILE_GRADIENTS_WAIT = [
+    pass_over, only_look, hold_back_now_and_then, watch, drop_on_one_rank, evaluate_on_one_rank_and_load, clip_at_last,
+    scale_at_last, schedule, drop_some, drop_at_once, two_steps_of_a_batch, export_between,
+]  # fmt: skip
+ALL_LOOPS = [
+    *[(loop, *way) for loop in LOOPS for way in (("adam", "ids"), ("adagrad", "rows"), ("adagrad", "gradients"))],
+    *[(loop, "adagrad", "gradients") for loop in WHILE_GRADIENTS_WAIT],
+]
 
 
 def batches_of(rank, kind):
@@ -319,8 +325,9 @@ def with_and_without(rank, workers, *case):
     return [name for name in plain if not torch.equal(plain[name], ahead[name])], before, after
 
 
-@pytest.mark.parametrize(("optimizer", "look_ahead"), [("adam", "ids"), ("adagrad", "rows"), ("adagrad", "gradients")])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    ("loop", "optimizer", "look_ahead"), ALL_LOOPS, ids=[f"{loop.__name__}-{way}" for loop, _, way in ALL_LOOPS]
+)
 def test_every_loop_leaves_the_same_numbers(crew, loop, optimizer, look_ahead):
     for differing, before, after in crew(2).run(with_and_without, loop, "owned_rows", optimizer, "", look_ahead):
         assert differing == []
