@@ -104,7 +104,7 @@ def truth(options, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=
     named = dict(model.named_parameters())
     tables = {named[name]: name in lazy for name in BY_ROW}
     parts = cut_of(model, found.stages)
-    reference = WorkersReference(parts, made, found.schedule(), functional.mse_loss, workers, tables, seed=5)
+    reference = WorkersReference(parts, made, found.schedule(), functional.mse_loss, tables, seed=5)
     scheduler, losses = torch.optim.lr_scheduler.MultiStepLR(made, [2], 0.1), []
     for step in range(steps):
         if step in drains:

@@ -19,7 +19,7 @@ from armillary.schedules.messages import ring_messages
 from armillary.schedules.schedule import parse
 from armillary.schedules.shared import Sharing
 from armillary.schedules.zero_messages import held_copies, mean_copies, zero_messages
-from planning_cases import LINKS_ONLY, machines
+from planning_cases import LINKS_ONLY, machines, table
 
 
 def chain_of(flops, parameters=100, activations=1000, outputs=80):
@@ -129,6 +129,17 @@ def test_wishes_that_a_cyclic_plan_cannot_grant_are_refused():
             plan(chain_of((1, 1)), machines(2), schedule=ring, **wish)
     with pytest.raises(ValueError, match="none of simultaneous, cyclic"):
         plan(chain_of((1, 1)), machines(2), schedule=Choice("spiral"))
+
+
+def test_a_stage_that_keeps_a_table_whole_also_fills_its_gradient():
+    chain, speed = chain_of((100, 100, 100, 100)), replace(LINKS_ONLY, memory_bytes_per_second=1e9)
+    words = replace(table("a.words", workers=2), stage="a")
+    profile = replace(chain, parameters=(*chain.parameters, words))
+    schedule = Choice("cyclic", {"mode": "pipeline", "micro_batches": 2, "points": ["b"]})
+    whole = plan(profile, machines(2), assumptions=speed, schedule=schedule)
+    by_row = plan(profile, machines(2), assumptions=speed, schedule=schedule, constraints={"a.words": "row_sharded"})
+    assert by_row.compute_seconds == pytest.approx(2 * 3 * 3e-3)  # its longest stage: b, c and d
+    assert whole.compute_seconds == pytest.approx(2 * (3e-3 + 2 * words.bytes / 1e9))
 
 
 def test_the_bytes_of_a_pipeline_are_what_its_stages_return():

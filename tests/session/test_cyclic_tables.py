@@ -161,7 +161,7 @@ def test_plain_loops_over_one_worker_are_those_of_the_reference_without_tables()
         made = OPTIMIZERS["momentum"](model.parameters())
         if kind == "workers":
             tables = {dict(model.named_parameters())[name]: False for name in BY_ROW}
-            reference = WorkersReference(cut_of(model, 3), made, schedule, functional.mse_loss, 1, tables, seed=5)
+            reference = WorkersReference(cut_of(model, 3), made, schedule, functional.mse_loss, tables, seed=5)
         else:
             reference = Reference(cut_of(model, 3), made, schedule, functional.mse_loss, seed=5)
         for step in range(STEPS):

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "members", "sent_bytes"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "members", "sent_bytes", "summed"]
 
 Scope = Literal["world", "node", "rail"]
 
@@ -73,6 +73,12 @@ class AllToAll:
 Request = AllReduce | AllGather | AllToAll
 Result = TypeVar("Result")
 Program = Generator[Request, Any, Result]
+
+
+def summed(tensor: Tensor) -> Program[Tensor]:
+    """Its sum over all ranks, which takes its place."""
+    total: Tensor = yield AllReduce(tensor)
+    return total
 
 
 def sent_bytes(request: Request, ranks: int, rank: int) -> float:

@@ -17,7 +17,7 @@ from armillary.facts.plan import Choice, Forecast, Group, Placement, Plan, Updat
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.planning.cyclic_tables import NO_TABLES, Wish, table_groups, team_notes, team_traffic
-from armillary.planning.pricing import Case
+from armillary.planning.pricing import Case, fill_seconds
 from armillary.planning.schedule_notes import notes_on, peak_over_workers, stagger
 from armillary.planning.stage_load import StageLoad
 from armillary.schedules.balance import balanced
@@ -57,7 +57,7 @@ def plan_cyclic(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
     topology = case.topology
     options = read_options(choice.options, topology.workers)
     refuse_tables(options, list(wished))
-    subject = _subject(case.profile, options, wished)
+    subject = _subject(case, options, wished)
     update: Update = "stale" if subject.schedule.stale_share else "exact"
     groups = []
     for j, facts in enumerate(subject.parameters):
@@ -97,7 +97,7 @@ def pipeline_bytes(case: Case) -> float:
     Raises:
         ValueError: fewer modules than workers to cut between.
     """
-    subject = _subject(case.profile, read_options({"mode": "pipeline"}, case.topology.workers))
+    subject = _subject(case, read_options({"mode": "pipeline"}, case.topology.workers))
     copies = 2 + case.assumptions.optimizer_slots
     held = []
     for j, load in enumerate(subject.stages):
@@ -107,7 +107,8 @@ def pipeline_bytes(case: Case) -> float:
     return float(max(held))
 
 
-def _subject(profile: Profile, options: CyclicOptions, wished: Collection[str] = ()) -> _Subject:
+def _subject(case: Case, options: CyclicOptions, wished: Collection[str] = ()) -> _Subject:
+    profile = case.profile
     units = [stage for stage in profile.stages if stage.name]
     names = [unit.name for unit in units]
     if options.points:
@@ -134,7 +135,7 @@ def _subject(profile: Profile, options: CyclicOptions, wished: Collection[str] =
             parameters[owner[_stage_of(fact, profile)]].append(fact)
     whole = tuple(tuple(fact for fact in facts if fact.name not in wished) for facts in parameters)
     tables = tuple(tuple(fact for fact in facts if fact.name in wished) for facts in parameters)
-    loads = tuple(_load(part, facts) for part, facts in zip(parts, whole, strict=True))
+    loads = tuple(_load(part, facts, case) for part, facts in zip(parts, whole, strict=True))
     return _Subject(options, options.schedule(), loads, whole, tables)
 
 
@@ -172,12 +173,13 @@ def _stage_of(fact: ParameterFact, profile: Profile) -> str:
     return min(inside, key=lambda other: abs((other.arrival or 0) - place)).stage
 
 
-def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact]) -> StageLoad:
+def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case) -> StageLoad:
+    computed = sum(unit.forward_seconds + unit.backward_seconds for unit in part)
     return StageLoad(
         first=part[0].name,
         last=part[-1].name,
         flops=sum(unit.forward_flops for unit in part),
-        seconds=sum(unit.forward_seconds + unit.backward_seconds for unit in part),
+        seconds=computed + fill_seconds(facts, case),
         weight_bytes=sum(fact.bytes for fact in facts),
         count_bytes=sum(fact.bytes // max(1, fact.elements) for fact in facts),
         activation_bytes=sum(unit.activation_bytes for unit in part),

@@ -8,7 +8,7 @@ Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: ind
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic, traf
 
 __all__ = [
     "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
-    "dense_update_seconds", "foresight_seconds", "idle_leg", "idle_round", "index_seconds", "pack_seconds",
-    "row_forecast", "row_update_seconds", "row_work",
+    "dense_update_seconds", "fill_seconds", "foresight_seconds", "idle_leg", "idle_round", "index_seconds",
+    "pack_seconds", "row_forecast", "row_update_seconds", "row_work",
 ]  # fmt: skip
 
 
@@ -123,10 +123,14 @@ def dense_forecast(
 
 
 def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
-    """Gradients into their bucket: read and written. Those of tables read by row are filled first, in memory that the
-    kernel fills, too; stages are timed without that (`runtime/watch/gathered_rows.py`)."""
-    filled = sum(fact.bytes for fact in facts if fact.shardable)
-    return 2 * (nbytes + filled) / case.memory_bytes_per_second
+    """Gradients into their bucket: read and written. Those of tables read by row are filled first; stages are timed
+    without that (`runtime/watch/gathered_rows.py`)."""
+    return 2 * nbytes / case.memory_bytes_per_second + fill_seconds(facts, case)
+
+
+def fill_seconds(facts: Iterable[ParameterFact], case: Case) -> float:
+    """One backward's gradients of whole tables among these parameters, written twice: by the kernel, then by torch."""
+    return 2 * sum(fact.bytes for fact in facts if fact.shardable) / case.memory_bytes_per_second
 
 
 def dense_update_seconds(nbytes: int, case: Case) -> float:

@@ -7,7 +7,8 @@ __all__ = ["StageLoad"]
 
 @dataclass(frozen=True)
 class StageLoad:
-    """first, last: paths of its modules. flops: of the forward. seconds: forward and backward.
+    """first, last: paths of its modules. flops: of the forward. seconds: forward and backward,
+    and the gradients of tables that it keeps whole.
 
     Args of note:
         weight_bytes: of the trained parameters. count_bytes: of one number per parameter, sent behind gradients.

@@ -43,17 +43,13 @@ class WorkersReference:
         optimizer: Optimizer,
         schedule: Schedule,
         loss: Callable[[Any, Any], Tensor],
-        workers: int,
         tables: Mapping[nn.Parameter, bool],
         seed: int = 0,
     ) -> None:
         self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
-        self.workers, self.tables = workers, tables
+        self.tables = tables
         self.drains: list[int] = []
-        self.buffers = [
-            [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in stages]
-            for _ in range(workers)
-        ]
+        self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self._step = 0
         self._versions: dict[int, Weights] = {}
 
@@ -63,6 +59,9 @@ class WorkersReference:
 
     def step(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
         """batches: [worker][micro-batch]. Returns the losses, likewise."""
+        self.buffers = self.buffers or [
+            [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in self.stages] for _ in batches
+        ]
         self._versions[self._step] = [
             {name: p.detach().clone() for name, p in stage.named_parameters()} for stage in self.stages
         ]
@@ -82,9 +81,9 @@ class WorkersReference:
             for parameter, total in own.items():
                 _add(means, parameter, total / len(mine))
         for parameter, total in rows.items():
-            parameter.grad = total / (self.workers * self.schedule.micro_batches)
+            parameter.grad = total / (len(batches) * self.schedule.micro_batches)
         for parameter, total in means.items():
-            parameter.grad = total / self.workers
+            parameter.grad = total / len(batches)
         self._step_but_quiet_rows()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.collectives import summed
 from armillary.facts.plan import Forecast
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
@@ -164,7 +163,7 @@ class Training:
         sent = self.tally.add(self.run.take_trace().records, steps)
         mine = torch.tensor([self.loss_sum, self.samples, sent], dtype=torch.float64)
         self.run.transport.recording = False
-        loss_sum, samples, sent = self.run.transport.complete(_sum(mine), "progress").tolist()
+        loss_sum, samples, sent = self.run.transport.complete(summed(mine), "progress").tolist()
         self.run.transport.recording = True
         self.train_seconds += seconds
         self.total_samples += samples
@@ -249,8 +248,3 @@ class Training:
 def activations_of(profile: Profile) -> Forecast:
     """Memory that a step needs besides the plan's groups."""
     return Forecast(memory_bytes=float(sum(stage.activation_bytes for stage in profile.stages)))
-
-
-def _sum(tensor: Tensor) -> Program[Tensor]:
-    total: Tensor = yield AllReduce(tensor)
-    return total

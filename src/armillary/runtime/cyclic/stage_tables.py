@@ -7,7 +7,7 @@ rank, divides once, and lets the user's optimizer step on its rows, with the opt
 Source: Kim et al., EuroSys 2019 (rows owned by workers); Fournier & Oyallon, 2024 (which version is read).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,6 @@ from armillary.runtime.hybrid.table import RowTable
 from armillary.schedules.schedule import Place
 
 __all__ = ["OwnedTable", "StageTables", "Tables"]
-
-Outside = Callable[[RowTable, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -90,7 +88,8 @@ class StageTables:
         stage: its index.
         order: numbers of the tables in the order in which the stage's forward looks them up.
         divisor: of the summed gradients: micro-batches of a step, those of all ranks.
-        outside: answers reads of the newest rows, when no micro-batch is going through.
+
+    Reads while no micro-batch is going through are answered as they were before (`RowTable.reads`).
 
     Raises:
         ValueError: more tables than one header can speak of.
@@ -104,16 +103,16 @@ class StageTables:
         divisor: int,
         optimizer: Optimizer,
         requests: Requests,
-        outside: Outside,
     ) -> None:
         if len(owned) > FLAGS:
             raise ValueError(f"stage {stage} reads {len(owned)} row-sharded tables, want at most {FLAGS}: cut it")
         self.stage, self.owned, self.order = stage, list(owned), tuple(order)
-        self._divisor, self._optimizer, self._requests, self._outside = divisor, optimizer, requests, outside
+        self._divisor, self._optimizer, self._requests = divisor, optimizer, requests
         self._served = [one.table.as_served() for one in owned]
         self._desk = Desk()
         self._visits: dict[int, dict[int, Visit]] = {}  # by step and micro-batch
         self._options: dict[int, Options] = {}
+        self._outside = {one.table.name: one.table.reads for one in owned}
         for one in owned:
             one.table.reads = torch.compiler.disable(self._read)  # a look-up is a graph break
 
@@ -172,7 +171,7 @@ class StageTables:
         visit = self._desk.visit
         if visit is None:
             with torch.no_grad():
-                return self._outside(table, ids)
+                return self._outside[table.name](table, ids)
         _refuse_out_of_range(table, ids)
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         number = next(number for number, one in enumerate(self.owned) if one.table is table)

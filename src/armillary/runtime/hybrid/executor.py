@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from armillary.exchanges.exchange import DenseExchange
-from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.collectives import Program, summed
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ups import LookUps
@@ -220,7 +220,7 @@ class Executor:
         if self.look_ups.pulled:
             return sum(self.look_ups.weights)
         mine = torch.tensor([self.declared_weight], dtype=torch.float64)
-        return float(self.transport.complete(_sum(mine), "weights"))
+        return float(self.transport.complete(summed(mine), "weights"))
 
     def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
         if isinstance(unit, DenseUnit):
@@ -240,11 +240,6 @@ class Executor:
         self.is_settled = False
         self.deferral.unstepped.clear()
         self.weight = 1.0
-
-
-def _sum(tensor: Tensor) -> Program[Tensor]:
-    total: Tensor = yield AllReduce(tensor)
-    return total
 
 
 def _nothing() -> Program[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.collectives import summed
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 
@@ -42,7 +42,7 @@ class TableNorms:
         local = torch.stack(mine)
         if order == float("inf"):
             return torch.tensor(self.transport.agree_largest(local.tolist()), dtype=torch.float64)
-        total: Tensor = self.transport.complete(_sum(local), "gradient norms")
+        total: Tensor = self.transport.complete(summed(local), "gradient norms")
         return total ** (1.0 / order)
 
 
@@ -58,8 +58,3 @@ def _powered_norm(table: RowTable, order: float) -> Tensor:
 
 def _nought() -> Tensor:
     return torch.zeros((), dtype=torch.float64)
-
-
-def _sum(tensor: Tensor) -> Program[Tensor]:
-    total: Tensor = yield AllReduce(tensor)
-    return total

@@ -7,12 +7,10 @@ is without.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.watch.whole_table import handle_of_whole
 
 __all__ = ["gathering"]
 
@@ -22,10 +20,7 @@ def gathering(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Inside, these parameters, read by row alone, learn nothing: the rows of each look-up do, each id's its own."""
     tables = {parameter: name for name, parameter in model.named_parameters() if name in names}
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    handles = {
-        table: TableHandle(_Rows(name, table, table.shape), table, table.requires_grad)
-        for table, name in tables.items()
-    }
+    handles = {table: handle_of_whole(name, table, noted=[]) for table, name in tables.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in handles:
@@ -37,31 +32,3 @@ def gathering(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
-
-
-@dataclass(eq=False)
-class _Rows:
-    """A table that is whole. Equal ids are not merged: that is index work, which is priced apart."""
-
-    name: str
-    whole: Tensor
-    shape: torch.Size
-    gradient: Tensor | None = None
-    epoch: int = 0
-
-    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.whole.detach().index_select(0, ids.reshape(-1).long())
-        learns = torch.is_grad_enabled() and self.whole.requires_grad
-        return rows.requires_grad_(learns), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-
-    def load(self, whole: Tensor) -> None:
-        raise AssertionError(f"{self.name}: a step by the clock wrote to it")
-
-    def gradient_norms(self, order: float) -> Tensor:
-        raise AssertionError(f"{self.name} has no gradient")
-
-    def drop_gradient(self) -> None:
-        """It has none."""
-
-    def join(self) -> None:
-        """Nothing is deferred."""

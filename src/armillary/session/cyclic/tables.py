@@ -14,12 +14,12 @@ from armillary.facts.plan import Group, Plan
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
 from armillary.runtime.cyclic.twin_bucket import Requests
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.untouched import untouched
+from armillary.runtime.watch.whole_table import handle_of_whole
 from armillary.schedules.cyclic_modes import CyclicOptions
 from armillary.schedules.table_modes import refuse_tables
 from armillary.session.cyclic.stages import stage_of_group
@@ -81,40 +81,10 @@ def look_up_orders(stages: Sequence[Stage], names: Sequence[str], model: nn.Modu
             parameters = dict(stage.module.named_parameters())
             handles: dict[str, Tensor] = {}
             for name, title in local.items():
-                whole = parameters[name]
-                handles[name] = TableHandle(_Noting(title, whole, order, whole.shape), whole, requires_grad=True)
+                handles[name] = handle_of_whole(title, parameters[name], order)
             value = functional_call(stage.module, handles, (value,))
             orders.append(order)
     return orders
-
-
-@dataclass(eq=False)
-class _Noting:
-    """A table that is still whole, and notes who reads it."""
-
-    name: str
-    whole: Tensor
-    order: list[str]
-    shape: torch.Size
-    gradient: Tensor | None = None
-    epoch: int = 0
-
-    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.order.append(self.name)
-        distinct, inverse = torch.unique(ids, return_inverse=True)
-        return self.whole.detach()[distinct], inverse
-
-    def load(self, whole: Tensor) -> None:
-        raise AssertionError(f"{self.name}: a forward wrote to it")
-
-    def gradient_norms(self, order: float) -> Tensor:
-        raise AssertionError(f"{self.name} has no gradient")
-
-    def drop_gradient(self) -> None:
-        """It has none."""
-
-    def join(self) -> None:
-        """Nothing is deferred."""
 
 
 def make_tables(
@@ -148,11 +118,13 @@ def make_tables(
         put_handle(modules, named[name], by_name[name])
         owned.setdefault(stage_of_group(group), []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
     look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
+    for table in by_name.values():
+        table.reads = look_ups.read
     by_stage = {}
     for j, tables in sorted(owned.items()):
         numbers = {one.table.name: number for number, one in enumerate(tables)}
         order = [numbers[name] for name in orders[j]]
-        by_stage[j] = StageTables(j, tables, order, divisor, optimizer, requests, look_ups.read)
+        by_stage[j] = StageTables(j, tables, order, divisor, optimizer, requests)
     return RunTables(by_name, held, by_stage, look_ups)
 
 

@@ -155,7 +155,7 @@ def _truths(case: _Case) -> _Truths:
             reference.drain()
         given = [(input_of(batch), batch) for batch in (next(feed) for feed in feeds)]
         if isinstance(reference, WorkersReference):
-            count = len(given) // reference.workers
+            count = reference.schedule.micro_batches
             reference.step([given[first : first + count] for first in range(0, len(given), count)])
         else:
             reference.step(given)
@@ -193,7 +193,7 @@ def _reference(
     workers = case.plan.workers if options.mode == "one_device" else 1
     if tables or workers > 1:
         schedule = options.schedule()
-        side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, workers, tables, case.seed)
+        side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed)
         return side_by_side, split.input_of
     own = copies if options.mode in RINGS else None
     reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
