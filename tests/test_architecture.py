@@ -26,11 +26,11 @@ MAY_IMPORT = {
 # The files that may import each part of torch.distributed.
 NETWORK = {
     "torch.distributed": {"runtime/transport.py", "runtime/process_group.py"},
-    "torch.distributed.launcher": {"cli/launch.py", "session/launch.py"},
-    "torch.distributed.elastic": {"cli/launch.py", "session/launch.py"},
-    "torch.distributed.run": {"cli/launch.py", "session/launch.py"},
+    "torch.distributed.launcher": {"cli/launch.py"},
+    "torch.distributed.elastic": {"cli/launch.py"},
+    "torch.distributed.run": {"cli/launch.py"},
     "torch.distributed.pipelining": {"runtime/cut/tracer.py"},
-    "torch.distributed.checkpoint": {"runtime/saving/checkpoint.py"},
+    "torch.distributed.checkpoint": set(),
 }
 
 

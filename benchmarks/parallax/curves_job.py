@@ -19,7 +19,7 @@ from armillary.cli.find import find
 from armillary.facts.plan import Plan
 from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.process_group import start_process_group
-from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, first_batches
+from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, first_batches
 from armillary.session.workload import Workload
 from benchmarks.hybrid.record import machine
 from benchmarks.parallax.judge import Links, judge
@@ -79,7 +79,7 @@ def _plans(workload: Workload, task: Task) -> dict[str, Plan]:
         return first_batches(workload, workers, PROFILED_STEPS, SEED)
 
     decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(trials=TRIALS))
-    ahead = looking_ahead(decided.plan, decided.profile, decided.topology, assumptions_of(optimizer))
+    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
     found = {"planned": decided.plan, "planned_ahead": ahead}
     return found if ahead != decided.plan else {"planned": decided.plan}
 

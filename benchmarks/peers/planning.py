@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
 from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach
-from armillary.session.decide import Subject, Wishes, assumptions_of, decide
 from armillary.session.events import Decided
+from armillary.session.parallelize import decide
 from armillary.session.run import Run
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -29,16 +28,17 @@ def forget() -> None:
     KEPT.clear()
 
 
-def parallelize(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss) -> Run:
+def parallelize(
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, look_ahead: bool = False
+) -> Run:
     """As `armillary.parallelize`."""
-    return _attached(_decided(model, optimizer, batches, loss).plan, model, optimizer)
-
-
-def parallelize_ahead(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss) -> Run:
-    """The same plan with look-ahead."""
-    found = _decided(model, optimizer, batches, loss)
-    plan = looking_ahead(found.plan, found.profile, found.topology, assumptions_of(optimizer))
-    return _attached(plan, model, optimizer)
+    if not KEPT:
+        KEPT.append(decide(model, optimizer, batches, loss))
+    found = KEPT[0]
+    plan = looking_ahead(found.plan, found.profile, found.topology) if look_ahead else found.plan
+    run = attach(plan, model, optimizer)
+    OPEN.append(run.transport)
+    return run
 
 
 @contextmanager
@@ -50,16 +50,3 @@ def closing() -> Iterator[None]:
         transport.barrier()
         transport.close()
     OPEN.clear()
-
-
-def _attached(plan: Plan, model: nn.Module, optimizer: Optimizer) -> Run:
-    run = attach(plan, model, optimizer)
-    OPEN.append(run.transport)
-    return run
-
-
-def _decided(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss) -> Decided:
-    if not KEPT:
-        few = list(batches)
-        KEPT.append(decide(Subject(model, optimizer, loss, lambda _: few), Wishes()))
-    return KEPT[0]

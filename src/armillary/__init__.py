@@ -9,11 +9,12 @@ from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest, save
 from armillary.session.cyclic.drive import drive
+from armillary.session.decide import assumptions_of
 from armillary.session.every import Every
 from armillary.session.export import export
 from armillary.session.feed import shard
 from armillary.session.load import load
-from armillary.session.parallelize import fastest, measure, parallelize
+from armillary.session.parallelize import decide, fastest, measure, parallelize
 from armillary.session.replan import replan
 from armillary.session.verify import verify
 
@@ -23,7 +24,9 @@ __all__ = [
     "Plan",
     "Profile",
     "Topology",
+    "assumptions_of",
     "attach",
+    "decide",
     "drive",
     "export",
     "fastest",

@@ -26,14 +26,14 @@ def kinds(of):
 
 
 def test_rows_go_before_a_step_only_where_they_stay_put():
-    assert kinds(looking_ahead(made(), PROFILE, machines(), SGD)) == {"one": "rows", "two": "rows"}
-    assert kinds(looking_ahead(made(assumptions=ADAM), PROFILE, machines(), ADAM)) == {"one": "ids", "two": "ids"}
+    assert kinds(looking_ahead(made(), PROFILE, machines())) == {"one": "rows", "two": "rows"}
+    assert kinds(looking_ahead(made(assumptions=ADAM), PROFILE, machines())) == {"one": "ids", "two": "ids"}
     lazy = made(assumptions=ADAM, lazy=["two"])
-    assert kinds(looking_ahead(lazy, PROFILE, machines(), ADAM)) == {"one": "ids", "two": "gradients"}
+    assert kinds(looking_ahead(lazy, PROFILE, machines())) == {"one": "ids", "two": "gradients"}
 
 
 def test_the_plan_says_which():
-    ahead = looking_ahead(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines(), ADAM)
+    ahead = looking_ahead(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines())
     text = str(ahead).splitlines()
     assert any(line.startswith("note: look-ahead ids (") and line.endswith("): one") for line in text)
     assert any(line.startswith("note: look-ahead gradients (") and line.endswith("): two") for line in text)
@@ -45,7 +45,7 @@ def test_the_plan_says_which():
 def test_a_plan_with_look_ahead_and_one_without_both_say_what_it_brings():
     """And what of the rows was taken to stay put."""
     plain, case = made(), Case(PROFILE, machines(), SGD)
-    ahead = looking_ahead(plain, PROFILE, machines(), SGD)
+    ahead = looking_ahead(plain, PROFILE, machines())
     before, after = (seconds_text(simulate(one, case).step_seconds) for one in (plain, ahead))
     gain = f"simulated step {after} with it, {before} without; rows that may go before the step: "
     (prospect,) = (note for note in plain.notes if note.startswith(PROSPECT))
@@ -62,23 +62,23 @@ def test_a_plan_without_tables_to_foresee_promises_nothing():
 
 
 def test_a_plan_that_looks_ahead_is_left_as_it_is():
-    ahead = looking_ahead(made(), PROFILE, machines(), SGD)
-    assert looking_ahead(ahead, PROFILE, machines(), SGD) is ahead
+    ahead = looking_ahead(made(), PROFILE, machines())
+    assert looking_ahead(ahead, PROFILE, machines()) is ahead
 
 
 def test_another_model_is_refused():
     other = model(table("one", arrival=0), table("three", arrival=1))
     with pytest.raises(ValueError, match="the plan was made for model"):
-        looking_ahead(made(), other, machines(), SGD)
+        looking_ahead(made(), other, machines())
 
 
 def test_other_exchanges_have_nothing_to_foresee():
     gathered = made({"one": "gather_rows", "two": "replicated"})
-    assert looking_ahead(gathered, PROFILE, machines(), SGD) == gathered
+    assert looking_ahead(gathered, PROFILE, machines()) == gathered
 
 
 def test_a_foreseen_look_up_needs_no_header_and_a_step_one_round_more_each_with_an_outlook():
-    before, after = made(assumptions=ADAM), looking_ahead(made(assumptions=ADAM), PROFILE, machines(), ADAM)
+    before, after = made(assumptions=ADAM), looking_ahead(made(assumptions=ADAM), PROFILE, machines())
     outlook = 8 * (2 + 2 * 4)
     more = 3 * (HEADER_BYTES + 2 * outlook - 3 * HEADER_BYTES)
     assert after.forecast.sent_bytes == pytest.approx(before.forecast.sent_bytes + more)
@@ -105,6 +105,6 @@ def test_tables_that_look_ahead_share_messages():
         for kind in ("rows", "gradients")
     )
     forced = [replace(plain, groups=with_outlook(groups, case)) for groups in (early, waiting)]
-    made = plain, looking_ahead(plain, PROFILE, slow, LINKS_ONLY), *forced
+    made = plain, looking_ahead(plain, PROFILE, slow), *forced
     seconds = [sum(group.forecast.seconds for group in of.groups if group.name in OWNED) for of in made]
     assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2, 2 + 1 + 1 + 2 + 2], rel=1e-6)

@@ -35,7 +35,7 @@ def scene(first_seconds, assumptions=LINKS_ONLY, hidden_share=1.0, reading_secon
     wishes = {"t.weight": Choice("owned_rows"), "first.weight": Choice("all_reduce")}
     made = plan(profile, topology, constraints=wishes, assumptions=assumptions)
     case = Case(profile, topology, assumptions)
-    return made, looking_ahead(made, profile, topology, assumptions), case
+    return made, looking_ahead(made, profile, topology), case
 
 
 def sending_rows(made, case, kind="rows"):
@@ -155,7 +155,7 @@ def cases(draw):
     profile = Profile(tuple(facts), tuple(stages), batches=4, workers=4)
     assumptions = draw(st.sampled_from([LINKS_ONLY, SGD, ADAGRAD, ADAM]))
     made = plan(profile, topology, constraints=wishes, assumptions=assumptions)
-    return made, looking_ahead(made, profile, topology, assumptions), Case(profile, topology, assumptions)
+    return made, looking_ahead(made, profile, topology), Case(profile, topology, assumptions)
 
 
 @settings(max_examples=50)
@@ -193,7 +193,7 @@ def test_the_fewer_rows_a_batch_repeats_the_shorter_the_step(scene):
             for fact in case.profile.parameters
         ]
         profile = replace(case.profile, parameters=tuple(facts))
-        ahead = looking_ahead(made, profile, case.topology, case.assumptions)
+        ahead = looking_ahead(made, profile, case.topology)
         other = replace(case, profile=profile)
         seconds.append(simulate(ahead, other).step_seconds)
         asked = [activities(group, ahead.mean, other).ahead[1:2] for group in ahead.groups]

@@ -94,7 +94,7 @@ def test_the_plan_with_new_owners_is_the_one_the_planner_makes_of_what_was_measu
     seen = facts(skewed=["one"])
 
     def ahead(made, of):
-        return looking_ahead(made, of, TOPOLOGY, SGD) if is_early else made
+        return looking_ahead(made, of, TOPOLOGY) if is_early else made
 
     moved = with_owners(ahead(planned(), facts()), Case(seen, TOPOLOGY, SGD), {"one": HASHED}, ["because"])
     wanted = {"one": HASHED, "two": OWNED}

@@ -26,6 +26,7 @@ from armillary.session.cyclic.train import train_cyclic
 from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
+from armillary.session.export import export
 from armillary.session.settings import Settings
 
 WIDTH, ROWS = 4, 3
@@ -193,7 +194,7 @@ def look(rank, world, made):
             seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
     run.drain()
     losses += run.losses()
-    return seen, losses, export_cyclic(run)
+    return seen, losses, export(run)
 
 
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1}), (3, SHARED)])

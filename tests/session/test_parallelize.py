@@ -5,8 +5,14 @@ import copy
 import torch
 from torch import nn
 
+from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.pricing import assumptions_behind
 from armillary.reference.serial import train_step
-from armillary.session.parallelize import parallelize
+from armillary.session.attach import attach
+from armillary.session.decide import assumptions_of
+from armillary.session.export import export
+from armillary.session.parallelize import decide, parallelize
+from armillary.session.replan import replan
 from beside import differences
 
 V, D = 300, 4
@@ -56,3 +62,55 @@ def test_wishes_are_in_the_plan_and_training_is_that_of_one_process(crew):
         assert far < 1e-10
         assert (mean, exchange) == ("weights", "owned_rows")
         assert note == "lazy was allowed but is not used, since they travel whole: lin.bias, lin.weight"
+
+
+def look_ahead(rank, workers):
+    """Two trainings, plain and by a plan that looks ahead; and what else a rank can do with what was decided."""
+    finals, kinds = [], []
+    for ahead in (False, True):
+        torch.manual_seed(3)
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        few = [ids_of(worker, 0) for worker in range(workers)]
+        run = parallelize(model, optimizer, few, loss, constraints={"emb.weight": "owned_rows"}, look_ahead=ahead)
+        for ids in run.batches(ids_of(rank, step) for step in range(6)):
+            optimizer.zero_grad()
+            loss(model, ids).backward()
+            optimizer.step()
+        whole = export(run)
+        finals.append(whole and whole["model"])
+        kinds.append(run.plan.group_of("emb.weight").look_ahead)
+        run.finish()
+        run.transport.close()
+    return finals, kinds
+
+
+def test_one_call_plans_with_look_ahead_which_changes_no_bit(crew):
+    found = crew(2).run(look_ahead)
+    assert all(kinds[0] == "none" and kinds[1] != "none" for _, kinds in found)
+    (plain, ahead), _ = found[0]
+    assert plain.keys() == ahead.keys() and all(torch.equal(plain[name], ahead[name]) for name in plain)
+
+
+def take_steps(rank, workers):
+    torch.manual_seed(3 + rank)  # ranks measure and time differently, too
+    model = Small()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    decided = decide(
+        model, optimizer, [ids_of(w, 0) for w in range(workers)], loss, constraints={"emb.weight": "owned_rows"}
+    )
+    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
+    run = attach(ahead, model, optimizer)  # refuses a plan that another rank has not
+    for ids in run.batches(ids_of(rank, step) for step in range(4)):
+        optimizer.zero_grad()
+        loss(model, ids).backward()
+        optimizer.step()
+    told = replan(run, decided.profile, decided.topology)
+    run.finish()
+    run.transport.close()
+    return decided.plan.to_json(), assumptions_behind(ahead) == assumptions_of(optimizer), told.step
+
+
+def test_what_is_decided_in_a_job_is_the_same_on_every_rank_and_goes_on_to_every_step(crew):
+    (plan, knows_optimizer, step), (other, *_) = crew(2).run(take_steps)
+    assert plan == other and knows_optimizer and step == 4

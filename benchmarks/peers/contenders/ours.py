@@ -1,7 +1,7 @@
 """Armillary: plan for this job and attach the plan; with look-ahead, the loop takes its batches through the run."""
 
 from benchmarks.peers.case import Case, Step, plain_loop
-from benchmarks.peers.planning import parallelize, parallelize_ahead
+from benchmarks.peers.planning import parallelize
 
 
 def train(case: Case) -> Step:
@@ -14,5 +14,5 @@ def train(case: Case) -> Step:
 def train_ahead(case: Case) -> Step:
     model = case.model()
     optimizer = case.optimizer(model.parameters())
-    run = parallelize_ahead(model, optimizer, case.few(), case.loss)
+    run = parallelize(model, optimizer, case.few(), case.loss, look_ahead=True)
     return plain_loop(case, model, optimizer, run.batches(case.batches()))

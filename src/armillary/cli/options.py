@@ -66,7 +66,7 @@ Trials = Annotated[
     int,
     typer.Option(
         help="Times so many of the best plans, with look-ahead and without, before step 0 and carries out the fastest; "
-        "what is far behind after a few steps is timed no more. 0: none."
+        "what is far behind after a few steps is timed no more. Below 2: none."
     ),
 ]
 

@@ -70,8 +70,8 @@ def verify_command(
     """Trains WORKLOAD in one process and on the workers, in float64, and compares every tensor.
 
     Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
-    With --schedule both follow that schedule, and every bit must be equal (but not with delayed_all_reduce on three or
-    more workers, which gloo does not sum in their order).
+    With --schedule both follow that schedule, and every bit must be equal (to rounding: delayed_all_reduce on three or
+    more workers, which gloo does not sum in their order, and tables kept by row).
     """
     asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 

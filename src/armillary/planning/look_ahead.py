@@ -17,7 +17,7 @@ from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
 from armillary.planning.activities import payer
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.pricing import ADAM, Assumptions, Case, idle_leg, row_forecast, row_work
+from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
@@ -27,7 +27,7 @@ NOTE = "bytes are forecast for a loop over run.batches in which every look-up of
 PROSPECT = "look-ahead is off"
 
 
-def looking_ahead(plan: Plan, profile: Profile, topology: Topology, assumptions: Assumptions = ADAM) -> Plan:
+def looking_ahead(plan: Plan, profile: Profile, topology: Topology) -> Plan:
     """The same plan for loops over `run.batches`, with every table by `owned_rows` foreseen; or the plan itself, if it
     has none, or looks ahead already.
 
@@ -35,15 +35,15 @@ def looking_ahead(plan: Plan, profile: Profile, topology: Topology, assumptions:
     hide nothing, so they are more than without; what is hidden the simulator says, in the notes.
 
     Args:
-        profile, topology, assumptions: what the plan was made from.
+        profile, topology: what the plan was made from.
 
     Raises:
-        ValueError: the plan is for another model, or its schedule is not simultaneous.
+        ValueError: the plan is for another model, its schedule is not simultaneous, or nobody priced it.
     """
     names = _foreseeable(plan)
     if not names:
         return plan
-    case = Case(profile, topology, assumptions)
+    case = Case(profile, topology, assumptions_behind(plan))
     before_seconds = simulate(plan, case).step_seconds
     ahead = _foreseen_plan(plan, names, case)
     notes = tuple(note for note in plan.notes if not note.startswith(PROSPECT))
@@ -56,7 +56,7 @@ def with_prospect(plan: Plan, case: Case) -> Plan:
     if not names or plan.workers == 1:
         return plan
     gain = _gain(simulate(plan, case).step_seconds, _foreseen_plan(plan, names, case), case)
-    how = "armillary.looking_ahead, or train --trials; for loops over run.batches"
+    how = "parallelize(..., look_ahead=True), looking_ahead, or train --trials; for loops over run.batches"
     return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {gain}"))
 
 

@@ -77,7 +77,7 @@ def with_look_ahead(plans: Mapping[str, Plan], case: Case) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for name, plain in plans.items():
         found[name] = plain
-        ahead = looking_ahead(plain, case.profile, case.topology, case.assumptions)
+        ahead = looking_ahead(plain, case.profile, case.topology)
         if ahead is not plain:
             found[name + AHEAD] = ahead
     return found

@@ -3,7 +3,7 @@
 A cyclic schedule buys something with a delay of at most one step. Where an exact plan, or an equally late one, needs
 less memory or sends less, the user reads so above the picture, with the numbers.
 
-Source: design, section 3; Fournier & Oyallon, 2024, whose single-device mode is compared with N concurrent
+Source: Fournier & Oyallon, 2024, whose single-device mode is compared with N concurrent
 micro-batches only, and not with gradient accumulation.
 """
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -52,7 +52,7 @@ class Wishes:
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
-    lazy: tuple[str, ...] = ()
+    lazy: Sequence[str] = ()
     plan: Plan | None = None
     topology: Topology | None = None
     profile: Profile | None = None

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.saving.optimizer_state import parameter_names, table_state
+from armillary.session.cyclic.drive import CyclicRun
+from armillary.session.cyclic.state import export_cyclic
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 
 __all__ = ["export"]
 
 
-def export(run: Run) -> dict[str, Any] | None:
-    """Collective, between two steps.
+def export(run: Run | CyclicRun) -> dict[str, Any] | None:
+    """Collective, between two steps; drains a run that `drive` made.
 
     Returns:
         On rank 0, copies on the CPU: {"model": state_dict, "optimizer": state_dict}, which the user's own classes load
@@ -27,6 +29,8 @@ def export(run: Run) -> dict[str, Any] | None:
     Raises:
         ValueError: the optimizer holds a parameter that the model does not.
     """
+    if isinstance(run, CyclicRun):
+        return export_cyclic(run)
     names = parameter_names(run.model, run.optimizer, run.tables)
     run.executor.look_ups.serve_until("idle")
     whole: dict[tuple[str, str], Tensor] = {}

@@ -1,24 +1,35 @@
-"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and the choice
-among plans by timing them."""
+"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; its parts, and the
+choice among plans by timing them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Mean, Plan
+from armillary.facts.plan import Choice, Mean, Plan
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
-from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.watch.probe import Loss
 from armillary.session import trials
 from armillary.session.attach import attach
-from armillary.session.decide import Subject, Wishes, decide, open_transport
+from armillary.session.decide import Subject, Wishes, open_transport
+from armillary.session.decide import decide as measured_and_planned
+from armillary.session.events import Decided
 from armillary.session.run import Run
 
-__all__ = ["fastest", "measure", "parallelize"]
+__all__ = ["Asked", "decide", "fastest", "measure", "parallelize"]
+
+
+class Asked(TypedDict, total=False):
+    """Of the plan to make, as keyword arguments; what they mean stands in `plan`."""
+
+    constraints: Mapping[str, Constraint]
+    lazy: Sequence[str]
+    mean: Mean
+    schedule: Choice
 
 
 def measure() -> Topology:
@@ -35,26 +46,43 @@ def parallelize(
     batches: Iterable[Any],
     loss: Loss,
     *,
-    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
-    mean: Mean = "workers",
+    look_ahead: bool = False,
+    **asked: Unpack[Asked],
 ) -> Run:
     """Plans for this job and attaches the plan; the training loop stays as it was. Every rank must call it.
 
-    Nothing is timed, and the plan does not look ahead; its notes say what that would bring. For more, take the steps
-    one by one: `profile`, `measure`, `plan`, `looking_ahead`, `fastest`, `attach`.
+    Nothing is timed. For more, take the steps one by one: `decide`, `looking_ahead`, `fastest`, `attach`.
 
     Args:
-        batches: a few, at least one per worker, as one worker sees them; rank 0's are looked at, none is trained on.
-        loss: loss(model, batch) -> scalar tensor.
-        constraints, lazy, mean: as in `plan`; "weights" means that the loop declares them (`run.weigh`).
+        batches, loss, asked: as in `decide`.
+        look_ahead: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
+            training, bit for bit. Without, the plan's notes say what it would bring.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
     """
+    decided = decide(model, optimizer, batches, loss, **asked)
+    plan = looking_ahead(decided.plan, decided.profile, decided.topology) if look_ahead else decided.plan
+    return attach(plan, model, optimizer)
+
+
+def decide(
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, **asked: Unpack[Asked]
+) -> Decided:
+    """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
+    `attach`, `drive`, `looking_ahead`, `fastest` and `replan` want them. Model and optimizer stay as they were. Every
+    rank must call it. (What ranks measure and profile each for themselves differs, and so would their plans.)
+
+    Args:
+        batches: a few, at least one per worker, as one worker sees them; rank 0's are looked at, none is trained on.
+        loss: loss(model, batch) -> scalar tensor.
+        asked: constraints, lazy, mean, schedule, as in `plan`; mean "weights": the loop declares them (`run.weigh`).
+
+    Raises:
+        ValueError: too few batches, or a constraint or schedule that cannot be honoured.
+    """
     few = list(batches)
-    decided = decide(Subject(model, optimizer, loss, lambda _: few), Wishes(constraints, tuple(lazy), mean=mean))
-    return attach(decided.plan, model, optimizer)
+    return measured_and_planned(Subject(model, optimizer, loss, lambda _: few), Wishes(**asked))
 
 
 def fastest(
@@ -63,8 +91,8 @@ def fastest(
     """The plan whose steps are the shortest in this job, timed on copies of the model for a dozen steps each; its notes
     hold the figures. Every rank must call it, before `attach`; model and optimizer stay as they were.
 
-    ahead = looking_ahead(plan, profile, topology)
-    plan = fastest({"plain": plan, "ahead": ahead}, model, optimizer, batches, loss)
+    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
+    plan = fastest({"plain": decided.plan, "ahead": ahead}, model, optimizer, batches, loss)
 
     Args:
         plans: by name. Those that look ahead are timed in a loop over `run.batches`, the others in a plain one.
