@@ -6,7 +6,7 @@ from armillary.facts.plan import Choice
 from armillary.planning import rivals as rivals_file
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
-from armillary.planning.rivals import AHEAD, CHOSEN, ONE_BUCKET, at_once, best, by_simulation, rivals, with_look_ahead
+from armillary.planning.rivals import AHEAD, CHOSEN, at_once, best, by_simulation, rivals, with_look_ahead
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
@@ -18,7 +18,7 @@ def test_the_chosen_plan_comes_first_and_every_other_way_of_a_table_once():
     assert next(iter(found)) == CHOSEN
     assert found[CHOSEN] == plan(PROFILE, machines(4), assumptions=SGD)
     ways = {str(verdict.candidate.choice) for verdict in explain(PROFILE, machines(4), assumptions=SGD)}
-    by_way = [name for name in found if not name.endswith(ONE_BUCKET)]
+    by_way = [name for name in found if "bucket" not in name]
     assert set(by_way) - {CHOSEN} <= ways and len(ways) - len(by_way) <= 1
     carried = {
         name: {group.exchange.name for group in one.groups if "d" not in group.parameters}
@@ -42,7 +42,16 @@ def test_what_the_user_demands_is_the_same_in_all_of_them():
 def test_a_plan_that_does_not_fit_is_no_rival():
     whole, tight = (rivals(PROFILE, machines(4, memory=size), assumptions=SGD) for size in (1 << 40, 60_000_000))
     # two tables of 51 MB and a gradient
-    assert set(whole) - set(tight) == {"all_reduce", "all_reduce" + ONE_BUCKET}
+    missing = sorted(set(whole) - set(tight))
+    assert missing[0] == "all_reduce" and all(name.startswith("all_reduce + ") for name in missing[1:])
+
+
+def test_the_chosen_plan_and_what_is_whole_stand_there_in_buckets_of_other_sizes():
+    found = rivals(PROFILE, machines(4), assumptions=SGD)
+    sizes = {name: len(one.groups) for name, one in found.items()}
+    of_whole = {name: count for name, count in sizes.items() if name.startswith("all_reduce")}
+    assert sorted(of_whole.values()) == [1, 2]  # a table has 51 MB, more than any bucket but one of all
+    assert not any("bucket" in name for name in sizes if not name.startswith(("chosen", "all_reduce")))
 
 
 def test_the_best_is_the_one_whose_simulated_step_is_shortest():

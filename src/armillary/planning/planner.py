@@ -1,6 +1,7 @@
 """From a profile and a topology to a plan: enumerate, price, keep what fits, take the cheapest, say why.
 
-`plan` prices every way each table may cross the workers; nearly dense tables go dense because the price says so.
+`plan` prices every way each table may cross the workers; nearly dense tables go dense because the price says so. How
+large buckets are the simulated step decides.
 `plan_by_rule` decides by Parallax's rule alone and only forecasts. Both honour the user's constraints or refuse them.
 
 Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
@@ -8,7 +9,7 @@ planner. Departure from the latter: alpha is measured on real batches instead of
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.assembly import groups
+from armillary.planning.bucket_sizes import by_clock, sizes
 from armillary.planning.buckets import default_limits
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
@@ -30,7 +32,7 @@ from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.schedules.chosen import LOOP_OWNERS
 
-__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "explain", "plan", "plan_by_rule"]
+__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "bucketings", "explain", "plan", "plan_by_rule"]
 
 NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
 SIMULTANEOUS = Choice("simultaneous")
@@ -65,12 +67,29 @@ def plan(
         if schedule.name != "cyclic":
             return plan_delayed(case, schedule)
         return plan_cyclic(case, schedule, wished_tables(case, constraints, lazy))
+    return bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)[0]
+
+
+def bucketings(
+    profile: Profile,
+    topology: Topology,
+    *,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Iterable[str] = (),
+    mean: Mean = "workers",
+    assumptions: Assumptions = ADAM,
+) -> tuple[Plan, ...]:
+    """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first; arguments
+    as `plan`'s."""
+    case = Case(profile, topology, assumptions)
     question = _question(case, constraints, lazy)
     options = menu(question)
     free = cheapest(options, topology)
     chosen = fit(free, options, question)
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
-    return _written(chosen, reasons, question, mean)
+    sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
+    made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
+    return tuple(with_prospect(one, case) for one in made)
 
 
 def plan_by_rule(
@@ -97,7 +116,7 @@ def plan_by_rule(
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
     refuse_misfit(chosen, question)
-    return _written(chosen, reasons, question, mean)
+    return with_prospect(_written(chosen, reasons, question, mean), question.case)
 
 
 def explain(
@@ -141,7 +160,7 @@ def _demanded_choice(constraint: Constraint | None) -> Choice:
 
 def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:
     profile, topology = question.case.profile, question.case.topology
-    made = Plan(
+    return Plan(
         workers=topology.workers,
         groups=groups(chosen, reasons, question, mean),
         model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in question.trained),
@@ -153,7 +172,6 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         priced_with=asdict(question.case.assumptions),
         turn_bytes=topology.turn_bytes,
     )
-    return with_prospect(made, question.case)
 
 
 def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ...]:

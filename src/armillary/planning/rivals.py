@@ -1,5 +1,5 @@
 """Whole plans that the chosen one is held against: each way a table may cross the workers, for all tables that have it,
-with look-ahead and without; and what is whole in one bucket.
+with look-ahead and without; and in buckets of several sizes.
 
 The planner prices tables one by one and hides nothing behind compute. Which of a few whole plans is the fastest the
 simulator says, and better still a few steps of each (`session/trials.py`).
@@ -11,18 +11,17 @@ from dataclasses import replace
 from armillary.facts.plan import Choice, Mean, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.bucket_sizes import counted, is_ownerless
 from armillary.planning.constraints import Constraint
 from armillary.planning.look_ahead import looking_ahead
-from armillary.planning.one_bucket import in_one_bucket, is_ownerless
-from armillary.planning.planner import NO_CONSTRAINTS, explain, plan
+from armillary.planning.planner import NO_CONSTRAINTS, bucketings, explain
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.simulator import simulate
 
-__all__ = ["AHEAD", "CHOSEN", "ONE_BUCKET", "at_once", "best", "by_simulation", "rivals", "with_look_ahead"]
+__all__ = ["AHEAD", "CHOSEN", "at_once", "best", "by_simulation", "rivals", "with_look_ahead"]
 
 CHOSEN = "chosen"
 AHEAD = " + look-ahead"
-ONE_BUCKET = " + one bucket"
 
 
 def rivals(
@@ -38,10 +37,10 @@ def rivals(
 
     A table that does not offer a way, or for which the user demands another, keeps what the plan chose. Plans that do
     not fit in memory are left out, and so are those that come to the same as an earlier one. The chosen plan and any
-    that keeps everything whole are there once more with one bucket instead of several.
+    that keeps everything whole are there in buckets of other sizes, too.
     """
     lazy = tuple(lazy)
-    chosen = plan(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)
+    chosen = bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)
     taken: dict[str, Choice] = {}
     offered: dict[str, dict[str, Choice]] = {}
     for verdict in explain(profile, topology, constraints=constraints, lazy=lazy, assumptions=assumptions):
@@ -56,15 +55,16 @@ def rivals(
             continue
         wishes = {**constraints, **taken, **ways}
         try:
-            found[name] = plan(profile, topology, constraints=wishes, lazy=lazy, mean=mean, assumptions=assumptions)
+            found[name] = bucketings(
+                profile, topology, constraints=wishes, lazy=lazy, mean=mean, assumptions=assumptions
+            )
         except ValueError:  # does not fit
             continue
-    case = Case(profile, topology, assumptions)
-    whole = [name for name, one in found.items() if all(is_ownerless(group.exchange) for group in one.groups)]
-    for name in dict.fromkeys([CHOSEN, *whole]):
-        if (merged := in_one_bucket(found[name], case)) is not found[name]:
-            found[name + ONE_BUCKET] = merged
-    return found
+    named = {name: sized[0] for name, sized in found.items()}
+    for name, sized in found.items():
+        if name == CHOSEN or all(is_ownerless(group.exchange) for group in sized[0].groups):
+            named |= {f"{name} + {counted(other)}": other for other in sized[1:]}
+    return named
 
 
 def by_simulation(plans: Mapping[str, Plan], case: Case) -> list[str]:
