@@ -23,6 +23,7 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
+from armillary.runtime.crowding import give_way, machine
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
@@ -75,6 +76,7 @@ class Transport:
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
+        self.stop_giving_way = give_way(self.share(machine()))
 
     def _open(self, scope: Scope, device: str, backend: str, timeout: timedelta) -> None:
         for ranks in members(
@@ -278,6 +280,7 @@ class Transport:
 
     def close(self) -> None:
         """Gives the groups back; the default process group stays the user's."""
+        self.stop_giving_way()
         self.pairwise.close()
         for group in (*self.lanes.values(), *(group for group, _ in self.groups.values())):
             dist.destroy_process_group(group)
