@@ -112,7 +112,8 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
         dtype=torch.float64,
     )
     ones = (1,) * place.workers
-    heard = yield AllToAll(mine if wish.outlook is None else torch.cat([mine, wish.outlook], 1), ones, ones)
+    told = mine if wish.outlook is None else torch.cat([mine, wish.outlook], 1)
+    heard = yield AllToAll(told, ones, ones, is_even=True)
     headers, outlook = heard[:, : mine.shape[1]].tolist(), heard[:, mine.shape[1] :]
     wanted = [int(header[0]) for header in headers]
     said = (

@@ -26,12 +26,10 @@ def can_join(requests: Sequence[Request]) -> bool:
 
 def joined(requests: Sequence[AllToAll]) -> AllToAll:
     """One request, in which the pieces for each rank stand one after another in the order of the requests."""
-    pieces = [_bytes_of(one.tensor).split([count * _row_bytes(one) for count in one.send]) for one in requests]
+    sent, received = _sizes(requests, "send"), _sizes(requests, "receive")
+    pieces = [_bytes_of(one.tensor).split(sizes) for one, sizes in zip(requests, sent, strict=True)]
     together = [piece for of_a_rank in zip(*pieces, strict=True) for piece in of_a_rank]
-    send, receive = (
-        tuple(sum(sizes) for sizes in zip(*lists, strict=True))
-        for lists in (_sizes(requests, "send"), _sizes(requests, "receive"))
-    )
+    send, receive = (tuple(map(sum, zip(*lists, strict=True))) for lists in (sent, received))
     return AllToAll(torch.cat(together), send, receive, requests[0].scope)
 
 
@@ -50,14 +48,14 @@ def parted(requests: Sequence[AllToAll], answer: Tensor) -> list[Tensor]:
     return found
 
 
-def _row_bytes(request: AllToAll) -> int:
-    return request.tensor.element_size() * math.prod(request.tensor.shape[1:])
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _sizes(requests: Sequence[AllToAll], side: str) -> list[list[int]]:
     """Of every request, the bytes for or from each rank."""
-    return [[count * _row_bytes(one) for count in getattr(one, side)] for one in requests]
+    found = []
+    for one in requests:
+        row_bytes = one.tensor.element_size() * math.prod(one.tensor.shape[1:])
+        found.append([count * row_bytes for count in getattr(one, side)])
+    return found

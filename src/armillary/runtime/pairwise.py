@@ -5,9 +5,9 @@ both are through: every link carries one message each way, and none is shared. G
 once, so in front of every receiver all senders wait for one another. Small pieces do not wait for their turn.
 Between two ranks there are no turns.
 
-An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has
-2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
-and adding up is hidden by it.
+An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all; or it goes in hops
+(`hops.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of which
+waits behind whatever else is on its way; it keeps the long ones, where that hardly shows and adding up is hidden by it.
 
 How long a piece may be that does not wait is the link's to say (`Topology.turn_bytes`): where it crosses in less than
 `TURN_SECONDS`, seeing to turns costs more than they save.
@@ -30,10 +30,13 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Place
 from armillary.facts.topology import TURN_BYTES
+from armillary.runtime import hops
 
 __all__ = ["LONG_BYTES", "Pairwise"]
 
 LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
+SHORT_BYTES = 1 << 10  # of a block that may travel by way of others
+FEWEST_HOPPING = 4  # ranks; fewer have no fewer messages so
 TAGS = 1 << 16  # a tag is free again long before so many requests are under way
 
 Wait = Callable[[], None]
@@ -70,8 +73,17 @@ class Pairwise:
             return turns.begin(), answer
         return self.see_to(turns.carry), answer
 
+    def even_all_to_all(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
+        """Likewise where every rank has as much for each, (ranks, ...), and waits for it: short ones go in hops."""
+        if ranks.workers < FEWEST_HOPPING or tensor.nbytes > SHORT_BYTES * ranks.workers:
+            ones = (1,) * ranks.workers
+            return self.all_to_all(tensor, ones, ones, group, ranks)
+        return hops.all_to_all(tensor, group, self._next_tag(), ranks)
+
     def all_reduce(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
         """The sum over ranks, in place. tensor: on the host, contiguous."""
+        if ranks.workers >= FEWEST_HOPPING and hops.can_halve(ranks.workers):
+            return self.see_to(hops.halving_all_reduce(tensor, group, self._next_tag(), ranks)), tensor
         flat = tensor.view(-1)
         cuts = [flat.numel() * rank // ranks.workers for rank in range(ranks.workers + 1)]
         pieces = flat.split([end - first for first, end in pairwise(cuts)])
@@ -90,8 +102,11 @@ class Pairwise:
         return self.see_to(carry), tensor
 
     def _turns(self, group: Any, ranks: Place, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "_Turns":
+        return _Turns(_Lane(group, self._next_tag(), self.turn_bytes), ranks, outgoing, incoming)
+
+    def _next_tag(self) -> int:
         self.tag = (self.tag + 1) % TAGS
-        return _Turns(_Lane(group, self.tag, self.turn_bytes), ranks, outgoing, incoming)
+        return self.tag
 
     def see_to(self, carry: Callable[[], Any]) -> Wait:
         """Has it done, after what was asked for before. Returns the wait for that."""

@@ -189,6 +189,8 @@ class Transport:
                 answer,
                 tensor,
             )
+        if on_host and request.is_even:
+            return *self.pairwise.even_all_to_all(tensor, group, ranks), tensor
         if on_host:
             return *self.pairwise.all_to_all(tensor, request.send, request.receive, group, ranks), tensor
         answer = tensor.new_empty((sum(request.receive), *tensor.shape[1:]))
