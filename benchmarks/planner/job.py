@@ -20,6 +20,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.rivals import CHOSEN, by_simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.process_group import start_process_group
+from armillary.runtime.transport import Transport
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
 from benchmarks.hybrid.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import machine
@@ -45,8 +46,9 @@ def main() -> None:
     plans = contenders(decided, assumptions)
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
-    factories = {name: partial(trained, workload, plan, batches) for name, plan in plans.items()}
-    factories[ALONE] = partial(trained, workload, None, batches)
+    shared = Transport(decided.plan.workers_per_node, turn_bytes=decided.plan.turn_bytes)
+    factories = {name: partial(trained, workload, plan, batches, shared) for name, plan in plans.items()}
+    factories[ALONE] = partial(trained, workload, None, batches, shared)
     rehearse({CHOSEN: factories[CHOSEN]}, DRAWN)  # on every batch: a kernel for a new shape is no plan's memory
     lend = all_alive(factories)
     first = interleave(factories, Rounds(1, 2, 3), lend)
@@ -76,7 +78,7 @@ def main() -> None:
         Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
+    os._exit(0)  # process groups need not be taken down one by one
 
 
 def _priced(plans: Mapping[str, Plan]) -> list[str]:

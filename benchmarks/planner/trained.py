@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.facts.plan import Plan
+from armillary.runtime.transport import Transport
 from armillary.session.attach import attach
 from armillary.session.workload import Workload
 from benchmarks.hybrid.measure import Step
@@ -15,12 +16,13 @@ from benchmarks.hybrid.measure import Step
 __all__ = ["trained"]
 
 
-def trained(workload: Workload, plan: Plan | None, batches: Sequence[Any]) -> Step:
-    """A new model under that plan; without one it learns alone, and only waits for the others. `batches` come round."""
+def trained(workload: Workload, plan: Plan | None, batches: Sequence[Any], transport: Transport) -> Step:
+    """A new model under that plan; without one it learns alone, and only waits for the others. `batches` come round.
+    All plans use one `transport`, as a job that trains has one: idle threads of others would wake in every turn."""
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
-    run = None if plan is None else attach(plan, model, optimizer)
+    run = None if plan is None else attach(plan, model, optimizer, transport=transport)
     stream = cycle(batches)
 
     def step() -> float:

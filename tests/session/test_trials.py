@@ -40,6 +40,22 @@ def slower(slowed):
         Transport.start, trials.LONGEST_SECONDS = start, longest
 
 
+@contextmanager
+def counted(kind):
+    """What is made of a kind."""
+    made, begin = [], kind.__init__
+
+    def counting(self, *args, **kwargs):
+        made.append(self)
+        begin(self, *args, **kwargs)
+
+    kind.__init__ = counting
+    try:
+        yield made
+    finally:
+        kind.__init__ = begin
+
+
 def tried(rank, workers, slowed):
     """Two plans; in one the table of that name is a group of its own, and waits before every request."""
     task = find("language_model", small("language_model"))
@@ -49,9 +65,10 @@ def tried(rank, workers, slowed):
     batches = first_batches(task, workers, 2, 0)[rank::workers]
     before = {name: value.clone() for name, value in subject.model.state_dict().items()}
     stream = torch.get_rng_state()
-    with slower(slowed):
+    with slower(slowed), counted(Transport) as opened:
         found = trials.fastest(plans, subject.model, subject.optimizer, subject.loss, batches, transport)
     transport.close()
+    assert len(opened) == 1, "plans alike in their nodes and turns share their connections"
     assert torch.equal(stream, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
     assert all(parameter.grad is None for parameter in subject.model.parameters())

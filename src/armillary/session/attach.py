@@ -24,7 +24,15 @@ from armillary.session.tables import make_table, put_handle
 __all__ = ["attach"]
 
 
-def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = None, check_order: bool = False) -> Run:
+def attach(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    scaler: Any = None,
+    check_order: bool = False,
+    transport: Transport | None = None,
+) -> Run:
     """Carries out `plan`: from now on every backward ends with final gradients on every worker.
 
     Args:
@@ -34,11 +42,14 @@ def attach(plan: Plan, model: nn.Module, optimizer: Optimizer, *, scaler: Any = 
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
+        transport: connections to use, where several runs take turns; else the run has its own, with the plan's nodes
+            and turns.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
-    transport = Transport(plan.workers_per_node, check_order, turn_bytes=plan.turn_bytes)
+    if transport is None:
+        transport = Transport(plan.workers_per_node, check_order, turn_bytes=plan.turn_bytes)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
     complaint = misfit(plan, trainable, optimizer, transport.place.workers)

@@ -60,13 +60,17 @@ def fastest(
     if lacking := [rank for rank, count in enumerate(transport.share(len(batches))) if not count]:
         raise ValueError(f"ranks {lacking} have no batch to time plans with; give every rank two or more")
     with untouched(model):
-        running = {name: _running(plan, model, optimizer, loss, batches) for name, plan in plans.items()}
+        shared = {way: Transport(way[0], turn_bytes=way[1]) for way in dict.fromkeys(map(_way, plans.values()))}
+        running = {
+            name: _running(plan, model, optimizer, loss, batches, shared[_way(plan)]) for name, plan in plans.items()
+        }
         turns = _turns({name: steps for name, (_, steps) in running.items()}, transport)
         for run, steps in running.values():
             steps.close()
             run.finish()
             run.detach()
-            run.transport.close()
+        for used in shared.values():
+            used.close()
     winner = _winner(turns)
     return replace(plans[winner], notes=(*plans[winner].notes, f"{_said(turns)}; {winner} is carried out"))
 
@@ -115,12 +119,18 @@ def _said(turns: Mapping[str, Sequence[float]]) -> str:
     return found
 
 
+def _way(plan: Plan) -> tuple[int, int]:
+    """Plans alike in this use the same connections: a job has one plan, and those of the others would be idle threads
+    that wake in its turns."""
+    return plan.workers_per_node, plan.turn_bytes
+
+
 def _running(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Any]
+    plan: Plan, model: nn.Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Any], transport: Transport
 ) -> tuple[Run, Steps]:
     """A copy under that plan, warm, and its steps."""
     mine, stepper = copy.deepcopy((model, optimizer))
-    run = attach(plan, mine, stepper)
+    run = attach(plan, mine, stepper, transport=transport)
     steps = _steps(run, mine, stepper, loss, batches)
     learned = WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0  # steps of which nothing is foreseen yet
     for _ in range(learned + WARM_STEPS):

@@ -1,0 +1,55 @@
+"""Runs that take turns on one transport: each trains as it would alone, bit for bit."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.facts.plan import Choice
+from armillary.runtime.transport import Transport
+from armillary.session.attach import attach
+from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+
+STEPS, TURN = 9, 2
+PLANS = {"gradients": (Choice("owned_rows"), "gradients"), "rows": (Choice("owned_rows"), "rows"),
+         "whole": (Choice("all_reduce"), "none")}  # fmt: skip
+
+
+def losses_of(plan_name, workers, transport):
+    """A step at a time; what is under way when it pauses stays under way."""
+    torch.manual_seed(7)
+    model = Mixed()
+    optimizer = OPTIMIZERS["adagrad"](model.parameters())
+    rows, look_ahead = PLANS[plan_name]
+    plan = plan_for(model, workers, rows, Choice("all_reduce"))
+    groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
+    run = attach(replace(plan, groups=tuple(groups)), model, optimizer, transport=transport)
+    for batch in run.batches([batch_of(run.rank, step) for step in range(STEPS)]):
+        value = loss(model, batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield value.item()
+    run.finish()
+
+
+def by_turns(rank, workers):
+    alone = {name: list(losses_of(name, workers, None)) for name in PLANS}
+    shared = Transport()
+    going = {name: losses_of(name, workers, shared) for name in PLANS}
+    found = {name: [] for name in PLANS}
+    while any(len(losses) < STEPS for losses in found.values()):
+        for name, losses in going.items():
+            found[name] += itertools.islice(losses, TURN)
+    for losses in going.values():
+        assert list(losses) == []
+    shared.close()
+    return alone, found
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_each_trains_as_it_would_alone(crew, workers):
+    for alone, found in crew(workers).run(by_turns):
+        assert found == alone
+        assert all(len(set(losses)) == STEPS for losses in found.values())
