@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     print(f"{machine()}; medians (quartiles) of {options.rounds} turns each, seconds from barrier to barrier\n")
-    print("| workers | Mbit/s | request | kB a rank | gloo, ms | in turns, ms | link alone, ms |")
+    print("| workers | Mbit/s | request | kB a rank | gloo, ms | ours, ms | link alone, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for workers in (4, 8):
         for mbit in (100, 1000):
