@@ -16,10 +16,10 @@ def total_of(flats):
 
 
 def fill(bucket, gradients, scale):
-    for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+    for index, (parameter, gradient) in enumerate(zip(bucket.parameters, gradients, strict=True)):
         parameter.grad = gradient
         if gradient is not None:
-            bucket.deposit(parameter, scale)
+            bucket.deposit(index, scale)
 
 
 def test_gradients_become_views_of_the_flat_tensor_without_a_copy():
@@ -37,7 +37,7 @@ def test_a_gradient_that_already_is_the_view_is_scaled_in_place():
     bucket = Bucket(parameters())
     fill(bucket, [None, torch.full((4,), 4.0), None], 1.0)
     bucket.parameters[1].grad += 2  # as autograd accumulates
-    bucket.deposit(bucket.parameters[1], 0.5)
+    bucket.deposit(1, 0.5)
     assert bucket.parameters[1].grad.tolist() == [3.0] * 4
 
 

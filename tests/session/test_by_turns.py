@@ -53,3 +53,31 @@ def test_each_trains_as_it_would_alone(crew, workers):
     for alone, found in crew(workers).run(by_turns):
         assert found == alone
         assert all(len(set(losses)) == STEPS for losses in found.values())
+
+
+def refusals(rank, workers):
+    model = Mixed()
+    optimizer = OPTIMIZERS["adagrad"](model.parameters())
+    plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
+    said = {}
+    for name, made, asked in (
+        ("nodes", {"workers_per_node": 2}, {}),
+        ("turns", {"turn_bytes": plan.turn_bytes + 1}, {}),
+        ("order", {}, {"check_order": True}),
+    ):
+        transport = Transport(**made)
+        with pytest.raises(ValueError, match="rank 0: the transport given") as refused:
+            attach(plan, model, optimizer, transport=transport, **asked)
+        said[name] = str(refused.value)
+        transport.close()
+    checking = Transport(check_order=True)
+    attach(plan, model, optimizer, transport=checking).detach()
+    checking.close()
+    return said
+
+
+def test_connections_made_for_another_plan_are_refused_on_every_rank(crew):
+    for said in crew(2).run(refusals):
+        assert "'workers_per_node': 2" in said["nodes"] and "Transport(workers_per_node=1" in said["nodes"]
+        assert "'turn_bytes'" in said["turns"] and "the plan wants" in said["turns"]
+        assert "check_order=True)" in said["order"]

@@ -42,8 +42,8 @@ def attach(
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
-        transport: connections to use, where several runs take turns; else the run has its own, with the plan's nodes
-            and turns.
+        transport: connections to use, where several runs take turns: with the plan's nodes and turns, and made to
+            check orders if this run shall. Without, the run has its own.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
@@ -52,7 +52,8 @@ def attach(
         transport = Transport(plan.workers_per_node, check_order, turn_bytes=plan.turn_bytes)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
-    complaint = misfit(plan, trainable, optimizer, transport.place.workers)
+    complaint = _other_way(plan, check_order, transport)
+    complaint = complaint or misfit(plan, trainable, optimizer, transport.place.workers)
     refuse_on_every_rank("attach", plan, complaint, transport)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -71,3 +72,17 @@ def attach(
             units.append(DenseUnit(group.name, bucket, exchange))
     executor = Executor(units, transport, plan.mean)
     return Run(plan, model, optimizer, executor, held, scaler)
+
+
+def _other_way(plan: Plan, check_order: bool, transport: Transport) -> str:
+    """In what those connections are not made for the plan, with the remedy; empty if they are."""
+    wanted = {"workers_per_node": plan.workers_per_node, "turn_bytes": plan.turn_bytes, "check_order": check_order}
+    there = {
+        "workers_per_node": transport.place.workers_per_node,
+        "turn_bytes": transport.pairwise.turn_bytes,
+        "check_order": transport.check_order and check_order,  # one that checks unasked only takes longer
+    }
+    if wanted == there:
+        return ""
+    arguments = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    return f"the transport given has {there}, the plan wants {wanted}; make it with Transport({arguments})"

@@ -82,8 +82,9 @@ class DelayedAllReduce:
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._step_ends()),
         ]
         for place, unit in enumerate(self._units):
-            told = partial(DelayedAllReduce._arrived, place=place)
-            self._hooks += [when_final(parameter, self, told) for parameter in unit.free.parameters]
+            for index, parameter in enumerate(unit.free.parameters):
+                told = partial(DelayedAllReduce._arrived, place=place, index=index)
+                self._hooks.append(when_final(parameter, self, told))
 
     @property
     def flat_tensors(self) -> list[Tensor]:
@@ -152,11 +153,11 @@ class DelayedAllReduce:
         finally:
             self._is_own_step = False
 
-    def _arrived(self, parameter: Tensor, place: int) -> None:
-        """A gradient of the unit at that place."""
+    def _arrived(self, parameter: Tensor, place: int, index: int) -> None:
+        """The gradient of a parameter of the unit at that place."""
         assert isinstance(parameter, nn.Parameter)
         self._open(parameter)
-        self._units[place].free.deposit(parameter, self._scale)
+        self._units[place].free.deposit(index, self._scale)
         while self._launched < len(self._units) and self._units[self._launched].free.is_ready:
             self._launch()
 

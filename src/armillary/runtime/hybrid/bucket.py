@@ -18,7 +18,7 @@ class Bucket:
     (`withdraw`)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], is_weighted: bool = False):
-        self.parameters = list(parameters)
+        self.parameters, self.is_weighted = list(parameters), is_weighted
         first = self.parameters[0]
         numel = sum(parameter.numel() for parameter in self.parameters)
         extra = len(self.parameters) + is_weighted
@@ -27,7 +27,6 @@ class Bucket:
         self.weight = self.flat[numel + len(self.parameters) :]  # (1,) or (0,)
         pieces = self.flat[:numel].split([parameter.numel() for parameter in self.parameters])
         self.views = [_laid_out_as(p, piece) for piece, p in zip(pieces, self.parameters, strict=True)]
-        self.place = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.waiting = set(range(len(self.parameters)))
 
     def reset(self) -> None:
@@ -38,10 +37,10 @@ class Bucket:
     def is_ready(self) -> bool:
         return not self.waiting
 
-    def deposit(self, parameter: nn.Parameter, scale: float) -> None:
-        """Puts scale * gradient in its place; the parameter's `.grad` becomes the view."""
-        index = self.place[parameter]
-        view, gradient = self.views[index], parameter.grad
+    def deposit(self, index: int, scale: float) -> None:
+        """Puts scale * gradient of that parameter in its place; its `.grad` becomes the view."""
+        parameter, view = self.parameters[index], self.views[index]
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -55,22 +54,22 @@ class Bucket:
     def seal(self, scale: float, weight: float, counts: bool = True) -> Tensor:
         """The flat tensor to send. Parameters that got no gradient in this backward count as what they hold, or
         zero; a rank that does not count uses none."""
-        flags = torch.full((len(self.parameters),), float(counts))
+        self.used.fill_(float(counts))
         for index in sorted(self.waiting):
             if self.parameters[index].grad is None:
                 self.views[index].zero_()
-                flags[index] = 0
+                self.used[index] = 0
             else:  # gradients accumulated earlier without an exchange
-                self.deposit(self.parameters[index], scale)
-        self.used.copy_(flags)
-        self.weight.fill_(weight)
+                self.deposit(index, scale)
+        if self.is_weighted:
+            self.weight.fill_(weight)
         return self.flat
 
     def withdraw(self, total: Tensor) -> None:
         """Takes the exchanged flat tensor: `.grad` of every parameter that some rank used becomes final."""
         if total.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(total)
-        if self.weight.numel():
+        if self.is_weighted:
             weight = float(self.weight.real)
             self.flat.div_(weight if weight > 0 else 1.0)
         for parameter, view, used in zip(self.parameters, self.views, self.used.real.tolist(), strict=True):

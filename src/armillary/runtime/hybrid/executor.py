@@ -86,9 +86,9 @@ class Executor:
         self.mutes: list[Callable[[], None]] = []
         for place, unit in enumerate(self.units):
             if isinstance(unit, DenseUnit):
-                for parameter in unit.bucket.parameters:
+                for index, parameter in enumerate(unit.bucket.parameters):
                     if parameter.requires_grad:
-                        hook = when_final(parameter, self, partial(Executor._arrived, place=place))
+                        hook = when_final(parameter, self, partial(Executor._arrived, place=place, index=index))
                         self.removals.append(hook.remove)
 
     @property
@@ -115,14 +115,14 @@ class Executor:
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
         self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
-    def _arrived(self, parameter: Tensor, place: int) -> None:
-        """A gradient of the dense unit at that place."""
+    def _arrived(self, _: Tensor, place: int, index: int) -> None:
+        """The gradient of a parameter of the dense unit at that place."""
         if not self._is_leaving():
             return
         self._open()
         unit = self.units[place]
-        assert isinstance(parameter, nn.Parameter) and isinstance(unit, DenseUnit)
-        unit.bucket.deposit(parameter, self.scale)
+        assert isinstance(unit, DenseUnit)
+        unit.bucket.deposit(index, self.scale)
         self._launch_ready()
 
     def on_rows(self, table: RowTable) -> None:
