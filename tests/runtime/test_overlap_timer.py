@@ -8,11 +8,16 @@ from armillary.runtime.overlap_timer import hidden_share
 
 
 class Clocked:
-    """A job of 4 ranks: a request takes 40 ms, of which `share` needs no processor."""
+    """A job of 4 ranks: a request of 256 KiB takes so many seconds, larger ones in proportion, one after another; of
+    that time `share` needs no processor."""
 
-    def __init__(self, share, workers=4):
-        self.place, self.share = Place(0, workers), share
+    def __init__(self, share, seconds=0.04, workers=4):
+        self.place, self.share, self.seconds = Place(0, workers), share, seconds
         self.now, self.done = 0.0, 0.0
+        self.carried = 0.0  # by a processor that has computed meanwhile
+        self.computed = False
+        self.bytes = []  # of the requests under way, and of all that were together
+        self.flown = set()
 
     def barrier(self):
         self.now += 0.5
@@ -24,28 +29,46 @@ class Clocked:
         """A burst is used up."""
 
     def start(self, request, label):
-        shown, self.done = (1 - self.share) * 0.04, self.now + 0.04
-        self.carried = shown
+        seconds = self.seconds * request.tensor.nbytes / (1 << 18)
+        self.done = max(self.now, self.done) + seconds
+        self.carried += (1 - self.share) * seconds
+        self.bytes.append(request.tensor.nbytes)
 
         def wait():
+            self.flown.add(tuple(self.bytes))
             if self.computed:  # what compute did not leave to it
                 self.now += self.carried
-            self.now, self.computed = max(self.now, self.done), False
+            self.now, self.computed, self.carried = max(self.now, self.done), False, 0.0
+            self.bytes = []
 
-        self.computed = False
         return wait
 
     def mm(self, *_):
-        self.now += 0.001
+        self.now += 0.0001
         self.computed = True
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_it_is_the_share_that_compute_and_a_request_take_less_together(monkeypatch, share):
-    job = Clocked(share)
+def measured(monkeypatch, job):
     monkeypatch.setattr(overlap_timer.time, "perf_counter", lambda: job.now)
     monkeypatch.setattr(overlap_timer.torch, "mm", job.mm)
-    assert hidden_share(job) == pytest.approx(share, abs=0.03)
+    return hidden_share(job)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("seconds", [0.04, 0.004, 0.0002])
+def test_it_is_the_share_that_compute_and_requests_take_less_together(monkeypatch, share, seconds):
+    assert measured(monkeypatch, Clocked(share, seconds)) == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [(0.04, (1 << 18,)), (0.004, (1 << 18,) * 5), (0.00125, (1 << 19,) * 8), (1e-6, (1 << 22,) * 8)],
+)
+def test_requests_are_as_many_and_as_large_as_it_takes(monkeypatch, seconds, wanted):
+    """One that takes a millisecond would tell noise; one of a slow link is long enough."""
+    job = Clocked(0.5, seconds)
+    measured(monkeypatch, job)
+    assert max(job.flown, key=sum) == wanted
 
 
 def test_alone_there_is_nothing_to_hide():
