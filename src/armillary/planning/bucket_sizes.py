@@ -22,7 +22,7 @@ __all__ = ["by_clock", "counted", "is_ownerless", "sizes"]
 
 LARGE = BucketLimits(25 * MIB, 25 * MIB)  # DDP's
 ONE = BucketLimits(sys.maxsize, sys.maxsize)
-CLOSE = 0.03  # of a step: simulated steps that differ by less are not told apart
+CLOSE = 0.005  # of a step: less is no difference
 
 
 def sizes(backend: str) -> tuple[BucketLimits, ...]:
