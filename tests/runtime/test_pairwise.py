@@ -95,7 +95,7 @@ def faulty(rank, world, fault, kind):
 
     def half_a_piece(self, peers):
         for peer in peers:
-            self.outgoing[peer][: len(self.outgoing[peer]) // 2].zero_()
+            self.outgoing.pieces[peer][: len(self.outgoing.pieces[peer]) // 2].zero_()
         return send_right(self, peers)
 
     if fault == "not waited for":

@@ -141,15 +141,15 @@ class _Player:
         if not self.foreseen:
             return
         self._meet()
-        *first, last = self.foreseen.items()
-        for name, does in first:
-            self.late[name] = self._start(name, "pull", does.pull)
+        first, *others = self.foreseen.items()
         ids = [(name, "look-ahead", does.ahead[:1]) for name, does in self.foreseen.items()]
-        for sent in self._together([(last[0], "pull", last[1].pull), *ids], self._start):
+        for sent in self._together([(first[0], "pull", first[1].pull), *ids], self._start):
             if sent.action == "pull":
                 self.late[sent.name] = sent
             else:
                 self.ahead[sent.name].append(sent)
+        for name, does in others:
+            self.late[name] = self._start(name, "pull", does.pull)
         for place in (3, 2):
             items = [(name, does.ahead[place : place + 1]) for name, does in self.foreseen.items()]
             asked = [(name, "look-ahead", requests) for name, requests in items if requests]

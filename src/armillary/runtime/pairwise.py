@@ -68,8 +68,11 @@ class Pairwise:
             The wait, and the answer, (sum(receive), ...), to be read after it.
         """
         answer = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        turns = self._turns(group, ranks, tensor.split(list(send)), answer.split(list(receive)))
-        if turns.are_none:
+        row_bytes = tensor.element_size() * tensor.shape[1:].numel()
+        outgoing = _Side(tensor.split_with_sizes(send), [count * row_bytes for count in send])
+        incoming = _Side(answer.split_with_sizes(receive), [count * row_bytes for count in receive])
+        turns = self._turns(group, ranks, outgoing, incoming)
+        if ranks.workers <= 2 or max(*outgoing.bytes, *incoming.bytes) <= self.turn_bytes:
             return turns.begin(), answer
         return self.see_to(turns.carry), answer
 
@@ -89,8 +92,8 @@ class Pairwise:
         pieces = flat.split([end - first for first, end in pairwise(cuts)])
         mine = pieces[ranks.rank]
         addends = mine.new_empty(ranks.workers, mine.numel())
-        scatter = self._turns(group, ranks, pieces, addends.unbind())
-        gather = self._turns(group, ranks, [mine] * ranks.workers, pieces)
+        scatter = self._turns(group, ranks, _side(pieces), _side(addends.unbind()))
+        gather = self._turns(group, ranks, _side([mine] * ranks.workers), _side(pieces))
 
         def carry() -> None:
             scatter.carry()
@@ -101,7 +104,7 @@ class Pairwise:
 
         return self.see_to(carry), tensor
 
-    def _turns(self, group: Any, ranks: Place, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "_Turns":
+    def _turns(self, group: Any, ranks: Place, outgoing: "_Side", incoming: "_Side") -> "_Turns":
         return _Turns(_Lane(group, self._next_tag(), self.turn_bytes), ranks, outgoing, incoming)
 
     def _next_tag(self) -> int:
@@ -152,28 +155,32 @@ class _Lane(NamedTuple):
     turn_bytes: int
 
 
-class _Turns:
-    """One all-to-all on one rank. outgoing, incoming: a contiguous piece for and from each rank; receives are posted
-    when it is made, and this rank's own piece is there then."""
+class _Side(NamedTuple):
+    """A contiguous piece for each rank, or from each, and its bytes: known without asking a tensor at every message."""
 
-    def __init__(self, lane: _Lane, ranks: Place, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    pieces: Sequence[Tensor]
+    bytes: Sequence[int]
+
+
+def _side(pieces: Sequence[Tensor]) -> _Side:
+    return _Side(pieces, [piece.nbytes for piece in pieces])
+
+
+class _Turns:
+    """One all-to-all on one rank. Receives are posted when it is made, and this rank's own piece is there then."""
+
+    def __init__(self, lane: _Lane, ranks: Place, outgoing: _Side, incoming: _Side) -> None:
         self.lane, self.outgoing, self.incoming = lane, outgoing, incoming
         shifts = range(1, ranks.workers)
         self.pairs = [((ranks.rank + shift) % ranks.workers, (ranks.rank - shift) % ranks.workers) for shift in shifts]
-        if incoming[ranks.rank].data_ptr() != outgoing[ranks.rank].data_ptr():
-            incoming[ranks.rank].copy_(outgoing[ranks.rank])
+        mine, here = outgoing.pieces[ranks.rank], incoming.pieces[ranks.rank]
+        if mine.data_ptr() != here.data_ptr():
+            here.copy_(mine)
         self.receives = {
-            before: lane.group.recv([incoming[before]], before, lane.tag)
+            before: lane.group.recv([incoming.pieces[before]], before, lane.tag)
             for _, before in self.pairs
-            if incoming[before].numel()
+            if incoming.bytes[before]
         }
-
-    @property
-    def are_none(self) -> bool:
-        """There is one peer, or nothing large."""
-        return len(self.pairs) < 2 or all(
-            piece.nbytes <= self.lane.turn_bytes for piece in (*self.outgoing, *self.incoming)
-        )
 
     def begin(self) -> Wait:
         """Everything leaves at once."""
@@ -190,14 +197,14 @@ class _Turns:
         small: list[Any] = []
         for after, before in self.pairs:
             works = self._send([after]) + [self.receives[peer] for peer in (before,) if peer in self.receives]
-            if max(self.outgoing[after].nbytes, self.incoming[before].nbytes) <= self.lane.turn_bytes:
+            if max(self.outgoing.bytes[after], self.incoming.bytes[before]) <= self.lane.turn_bytes:
                 small += works
             else:
                 _wait_for(works)
         _wait_for(small)
 
     def _send(self, peers: Sequence[int]) -> list[Any]:
-        pieces = [(peer, self.outgoing[peer]) for peer in peers if self.outgoing[peer].numel()]
+        pieces = [(peer, self.outgoing.pieces[peer]) for peer in peers if self.outgoing.bytes[peer]]
         return [self.lane.group.send([piece], peer, self.lane.tag) for peer, piece in pieces]
 
 

@@ -13,7 +13,7 @@ Requests are made only right after a round in which every rank said it is idle, 
 
 What leaves at one moment, of whatever tables, is one message to each rank (`joined.py`): ids, early rows; masks go with
 the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in the
-order in which a forward reads, since it waits for them.
+order in which a forward reads, since it waits for them, and the ids go with the first.
 
 A look-up that finds its rows here costs no round. The next idle round says which were found (`close`), since only
 their gradients may be pushed; one that some ranks expected in vain is asked for anew by those that made it. Nothing
@@ -200,10 +200,9 @@ class LookAhead:
         Every request that a look-up needs has been made then; it has only to wait for the last."""
         while late := [early.flight for early in self.now.earlies if early.flight.left > 0]:
             together = [late] if self.now.has_few else [[flight] for flight in late]
-            for flights in together[:-1]:
-                advance_together(flights, self.transport)
-            advance_together([*together[-1], *beginning], self.transport)
-            beginning = ()
+            for flights in together:
+                advance_together([*flights, *beginning], self.transport)
+                beginning = ()
         advance_together(beginning, self.transport)
         for early in self.now.earlies:
             early.before = early.under_way = ()
