@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from armillary.cli.find import find
 from armillary.runtime.process_group import start_process_group
+from armillary.runtime.transport import Transport
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import Record, machine, save
@@ -36,7 +37,9 @@ def main() -> None:
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
     names = [name for name in options.modes.split(",") if name in known]
-    factories = {name: partial(trained, workload, known[name], batches) for name in names}
+    ways = {name: (known[name].workers_per_node, known[name].turn_bytes) for name in names}
+    shared = {way: Transport(way[0], turn_bytes=way[1]) for way in dict.fromkeys(ways.values())}
+    factories = {name: partial(trained, workload, known[name], batches, shared[ways[name]]) for name in names}
     rehearse({names[0]: factories[names[0]]})
     rounds = Rounds(options.rounds, 1, options.steps)
     blocks = interleave(factories, rounds, all_alive(factories))
@@ -51,7 +54,7 @@ def main() -> None:
         save(Record(conditions, blocks), Path(options.out))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
+    os._exit(0)  # process groups need not be taken down one by one
 
 
 def _options() -> argparse.Namespace:
