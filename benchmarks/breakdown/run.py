@@ -20,7 +20,7 @@ SAID = {
     "alone": "training alone",
     "nothing": "ours, every request answered on the spot",
     "rounds": "+ rounds of look-ups",
-    "messages": "+ all other messages, of 64 bytes",
+    "messages": "+ all other messages, short",
     "everything": "+ their bytes: ours as it is",
 }
 

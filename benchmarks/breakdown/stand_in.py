@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Request
+from armillary.facts.collectives import AllGather, AllToAll, Request
 from armillary.runtime.transport import Transport, Wait
 
 __all__ = ["SHORT", "carry_only"]
@@ -25,9 +25,6 @@ def carry_only(transport: Transport, what: str) -> None:
 
     Args:
         what: "nothing"; "rounds": those of look-ups; "messages": all, with as many messages as ever but short ones.
-
-    Raises (in a step):
-        ValueError: the plan makes a request for which nothing can be made up.
     """
     transport.start = partial(_start, transport, what)  # type: ignore[method-assign]
 
@@ -35,7 +32,7 @@ def carry_only(transport: Transport, what: str) -> None:
 def _start(
     transport: Transport, what: str, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()
 ) -> Wait:
-    answer = _made_up(request)
+    answer = _made_up(request, transport.place.workers)
     is_round = isinstance(request, AllToAll) and request.is_even
     if what == "nothing" or (what == "rounds" and not is_round):
         return lambda: answer
@@ -48,10 +45,10 @@ def _start(
     return waited
 
 
-def _made_up(request: Request) -> Tensor:
-    if isinstance(request, AllGather):
-        raise ValueError("breakdown: nothing stands for an AllGather; want a plan of all-to-alls and all-reduces")
+def _made_up(request: Request, ranks: int) -> Tensor:
     tensor = request.tensor.detach().contiguous()
+    if isinstance(request, AllGather):
+        return tensor.expand(ranks, *tensor.shape).contiguous()
     if isinstance(request, AllToAll) and sum(request.receive) != len(tensor):
         return tensor.new_zeros((sum(request.receive), *tensor.shape[1:]))
     return tensor
@@ -60,6 +57,6 @@ def _made_up(request: Request) -> Tensor:
 def _short(request: Request) -> Request:
     """A request that is carried by as many messages."""
     if not isinstance(request, AllToAll):
-        return AllReduce(torch.zeros(SHORT * 8), request.scope)
+        return type(request)(torch.zeros(SHORT * 8), request.scope)
     sizes = (SHORT,) * len(request.send)
     return AllToAll(torch.zeros(sum(sizes)), sizes, sizes, request.scope)

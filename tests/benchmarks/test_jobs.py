@@ -10,20 +10,20 @@ pytestmark = pytest.mark.netlab
 
 
 @pytest.mark.parametrize(
-    ("job", "options", "kept_as", "names"),
+    ("job", "links", "options", "kept_as", "names"),
     [
-        ("parallax", "--length 4 --mbit 0 --modes all_reduce,owned,planned --trials 0 --rounds 1 --steps 1", "blocks",
-         {"all_reduce", "owned", "planned"}),
-        ("planner", "--workload recommender --seconds 0.1", "first", {"chosen", "chosen again"}),
-        ("breakdown", "--mbit 0 --rounds 1 --steps 1 --small --folder {}", "turns",
+        ("parallax", (2, 0), "--length 4 --mbit 0 --modes all_reduce,owned,planned --trials 0 --rounds 1 --steps 1",
+         "blocks", {"all_reduce", "owned", "planned"}),
+        ("planner", (2, 0), "--workload recommender --seconds 0.1", "first", {"chosen", "chosen again"}),
+        ("breakdown", (4, 100), "--mbit 100 --rounds 1 --steps 1 --small --folder {}", "turns",
          {"alone", "nothing", "rounds", "messages", "everything"}),
     ],
 )  # fmt: skip
-def test_a_job_carries_out_all_that_it_compares(tmp_path, job, options, kept_as, names):
+def test_a_job_carries_out_all_that_it_compares(tmp_path, job, links, options, kept_as, names):
     out, told = tmp_path / "found.json", options.format(tmp_path).split()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{job}.job", *told, "--out", str(out)]
     try:
-        with Lab(2, 0) as lab:
+        with Lab(*links) as lab:
             lab.run(command, timeout_seconds=100)
     except LabUnavailable as reason:
         pytest.skip(str(reason))
