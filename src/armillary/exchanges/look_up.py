@@ -115,17 +115,12 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     told = mine if wish.outlook is None else torch.cat([mine, wish.outlook], 1)
     heard = yield AllToAll(told, ones, ones, is_even=True)
     headers, outlook = heard[:, : mine.shape[1]].tolist(), heard[:, mine.shape[1] :]
-    wanted = [int(header[0]) for header in headers]
-    said = (
-        tuple(header[4] for header in headers),
-        tuple(int(header[5]) for header in headers),
-        tuple(int(header[6]) for header in headers),
-        outlook,
-    )
+    columns = list(zip(*headers, strict=True))
+    wanted = [int(code) for code in columns[0]]
+    said = (columns[4], tuple(map(int, columns[5])), tuple(map(int, columns[6])), outlook)
     if max(wanted) <= _IDLE:
-        _refuse_out_of_step(wanted, [int(header[3]) for header in headers])
-        flags = reduce(or_, (int(header[2]) for header in headers))
-        return Round(None, None, False, False, *said, flags)
+        _refuse_out_of_step(wanted, [int(step) for step in columns[3]])
+        return Round(None, None, False, False, *said, reduce(or_, map(int, columns[2])))
     # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])

@@ -137,7 +137,7 @@ def by_rank(sizes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> tuple[
     """Several tensors, each cut into one piece per rank, joined so that all pieces of a rank stand together."""
     if len(tensors) == 1:
         return tensors[0], tuple(sizes[0])
-    pieces = [tensor.split(list(cut)) for tensor, cut in zip(tensors, sizes, strict=True)]
+    pieces = [tensor.split_with_sizes(list(cut)) for tensor, cut in zip(tensors, sizes, strict=True)]
     ranks = range(len(sizes[0]))
     joined = torch.cat([piece[rank] for rank in ranks for piece in pieces])
     return joined, tuple(sum(cut[rank] for cut in sizes) for rank in ranks)

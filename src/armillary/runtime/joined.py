@@ -27,7 +27,7 @@ def can_join(requests: Sequence[Request]) -> bool:
 def joined(requests: Sequence[AllToAll]) -> AllToAll:
     """One request, in which the pieces for each rank stand one after another in the order of the requests."""
     sent, received = _sizes(requests, "send"), _sizes(requests, "receive")
-    pieces = [_bytes_of(one.tensor).split(sizes) for one, sizes in zip(requests, sent, strict=True)]
+    pieces = [_bytes_of(one.tensor).split_with_sizes(sizes) for one, sizes in zip(requests, sent, strict=True)]
     together = [piece for of_a_rank in zip(*pieces, strict=True) for piece in of_a_rank]
     send, receive = (tuple(map(sum, zip(*lists, strict=True))) for lists in (sent, received))
     return AllToAll(torch.cat(together), send, receive, requests[0].scope)
@@ -40,7 +40,7 @@ def parted(requests: Sequence[AllToAll], answer: Tensor) -> list[Tensor]:
         answer: (bytes,) uint8, that to `joined` of the same requests.
     """
     received = _sizes(requests, "receive")
-    pieces = answer.split([size for of_a_rank in zip(*received, strict=True) for size in of_a_rank])
+    pieces = answer.split_with_sizes([size for of_a_rank in zip(*received, strict=True) for size in of_a_rank])
     found = []
     for number, one in enumerate(requests):
         mine = torch.cat(pieces[number :: len(requests)])  # a tensor of its own: views of a type want aligned bytes

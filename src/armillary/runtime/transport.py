@@ -23,7 +23,7 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
-from armillary.runtime.crowding import give_way, machine
+from armillary.runtime.crowding import give_way, quarters
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
@@ -76,7 +76,7 @@ class Transport:
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
-        self.stop_giving_way = give_way(self.share(machine()))
+        self.stop_giving_way = give_way(self.share(quarters()), self.place.rank)
 
     def _open(self, scope: Scope, device: str, backend: str, timeout: timedelta) -> None:
         for ranks in members(

@@ -68,23 +68,23 @@ class Source(Generic[Batch]):
         return (self.early or self.given)[-1] is not None
 
     def _draw_early(self) -> None:
-        given = [self.given[-1], *self.early]
-        before, versions = _random_states(), _versions(given)
+        given = [leaf for leaf in leaves([self.given[-1], *self.early]) if not leaf.is_inference()]
+        before, versions = _random_states(), [leaf._version for leaf in given]
         try:
             batch = next(self.source, None)
         except Exception as error:
             self.error = error
             return
         self.early.append(batch)
-        if versions != _versions(given):
+        if versions != [leaf._version for leaf in given]:
             raise RuntimeError(
                 "run.batches: the loader wrote into a batch it had given before, which the loop still needs; give "
                 "fresh tensors, or set look_ahead='none' in the plan's groups"
             )
         if not _alike(before, _random_states()):
-            self.depth = 0
+            self.depth, number = 0, self.drawn + len(self.early) - 1
             warnings.warn(
-                f"run.batches: the loader drew from a global random state for its batch {self.drawn + len(given) - 1}, "
+                f"run.batches: the loader drew from a global random state for its batch {number}, "
                 "before the loop needed it, so random numbers may fall otherwise than without look-ahead; no more are "
                 "drawn ahead. Give the loader a generator of its own",
                 stacklevel=4,
@@ -112,20 +112,14 @@ def leaves(batch: Any) -> list[Tensor]:
     return []
 
 
-def _versions(batch: Any) -> list[int]:
-    """How often each tensor was written to; inference tensors do not count."""
-    return [0 if leaf.is_inference() else leaf._version for leaf in leaves(batch)]
-
-
 def _random_states() -> tuple[Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)["state"]
 
 
 def _alike(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    numpys = one[2]["state"], other[2]["state"]
     return (
         torch.equal(one[0], other[0])
         and one[1] == other[1]
-        and numpys[0]["pos"] == numpys[1]["pos"]
-        and np.array_equal(numpys[0]["key"], numpys[1]["key"])
+        and one[2]["pos"] == other[2]["pos"]
+        and one[2]["key"].tobytes() == other[2]["key"].tobytes()
     )

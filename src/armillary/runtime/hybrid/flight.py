@@ -39,16 +39,22 @@ class Flight:
     def advance(self, transport: Transport) -> None:
         """Waits for the answer and makes the next request, if there is one to make."""
         if self.left > 0 and self.wait is not None:
-            advance_together([self], transport)
+            self._go_on(transport)
 
     def land(self, transport: Transport) -> Any:
         while self.wait is not None:
-            advance_together([self], transport)
+            self._go_on(transport)
         return self.result
+
+    def _go_on(self, transport: Transport) -> None:
+        request = self.ask()
+        self.wait = None if request is None else transport.start(request, self.label)
 
 
 def advance_together(flights: Sequence[Flight], transport: Transport) -> None:
     """Each of these makes its first or next request; those that can be joined travel as one (see `joined.py`)."""
+    if not flights:
+        return
     asked = [(flight, request) for flight in flights if (request := flight.ask()) is not None]
     waits = transport.start_together([(request, flight.label) for flight, request in asked])
     for (flight, _), wait in zip(asked, waits, strict=True):

@@ -154,8 +154,8 @@ def _distinct(table: RowTable, views: Sequence[View], leaves: Sequence[Tensor]) 
     ids = torch.cat(parts).long()
     if not ids.numel():
         return None
-    low, high = (int(edge) for edge in torch.aminmax(ids))
-    if low < 0 or high >= table.shape[0]:
+    low, high = torch.aminmax(ids)
+    if int(low) < 0 or int(high) >= table.shape[0]:
         return None
     keys: Tensor = torch.unique(table.ownership.keys(ids))
     return keys

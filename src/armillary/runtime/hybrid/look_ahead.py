@@ -36,7 +36,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from armillary.exchanges.look_up import FIRST_COUNT, FORESEEN
+from armillary.exchanges.look_up import FORESEEN
 from armillary.runtime.hybrid.deferral import Deferral
 from armillary.runtime.hybrid.early import MASKED, SENT, Early
 from armillary.runtime.hybrid.flight import Flight, advance_together
@@ -127,7 +127,6 @@ class LookAhead:
         """Bits of the look-ups of the next batch for which this rank has sent rows that moved since."""
         return sum(1 << early.bit for early in self.coming[0].earlies if early.has_moved)
 
-    @torch.no_grad()
     def turn(self, moved: Sequence[int], heard: Tensor) -> None:
         """The loop gets another batch.
 
@@ -158,13 +157,13 @@ class LookAhead:
 
     def _agree(self, heard: Tensor) -> Ahead:
         """What each rank expects of the last batch that is known."""
-        masks = heard[:, 0].tolist()
-        ahead = Ahead(has_few=int(heard[:, 1].max()) <= FEW_BYTES)
-        for bit in range(len(self.tables) * self.expected.each):
-            planned = tuple(bool(mask >> bit & 1) for mask in masks)
-            if any(planned):
-                served = tuple(heard[:, FIRST_COUNT + bit].tolist())
-                ahead.earlies.append(self._early(bit, served, planned))
+        masks, nbytes, *counts = heard.t().tolist()
+        ahead = Ahead(has_few=max(nbytes) <= FEW_BYTES)
+        wanted = reduce(or_, masks)
+        for bit in range(wanted.bit_length()):
+            if wanted >> bit & 1:
+                planned = tuple(bool(mask >> bit & 1) for mask in masks)
+                ahead.earlies.append(self._early(bit, tuple(counts[bit]), planned))
         return ahead
 
     def _early(self, bit: int, served: tuple[int, ...], planned: tuple[bool, ...]) -> Early:
@@ -223,7 +222,6 @@ class LookAhead:
         """Changes when a step or a load has moved rows."""
         return (self.transport.step, *(table.shard._version for table in self.tables))
 
-    @torch.no_grad()
     def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
         """The look-up of these sorted distinct keys, if it was foreseen and its rows have not moved; None where it must
         be made as ever. Asks nothing of anyone."""
@@ -246,7 +244,6 @@ class LookAhead:
         last = max((early.number for early in mine if early.is_taken), default=-1)
         return next((early for early in mine if early.number > last and torch.equal(early.keys, keys)), None)
 
-    @torch.no_grad()
     def close(self, made: Sequence[int]) -> None:
         """Settles what this batch's look-ups have to push; `made`: what every rank said in the idle round before."""
         if self.now.is_closed:

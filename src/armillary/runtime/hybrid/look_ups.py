@@ -90,7 +90,8 @@ class LookUps:
     def _refuse_out_of_range(self, table: RowTable, ids: Tensor) -> None:
         if not ids.numel():
             return
-        low, high = (int(edge) for edge in torch.aminmax(ids))
+        least, most = torch.aminmax(ids)
+        low, high = int(least), int(most)
         if low < 0 or high >= table.shape[0]:
             raise IndexError(
                 f"rank {table.place.rank}: {table.name} has {table.shape[0]} rows, but the batch reads row "

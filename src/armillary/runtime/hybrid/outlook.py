@@ -35,18 +35,20 @@ class Outlook:
         self.wanted: dict[int, Tensor] = {}
         self.said = torch.zeros(self.shape, dtype=torch.float64) if self.tables else None
 
-    @torch.no_grad()
     def expect(self, habits: Habits, leaves: Sequence[Tensor]) -> None:
         """A batch with these tensors is expected to be looked up as those before it were; no tensors: nothing is."""
         self.clear()
         self.leaves = leaves
-        assert self.said is not None
+        ranks, columns = self.shape
+        nothing, nbytes = [0] * ranks, 0
+        counts = [nothing] * (columns - FIRST_COUNT)
         for index, table in enumerate(self.tables):
             for bit, keys in enumerate(habits.expect(table, leaves, self.each), index * self.each):
-                self.wanted[bit] = keys
-                self.said[:, FIRST_COUNT + bit] = torch.tensor(table.ownership.counts(keys))
-                self.said[:, 1] += len(keys) * table.row_bytes
-        self.said[:, 0] = sum(1 << bit for bit in self.wanted)
+                self.wanted[bit], counts[bit] = keys, table.ownership.counts(keys)
+                nbytes += keys.numel() * table.row_bytes
+        bits = sum(1 << bit for bit in self.wanted)
+        told = zip([bits] * ranks, [nbytes] * ranks, *counts, strict=True)
+        self.said = torch.tensor(list(told), dtype=torch.float64)
 
     def deal_anew(self, habits: Habits) -> None:
         """The same rows are expected, of other owners."""
