@@ -15,7 +15,8 @@ from armillary.runtime.transport import Transport
 from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
 from benchmarks.hybrid.measure import Rounds, all_alive, interleave, rehearse
 from benchmarks.hybrid.record import Record, machine, save
-from benchmarks.parallax.modes import plans
+from benchmarks.parallax.modes import double, plans
+from benchmarks.parallax.tables import RIVALS
 from benchmarks.planner.cells import WORKLOADS
 from benchmarks.planner.trained import trained
 
@@ -49,7 +50,7 @@ def main() -> None:
             "timed steps": rounds.timed_steps, "unit": workload.unit,
             "samples": sum(map(workload.samples, batches)) / len(batches), "alpha": round(decided.profile.alpha, 3),
             "planned": ", ".join(f"{group.name} by {group.exchange}" for group in decided.plan.groups),
-            "machine": machine(),
+            "planned is": double(known, "planned", RIVALS), "machine": machine(),
         }  # fmt: skip
         save(Record(conditions, blocks), Path(options.out))
     dist.barrier()

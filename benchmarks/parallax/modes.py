@@ -1,13 +1,14 @@
 """The plans that are compared, by the names of the paper's ablation, for any workload."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from armillary.facts.plan import Choice, Plan
+from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.planning.planner import plan, plan_by_rule
 from armillary.planning.pricing import Assumptions
 from armillary.session.events import Decided
 
-__all__ = ["plans"]
+__all__ = ["double", "plans"]
 
 
 def plans(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
@@ -39,3 +40,16 @@ def plans(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
     if topology.workers > 1:
         found["hybrid"] = plan_by_rule(profile, topology, assumptions=assumptions)
     return {**found, "planned": decided.plan, "planned_again": decided.plan}
+
+
+def double(known: Mapping[str, Plan], mode: str, rivals: Sequence[str]) -> str:
+    """The rival whose plan has every rank do exactly what that of `mode` has it do; "" if none has.
+
+    What plans were expected to cost, and what they say to the reader, is left out of it.
+    """
+    return next((rival for rival in rivals if rival in known and _bare(known[rival]) == _bare(known[mode])), "")
+
+
+def _bare(plan: Plan) -> Plan:
+    groups = tuple(replace(group, forecast=Forecast(), reason="") for group in plan.groups)
+    return replace(plan, groups=groups, compute_seconds=0.0, notes=(), priced_with={}, picture="")

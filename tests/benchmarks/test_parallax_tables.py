@@ -1,11 +1,13 @@
 """The tables of Parallax in small: rates and ratios by hand, the constructed model's sparsity, the plans compared."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from benchmarks.hybrid.record import Block, Record
 from benchmarks.parallax.constructed import VOCABULARY, workload
-from benchmarks.parallax.modes import plans
-from benchmarks.parallax.tables import ablation, noise, rate, scaling, slower, sweep
+from benchmarks.parallax.modes import double, plans
+from benchmarks.parallax.tables import RIVALS, ablation, noise, rate, scaling, slower, sweep
 
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -52,6 +54,15 @@ def test_a_plan_that_differs_from_itself_as_much_is_not_called_slower():
     assert slower({"sweep_30": shaky}) == []
 
 
+def test_a_plan_that_is_one_of_the_two_is_held_against_the_other_alone():
+    spent = {"all_reduce": [0.1] * 3, "planned": [0.12] * 3, "planned_again": [0.12] * 3}
+    same = {"planned is": "all_reduce"}
+    faster, later = record(**spent, owned=[0.3] * 3), record(**spent, owned=[0.11] * 3)
+    found = {name: Record({**one.conditions, **same}, one.blocks) for name, one in (("f_1", faster), ("l_1", later))}
+    assert slower(found) == ["l_1: the plan is 0.917 times as fast as the better of all_reduce and owned"]
+    assert "| 0.833 | 1.000 | t by owned_rows (this is all_reduce) |" in sweep({"f_1": found["f_1"]})
+
+
 def test_tables_name_what_they_hold():
     assert "| 30 | 0.25 | 2,000 | 4,000 | 4,000 | 1.000 | 1.100 | t by owned_rows |" in sweep({"sweep_30": EVEN})
     assert "| w, words/s | 2,000 | 4,000 | 4,000 | 3,636 |" in ablation({"a": EVEN})
@@ -77,5 +88,8 @@ def test_the_plans_of_the_ablation_do_what_their_names_say():
     assert by["owned"] == {"owned_rows", "owned_dense"} and by["hybrid"] == {"owned_rows", "all_reduce"}
     assert all(group.exchange.options["local_aggregation"] for group in found["owned_dense_local"].groups)
     assert found["planned"] == found["planned_again"]
+    chosen = {**found, "planned": replace(found["owned"], compute_seconds=1.0)}
+    assert double(chosen, "planned", RIVALS) == "owned" and double(chosen, "planned", ["all_reduce", "none"]) == ""
+    assert double({**chosen, "planned": replace(found["owned"], turn_bytes=1)}, "planned", RIVALS) == ""
     alone = Decided(seen, Topology(1, 1, link, link, 1 << 40), found["planned"])
     assert list(plans(alone, SGD)) == ["all_reduce", "planned", "planned_again"]
