@@ -63,11 +63,21 @@ def judge(
 
 @torch.no_grad()
 def _metrics(workload: Workload, model: nn.Module, batches: int) -> Mapping[str, float]:
-    torch.set_num_threads(os.cpu_count() or 1)
     model.eval()
     totals: dict[str, float] = {}
-    for batch in islice(workload.batches("held_out", 0, 1, SEED), batches):
-        for name, value in workload.evaluate(model, batch).items():
-            totals[name] = totals.get(name, 0.0) + value
-    torch.set_num_threads(1)
+    with _all_cores():
+        for batch in islice(workload.batches("held_out", 0, 1, SEED), batches):
+            for name, value in workload.evaluate(model, batch).items():
+                totals[name] = totals.get(name, 0.0) + value
     return workload.report(totals)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """A rank that keeps to one processor leaves it meanwhile: threads that share one wait for each other, busily."""
+    kept, every = os.sched_getaffinity(0), os.cpu_count() or 1
+    os.sched_setaffinity(0, range(every))
+    torch.set_num_threads(every)
+    yield
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, kept)
