@@ -152,7 +152,7 @@ MODES = {
     "shared": (shared, cyclic(3)),
     "shared, slack 1": (shared, cyclic(3, slack=1)),
 }
-_version = Schedule.version
+_version, _data = Schedule.version, data
 
 
 def older(self, place, drains=()):
@@ -309,14 +309,32 @@ CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode
 CASES.remove(("zero_ring", Schedule, "version", no_drain))
 
 
+def opposed(steps, workers):
+    """`data`, but the first two workers read the same and want opposite things of 1e8: their gradients all but cancel.
+
+    Added up first, they leave the third worker's whole. Added to one of them, it loses its bits below 1e-8.
+    """
+    made = _data(steps, workers)
+    for batches in made:
+        (inputs, target), (_, other) = batches[:2]
+        batches[0], batches[1] = (inputs, target + 1e8), (inputs, other - 1e8)
+    return made
+
+
 @pytest.mark.parametrize("run", [ring, zero_ring])
 def test_sums_in_another_order_of_workers_are_told_apart(run, monkeypatch):
     """All workers begin at once, so that nothing but the order changes when the first and the last change places."""
     schedule = simultaneous(3, 2)
-    truth, kept = reference(schedule), data
+    monkeypatch.setitem(globals(), "data", opposed)
+    truth = reference(schedule)
     assert same(run(schedule), truth)
-    monkeypatch.setitem(globals(), "data", lambda *sizes: [batches[::-1] for batches in kept(*sizes)])
-    assert not same(run(schedule), truth)
+    monkeypatch.setitem(globals(), "data", lambda *sizes: [batches[::-1] for batches in opposed(*sizes)])
+    other = reference(schedule)
+    pairs = zip(truth, other, strict=True)
+    assert not any(torch.equal(this, that) for this, that in pairs), "these data do not tell the orders apart"
+    got = run(schedule)
+    assert not same(got, truth)
+    assert same(got, other)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
+from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.remedies.remedy import Remedy, stale_share
 from armillary.schedules.schedule import Schedule
@@ -41,7 +42,8 @@ class Reference:
         stages: the model, cut; each takes what the one before returns.
         optimizer: over the parameters of all stages.
         loss: loss(output, target) -> scalar mean over one micro-batch.
-        copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own.
+        copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own. Each copy is
+            of a worker that runs the whole model: values cross no cut there, and lie as the model made them.
         clip: of the mean gradient of every step.
 
     Raises:
@@ -185,6 +187,8 @@ class Reference:
                 value = functional_call(stage, {**weights, **buffers}, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
+                elif self._copies is None:
+                    value = crossed(value)
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
 
@@ -108,8 +109,7 @@ class WorkersReference:
             device = next((weight.device for weight in weights.values()), torch.device("cpu"))
             with seeded(self.seed, (self._step, number, j), device):
                 value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
-                if stage is self.stages[-1]:
-                    value = self.loss(value, target)
+                value = self.loss(value, target) if stage is self.stages[-1] else crossed(value)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         return value.detach(), ((p, g) for p, g in zip(parameters, found, strict=True) if g is not None)
 

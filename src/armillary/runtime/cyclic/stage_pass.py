@@ -1,7 +1,8 @@
 """Forward and backward of one stage for one micro-batch, cut off from its neighbours.
 
-A stage's inputs are leaves, so its graph ends at its edges; gradients cross the edges by hand. What a flight keeps
-between forward and backward is what the schedule counts as one held activation.
+A stage's inputs are leaves, so its graph ends at its edges; gradients cross the edges by hand. Values and gradients
+cross in one layout (`schedules/layout.py`), whatever made them. What a flight keeps between forward and backward is
+what the schedule counts as one held activation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.versions import Weights
+from armillary.schedules.layout import plain
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
 
@@ -77,7 +79,7 @@ class Flight:
         weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
         inputs = {place: leaf for place, leaf in enumerate(self.inputs) if _asks(leaf)}
         others = [*inputs.values(), *(rows.leaves if rows is not None else [])]
-        into = [None] * len(outputs) if gradients is None else list(gradients)
+        into = [None] * len(outputs) if gradients is None else [g if g is None else plain(g) for g in gradients]
         pairs = [
             (out, g)
             for out, g in zip(outputs, into, strict=True)
@@ -162,7 +164,7 @@ def take_off(
     outputs = run(again=False)
     asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
     passed = [
-        leaf.detach().requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
+        plain(leaf.detach()).requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
         for leaf, ask in zip(outputs, asks)
     ]
     return Value(passed, specs[0]), Flight(reads, value.leaves, outputs if keep else None, run)

@@ -1,0 +1,216 @@
+"""What crosses a cut lies alike in every mode and in the reference, whatever layout a stage hands out."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from armillary.reference.cyclic import Reference
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.zero_loop import ZeroLoop
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.layout import crossed, plain
+from armillary.schedules.shared import devices_for
+from channels import in_threads
+from staged_models import as_stages, same, squared_error, weights
+
+STEPS, WORKERS, CHANNELS, SIDE, IMAGES = 3, 3, 24, 8, 5
+
+
+class Noted(nn.Module):
+    """Passes on; writes down how values and gradients lie here."""
+
+    def __init__(self, place, notes):
+        super().__init__()
+        self.place, self.notes = place, notes
+
+    def forward(self, value):
+        self.note("value", value)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: self.note("gradient", gradient))
+        return value
+
+    def note(self, what, tensor):
+        self.notes.add((self.place, what, tensor.stride(), tensor.data_ptr() % 64))
+
+
+class ChannelsLast(nn.Module):
+    """Each pixel's channels side by side, as convolutions like them."""
+
+    def forward(self, value):
+        return value.contiguous(memory_format=torch.channels_last)
+
+
+class Vectors(nn.Module):
+    """One vector a pixel: a transposed view, as vision transformers hand it on."""
+
+    def forward(self, value):
+        return value.flatten(2).contiguous().transpose(1, 2)
+
+
+def model_of(dtype, notes):
+    """Three stages; between the first two the value is channels-last, between the last two transposed."""
+    first = [nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Tanh(), ChannelsLast()]
+    second = [nn.Conv2d(CHANNELS, CHANNELS, 2, 2), Vectors()]
+    third = [nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, 7), nn.Tanh()]
+    stages = nn.ModuleList(
+        nn.Sequential(*([Noted((j, "in"), notes)] if j else []), *layers, Noted((j, "out"), notes))
+        for j, layers in enumerate((first, second, third))
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stages.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return stages
+
+
+def optimizer_of(parameters):
+    return optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def data(dtype):
+    """[step][micro-batch] -> (images, targets)."""
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(STEPS, WORKERS, IMAGES, 3, SIDE, SIDE, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randn(STEPS, WORKERS, IMAGES, SIDE * SIDE // 4, 7, generator=generator, dtype=torch.float64)
+    return [list(zip(*pair)) for pair in zip(images, targets.to(dtype))]
+
+
+def reference(schedule, dtype, is_whole):
+    notes = set()
+    stages = model_of(dtype, notes)
+    copies = range(WORKERS) if is_whole else None
+    run = Reference(stages, optimizer_of(stages.parameters()), schedule, squared_error, copies=copies)
+    for batches in data(dtype):
+        run.step(batches)
+    return weights(stages), notes
+
+
+def one_device(schedule, dtype, notes):
+    stages = model_of(dtype, notes)
+    run = OneDevice(as_stages(stages), optimizer_of(stages.parameters()), Course(schedule, squared_error))
+    for batches in data(dtype):
+        run.step(batches)
+    run.settle()
+    return weights(stages)
+
+
+def pipeline(schedule, dtype, notes):
+    def alone(rank, channel):
+        stages = model_of(dtype, notes)
+        own = as_stages(stages)[rank]
+        run = Pipeline(own, optimizer_of(own.module.parameters()), Course(schedule, squared_error), channel)
+        for batches in data(dtype):
+            run.step(batches)
+        run.settle()
+        return weights(own.module)
+
+    return [weight for stage in in_threads(schedule.stages, alone) for weight in stage]
+
+
+def shared(schedule, dtype, notes):
+    def alone(rank, channel):
+        stages = model_of(dtype, notes)
+        optimizer = optimizer_of(stages.parameters())
+        run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
+        for batches in data(dtype):
+            run.step(batches)
+        run.settle()
+        return run.part.index, weights(stages[run.part.index])
+
+    found = dict(in_threads(devices_for(WORKERS), alone))
+    return [weight for stage in sorted(found) for weight in found[stage]]
+
+
+def round_a_ring(loop, newest):
+    def run(schedule, dtype, notes):
+        def alone(rank, channel):
+            model = nn.Sequential(*model_of(dtype, notes))
+            optimizer = optimizer_of(model.parameters())
+            run = loop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+            for batches in data(dtype):
+                images, targets = batches[rank]
+                squared_error(model(images), targets).backward()
+                optimizer.step()
+            run.drain()
+            return newest(run.ring)
+
+        found = dict(pair for answer in in_threads(WORKERS, alone) for pair in answer.items())
+        return [weight for stage in sorted(found) for weight in found[stage]]
+
+    return run
+
+
+def at_home(ring):
+    return {j: ring.flat[j].unpack_weights(ring.home.copy(j)) for j in ring.home.owned}
+
+
+MODES = {
+    "one_device": (one_device, cyclic(3)),
+    "pipeline": (pipeline, cyclic_pipeline(3, 3)),
+    "ring": (round_a_ring(RingLoop, at_home), cyclic(3)),
+    "zero_ring": (round_a_ring(ZeroLoop, at_home), cyclic(3)),
+    "shared": (shared, cyclic(3)),
+}
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_cut_hands_over_transposed_or_channels_last_is_the_references_bit_for_bit(mode, dtype):
+    run, schedule = MODES[mode]
+    notes = set()
+    got = run(schedule, dtype, notes)
+    truth, wanted = reference(schedule, dtype, is_whole="ring" in mode)
+    assert same(got, truth)
+    assert notes == wanted  # on every processor, whether this one's kernels heed it or not
+
+
+def test_in_a_ring_nothing_is_laid_out_anew_and_elsewhere_both_sides_of_a_cut_are_plain():
+    for is_whole in (True, False):
+        _, notes = reference(cyclic(3), torch.float64, is_whole)
+        strides = {(place, what): stride for place, what, stride, _ in notes}
+        rows = {0: (CHANNELS * SIDE**2, SIDE**2, SIDE, 1), 1: (CHANNELS * SIDE**2 // 4, CHANNELS, 1)}
+        for stage, row in rows.items():
+            assert strides[(stage, "out"), "value"] != row
+            assert (strides[(stage + 1, "in"), "value"] == row) is not is_whole
+            if not is_whole:
+                assert strides[(stage, "out"), "gradient"] == row
+
+
+ONE_IMAGE = torch.arange(24.0).reshape(1, 4, 3, 2)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        ONE_IMAGE.contiguous(memory_format=torch.channels_last),
+        ONE_IMAGE[:, :1].contiguous(memory_format=torch.channels_last),
+        torch.arange(12.0).as_strided((1, 3, 1), (5, 1, 7)),
+        torch.tensor(2.0).expand(3, 4),
+        torch.arange(24.0)[1:],
+        torch.arange(24.0)[1],
+        torch.empty(0, 3).t(),
+    ],
+    ids=["transposed", "channels last", "one channel", "odd strides", "expanded", "not aligned", "scalar", "empty"],
+)
+def test_plain_keeps_values_and_gives_the_strides_of_a_new_tensor(tensor):
+    found = plain(tensor)
+    assert torch.equal(found, tensor) and found.data_ptr() % 64 == 0
+    assert found.stride() == torch.empty(tensor.shape).stride()
+    assert plain(found).data_ptr() == found.data_ptr()  # no second copy
+
+
+def test_a_crossing_passes_nests_and_gradients_on_and_leaves_unused_values_without_one():
+    used, unused = torch.randn(3, 4, requires_grad=True), torch.randn(3, requires_grad=True)
+    value = {"used": used.t() * 2, "unused": unused * 2, "ids": torch.arange(3), "flag": "x"}
+    there = crossed(value)
+    assert there["flag"] == "x" and torch.equal(there["ids"], value["ids"])
+    assert torch.equal(there["used"], value["used"]) and there["used"].stride() == (3, 1)
+    found = torch.autograd.grad((there["used"] ** 2).sum(), [used, unused], allow_unused=True)
+    assert torch.equal(found[0], 8 * used.detach()) and found[1] is None
