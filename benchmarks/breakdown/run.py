@@ -37,7 +37,7 @@ def main() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.breakdown.job", "--out", str(out)]
     told = ["--mbit", str(options.mbit), "--rounds", str(options.rounds), "--steps", str(options.steps)]
     with tempfile.TemporaryDirectory() as folder, Lab(options.workers, options.mbit) as lab:
-        lab.run([*command, *told, "--folder", folder], timeout_seconds=1800)
+        lab.run([*command, *told, "--folder", folder], timeout_seconds=1800, pin=True)
     print(
         f"{machine()}; {options.workers} workers, {options.mbit:g} Mbit/s; {options.rounds} rounds of {options.steps} "
         "steps, modes by turns in random order\n"

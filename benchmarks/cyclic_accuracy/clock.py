@@ -115,7 +115,9 @@ def _turns(sizes: Sizes, costs: Costs, mbit: float, options: argparse.Namespace)
             str(options.steps),
         ]
         module = "benchmarks.cyclic_accuracy.clock_job"
-        lab.run([sys.executable, "-W", "ignore", "-m", module, *words, "--out", str(out)], timeout_seconds=300)
+        lab.run(
+            [sys.executable, "-W", "ignore", "-m", module, *words, "--out", str(out)], timeout_seconds=300, pin=True
+        )
         found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
 

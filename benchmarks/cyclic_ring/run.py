@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, out: Path) -> None:
     words = [word for name in names for word in (f"--{name}", str(vars(options)[name.replace("-", "_")]))]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_ring.job", *words, "--out", str(out)]
     with Lab(options.workers, options.mbit) as lab:
-        lab.run(command, timeout_seconds=900, watch=lambda text: print(text, end="", flush=True))
+        lab.run(command, timeout_seconds=900, pin=True, watch=lambda text: print(text, end="", flush=True))
 
 
 def replaced(options: argparse.Namespace, **others: Any) -> argparse.Namespace:

@@ -50,7 +50,9 @@ def _cell(lab: Lab, name: str, steps: int, waiting_seconds: float) -> dict[str, 
         out = Path(folder) / "cell.json"
         words = ["--mode", mode, "--slack", str(slack), "--steps", str(steps), "--out", str(out)]
         words += ["--waiting-seconds", str(waiting_seconds)]
-        lab.run([sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_zero.job", *words], timeout_seconds=200)
+        lab.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_zero.job", *words], timeout_seconds=200, pin=True
+        )
         found: dict[str, Any] = json.loads(out.read_text())
     return found
 

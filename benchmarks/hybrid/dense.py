@@ -71,17 +71,16 @@ def _ours(width: int, images: int, mbit_per_second: float) -> Step:
     model = _model(width)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     batch = _batch(images, model)
+    workers = dist.get_world_size()
+    link = Link(3e-4, (mbit_per_second or 8000) * 1e6 / 8)
+    topology = Topology(workers, 1, link, link, 64 << 30)
     found: list[Plan | None] = [None]
     if dist.get_rank() == 0:
-        link = Link(3e-4, (mbit_per_second or 8000) * 1e6 / 8)
-        workers = dist.get_world_size()
-        found = [
-            plan(profile(model, [batch] * workers, _loss, workers=workers), Topology(workers, 1, link, link, 64 << 30))
-        ]
+        found = [plan(profile(model, [batch] * workers, _loss, workers=workers), topology)]
         print(found[0], flush=True)
     dist.broadcast_object_list(found)
     assert found[0] is not None
-    run = attach(found[0], model, optimizer)
+    run = attach(found[0], model, optimizer, topology=topology)
     return partial(_keep, run, partial(_step, model, optimizer, batch))
 
 

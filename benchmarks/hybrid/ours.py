@@ -66,6 +66,8 @@ def planned(sizes: Sizes, mbit_per_second: float) -> Step:
     """What `armillary.plan` chooses for a profile of the first batches and this speed of links."""
     model = seeded_model(sizes, sparse=False)
     workers = dist.get_world_size()
+    link = Link(3e-4, (mbit_per_second or 8000) * 1e6 / 8)
+    topology = Topology(workers, 1, link, link, 64 << 30)
     found: list[Plan | None] = [None]
     if dist.get_rank() == 0:
         seen = [
@@ -74,12 +76,11 @@ def planned(sizes: Sizes, mbit_per_second: float) -> Step:
             for batch in step
         ]
         facts = profile(model, seen, _loss, workers=workers)
-        link = Link(3e-4, (mbit_per_second or 8000) * 1e6 / 8)
-        found = [plan(facts, Topology(workers, 1, link, link, 64 << 30))]
+        found = [plan(facts, topology)]
         print(found[0], flush=True)
     dist.broadcast_object_list(found)
     assert found[0] is not None
-    return _step(found[0], model, sgd, sizes)
+    return _step(found[0], model, sgd, sizes, topology)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -87,9 +88,11 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return value
 
 
-def _step(decided: Plan, model: LanguageModel, optimize: Optimize, sizes: Sizes) -> Step:
+def _step(
+    decided: Plan, model: LanguageModel, optimize: Optimize, sizes: Sizes, topology: Topology | None = None
+) -> Step:
     optimizer = optimize(model.parameters())
-    run = attach(decided, model, optimizer)
+    run = attach(decided, model, optimizer, topology=topology)
     stream = batches(sizes, dist.get_rank())
     looks_ahead = any(group.look_ahead != "none" for group in decided.groups)
     step = partial(train, model, optimizer, run.batches(stream) if looks_ahead else stream)

@@ -37,7 +37,7 @@ def main() -> None:
         str(out),
     ]
     with Lab(options.workers, options.mbit) as lab:
-        lab.run([*command, *rest], timeout_seconds=1500, watch=lambda text: print(text, end="", flush=True))
+        lab.run([*command, *rest], timeout_seconds=1500, pin=True, watch=lambda text: print(text, end="", flush=True))
     print(table(load(out), options.against))
 
 

@@ -1,6 +1,6 @@
 """The command line of the lab: one run of a program on a network made for it.
 
-python benchmarks/netlab HOSTS MBIT [--ranks-per-host R] [--timeout SECONDS] -- program arguments...
+python benchmarks/netlab HOSTS MBIT [--ranks-per-host R] [--timeout SECONDS] [--pin] -- program arguments...
 python benchmarks/netlab --sweep
 """
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("mbit", type=float, nargs="?", metavar="MBIT", help="Mbit/s of each link, 0: no limit")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="R", help="default 1")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="default 600")
+    parser.add_argument("--pin", action="store_true", help="batch policy and a processor each, where ranks are more")
     parser.add_argument("--sweep", action="store_true", help="remove labs whose process is dead")
     return parser
 
@@ -68,6 +69,7 @@ def _run(choice: argparse.Namespace, program: Sequence[str]) -> int:
             program,
             ranks_per_host=choice.ranks_per_host,
             timeout_seconds=choice.timeout,
+            pin=choice.pin,
             watch=_show,
         )
         counted = lab.counters()

@@ -23,6 +23,7 @@ from benchmarks.netlab.namespaces import (
     require_tools,
     stop_processes,
 )
+from benchmarks.netlab.pinning import usable_processors
 from benchmarks.netlab.ranks import Crowd, Finished, Rank, start, stop, wait
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository: what `benchmarks` is imported from
@@ -95,6 +96,7 @@ class Lab:
         ranks_per_host: int = 1,
         env: Mapping[str, str] | None = None,
         timeout_seconds: float = 600.0,
+        pin: bool = False,
         watch: Callable[[str], object] = unwatched,
     ) -> Finished:
         """Runs `command` as every rank and waits for all of them.
@@ -104,17 +106,21 @@ class Lab:
             ranks_per_host: ranks of one host talk over its `lo`, unshaped and uncounted, as on one machine.
             env: variables beside those of torchrun, over which they win.
             timeout_seconds: for the whole run.
+            pin: where ranks outnumber the processors, run them as batch jobs, and keep each to one processor if as many
+                come on each (`pinning.py`). Whatever a rank starts itself begins there, too.
             watch: is called with what rank 0 prints, as it comes.
 
         Raises:
             RankFailed: a rank failed; the others were stopped.
             TimeoutError: the run took too long; all ranks were stopped.
+            LabUnavailable: `pin` without util-linux.
         """
         hosts = tuple(self.name.host(host) for host in range(self.hosts))
         if not set(hosts) <= set(namespaces_of(self.name)):
             raise RuntimeError(f"netlab: {self.name} is not open; use it inside `with Lab(...) as lab:`")
         # Another port for every run: the last one's may linger for a minute.
-        crowd = Crowd(hosts, ranks_per_host, links.address(0), FIRST_PORT + self._runs % PORTS)
+        processors = usable_processors() if pin else ()
+        crowd = Crowd(hosts, ranks_per_host, links.address(0), FIRST_PORT + self._runs % PORTS, processors)
         self._runs += 1
         ranks: list[Rank] = []
         with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.netlab.counters import INTERFACE
+from benchmarks.netlab.pinning import prefix
 
 POLL_SECONDS = 0.02
 LAST_WORDS_SECONDS = 0.3  # so that all who fail together have spoken before the first of them is picked
@@ -54,6 +55,7 @@ class Crowd:
     ranks_per_host: int
     master_address: str
     master_port: int
+    processors: tuple[int, ...] = ()  # that ranks are dealt out over; none: the kernel does as it likes
 
     def __post_init__(self) -> None:
         if self.ranks_per_host < 1:
@@ -81,13 +83,19 @@ def torchrun_variables(crowd: Crowd, rank: int) -> dict[str, str]:
     }
 
 
+def words(crowd: Crowd, rank: int, command: Sequence[str]) -> list[str]:
+    """The command line of one rank: on its host, and on its processor if ranks are dealt out."""
+    kept = prefix(rank, crowd.world, crowd.processors) if crowd.processors else ()
+    return ["ip", "netns", "exec", crowd.namespaces[rank // crowd.ranks_per_host], *kept, *command]
+
+
 def start(crowd: Crowd, rank: int, command: Sequence[str], env: Mapping[str, str], folder: Path) -> Rank:
     """Starts one rank; its output goes to files in `folder`, and `env` wins over every other variable."""
     host = rank // crowd.ranks_per_host
     output, error = folder / f"{rank}.out", folder / f"{rank}.err"
     with output.open("wb") as out, error.open("wb") as err:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", crowd.namespaces[host], *command],
+            words(crowd, rank, command),
             env={**os.environ, **torchrun_variables(crowd, rank), **env},
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -30,7 +30,7 @@ def main() -> None:
                 for host in range(HOSTS):
                     tell("ip", "netns", "exec", lab.name.host(host), "sh", "-c", f"echo {control} > {CONTROL}")
                 command = [sys.executable, "-W", "ignore", "-m", "benchmarks.netlab.stalls", "rank"]
-                low, median, high = json.loads(lab.run(command, timeout_seconds=200).outputs[0])
+                low, median, high = json.loads(lab.run(command, timeout_seconds=200, pin=True).outputs[0])
             print(f"| {mbit:g} | {control} | {median:.0f} ({low:.0f}-{high:.0f}) |", flush=True)
 
 

@@ -150,16 +150,17 @@ def _forced(name: str) -> Step:
 
 def _planned() -> Step:
     model, found = _model(), list[Plan | None]([None])
+    link = Link(3e-4, 1e9)
+    topology = Topology(dist.get_world_size(), 1, link, link, 64 << 30)
     if dist.get_rank() == 0:
         batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2 * dist.get_world_size())]
         facts = profile(model, batches, lambda m, batch: m(*batch), workers=dist.get_world_size())
-        link = Link(3e-4, 1e9)
-        found = [plan(facts, Topology(dist.get_world_size(), 1, link, link, 64 << 30))]
+        found = [plan(facts, topology)]
     dist.broadcast_object_list(found)
     made = found[0]
     assert made is not None
     optimizer = _sgd(model)
-    return _loop(model, optimizer, attach(made, model, optimizer))
+    return _loop(model, optimizer, attach(made, model, optimizer, topology=topology))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ def _train(task: str, path: Path, options: argparse.Namespace) -> None:
         lab.run(
             [*command, "--mbit", str(MBIT), "--folder", folder, "--out", str(path)],
             timeout_seconds=900,
+            pin=True,
             watch=granting(lab.shape, partial(print, flush=True)),
         )
     print(f"{task}: {time.perf_counter() - began:.0f} s in all", flush=True)

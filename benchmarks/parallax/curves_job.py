@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from armillary.cli.find import find
 from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology
 from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, first_batches
@@ -40,11 +41,11 @@ def main() -> None:
     start_process_group()
     task = TASKS[options.task]
     workload = find(options.task, task.options)
-    plans = _plans(workload, task)
+    plans, topology = _plans(workload, task)
     buckets = _bucket_seconds(workload, task)
     best = min(buckets, key=buckets.__getitem__)
     sides = {"ddp_sparse": ddp_sparse(workload, task, best)}
-    sides |= {name: ours(workload, task, plan) for name, plan in plans.items()}
+    sides |= {name: ours(workload, task, plan, topology) for name, plan in plans.items()}
     links, plain, load = Links(options.mbit, options.folder), start(workload), os.getloadavg()[0]
 
     def judged(turn: int) -> Mapping[str, Mapping[str, float]]:
@@ -70,8 +71,9 @@ def main() -> None:
     os._exit(0)  # a dozen process groups of several plans: they need not be taken down one by one
 
 
-def _plans(workload: Workload, task: Task) -> dict[str, Plan]:
-    """What would be carried out without look-ahead, and the same with it where it has tables that can look ahead."""
+def _plans(workload: Workload, task: Task) -> tuple[dict[str, Plan], Topology]:
+    """What would be carried out without look-ahead, and the same with it where it has tables that can look ahead; and
+    the links as they were measured."""
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
 
@@ -81,7 +83,7 @@ def _plans(workload: Workload, task: Task) -> dict[str, Plan]:
     decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(trials=TRIALS))
     ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
     found = {"planned": decided.plan, "planned_ahead": ahead}
-    return found if ahead != decided.plan else {"planned": decided.plan}
+    return found if ahead != decided.plan else {"planned": decided.plan}, decided.topology
 
 
 def _bucket_seconds(workload: Workload, task: Task) -> dict[float, float]:

@@ -38,9 +38,11 @@ def main() -> None:
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
     names = [name for name in options.modes.split(",") if name in known]
-    ways = {name: (known[name].workers_per_node, known[name].turn_bytes) for name in names}
-    shared = {way: Transport(way[0], turn_bytes=way[1]) for way in dict.fromkeys(ways.values())}
-    factories = {name: partial(trained, workload, known[name], batches, shared[ways[name]]) for name in names}
+    packings = {name: known[name].workers_per_node for name in names}
+    shared = {
+        count: Transport(count, turn_bytes=decided.topology.turn_bytes) for count in dict.fromkeys(packings.values())
+    }
+    factories = {name: partial(trained, workload, known[name], batches, shared[packings[name]]) for name in names}
     rehearse({names[0]: factories[names[0]]})
     rounds = Rounds(options.rounds, 1, options.steps)
     blocks = interleave(factories, rounds, all_alive(factories))

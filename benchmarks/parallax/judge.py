@@ -74,7 +74,7 @@ def _metrics(workload: Workload, model: nn.Module, batches: int) -> Mapping[str,
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """A rank that keeps to one processor leaves it meanwhile: threads that share one wait for each other, busily."""
+    """A rank that the lab keeps to one processor leaves it meanwhile: threads that share it wait for each other."""
     kept, every = os.sched_getaffinity(0), os.cpu_count() or 1
     os.sched_setaffinity(0, range(every))
     torch.set_num_threads(every)

@@ -79,6 +79,7 @@ def _run(job: Job, path: Path) -> None:
             [*command, "--mbit", str(job.mbit), "--out", str(path)],
             ranks_per_host=job.ranks_per_host,
             timeout_seconds=300,
+            pin=True,
         )
 
 

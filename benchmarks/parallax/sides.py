@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology
 from armillary.session.attach import attach
 from armillary.session.export import export
 from armillary.session.feed import Feed
@@ -54,11 +55,11 @@ def ddp_sparse(workload: Workload, task: Task, bucket_mib: float) -> Side:
     return Side(step, lambda: {PLAIN_NAMES.get(name, name): value for name, value in model.state_dict().items()})
 
 
-def ours(workload: Workload, task: Task, plan: Plan) -> Side:
-    """A plan carried out; the loop takes its batches through the run where the plan looks ahead."""
+def ours(workload: Workload, task: Task, plan: Plan, topology: Topology) -> Side:
+    """A plan carried out on these links; the loop takes its batches through the run where the plan looks ahead."""
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
-    run = attach(plan, model, optimizer)
+    run = attach(plan, model, optimizer, topology=topology)
     batches = run.batches(_batches(workload)) if plan.looks_ahead else _batches(workload)
     return Side(partial(_train, workload, model, optimizer, batches), partial(_plain, run))
 

@@ -36,7 +36,7 @@ def parallelize(
         KEPT.append(decide(model, optimizer, batches, loss))
     found = KEPT[0]
     plan = looking_ahead(found.plan, found.profile, found.topology) if look_ahead else found.plan
-    run = attach(plan, model, optimizer)
+    run = attach(plan, model, optimizer, topology=found.topology)
     OPEN.append(run.transport)
     return run
 

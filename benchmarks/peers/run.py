@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rate", action="append", help="such as 100mbit or 1gbit; 0mbit is unshaped. Default: all")
     parser.add_argument("--only", default="", help="contenders, parted by commas; the rest is left out")
     parser.add_argument("--rounds", type=int, default=0, help="at most so many a heat; 0 is the case's own")
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="by the lab, all alike")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     entry = entries()[options.case]
@@ -35,7 +36,7 @@ def main() -> None:
     for mbit in rates:
         found = whole([_heat(options, mbit, heat) for heat in range(len(entry.heats))])
         path = options.out / f"{options.case}_{mbit:g}mbit.json"
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps({**found, "pinned": options.pin}, indent=1) + "\n")
 
 
 def _heat(options: argparse.Namespace, mbit: float, heat: int) -> Mapping[str, Any]:
@@ -45,7 +46,8 @@ def _heat(options: argparse.Namespace, mbit: float, heat: int) -> Mapping[str, A
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", "--case", options.case]
         command += ["--only", options.only, "--rounds", str(options.rounds), "--folder", folder, "--out", str(part)]
         watch = granting(lab.shape, partial(print, flush=True))
-        lab.run([*command, "--mbit", str(mbit), "--heat", str(heat)], timeout_seconds=1200, watch=watch)
+        command += ["--mbit", str(mbit), "--heat", str(heat)]
+        lab.run(command, timeout_seconds=1200, pin=options.pin, watch=watch)
         found: Mapping[str, Any] = json.loads(part.read_text())
         return found
 

@@ -46,7 +46,7 @@ def main() -> None:
     plans = contenders(decided, assumptions)
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
-    shared = Transport(decided.plan.workers_per_node, turn_bytes=decided.plan.turn_bytes)
+    shared = Transport(decided.plan.workers_per_node, turn_bytes=decided.topology.turn_bytes)
     factories = {name: partial(trained, workload, plan, batches, shared) for name, plan in plans.items()}
     factories[ALONE] = partial(trained, workload, None, batches, shared)
     rehearse({CHOSEN: factories[CHOSEN]}, DRAWN)  # on every batch: a kernel for a new shape is no plan's memory

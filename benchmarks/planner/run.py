@@ -46,7 +46,7 @@ def main() -> int:
 def _measure(cell: Cell, path: Path, seconds: float) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.planner.job", "--workload", cell.workload]
     with Lab(cell.workers, cell.mbit_per_second) as lab:
-        lab.run([*command, "--seconds", str(seconds), "--out", str(path)], timeout_seconds=300)
+        lab.run([*command, "--seconds", str(seconds), "--out", str(path)], timeout_seconds=300, pin=True)
 
 
 if __name__ == "__main__":

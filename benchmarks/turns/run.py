@@ -27,7 +27,7 @@ def main() -> None:
             out.parent.mkdir(exist_ok=True)
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.turns.job", "--out", str(out)]
             with Lab(workers, mbit) as lab:
-                lab.run([*command, "--rounds", str(options.rounds)], timeout_seconds=600)
+                lab.run([*command, "--rounds", str(options.rounds)], timeout_seconds=600, pin=True)
             for row in json.loads(out.read_text())["rows"]:
                 crossing = row["bytes"] * (workers - 1) / workers * (2 if row["request"] == "all-reduce" else 1)
                 alone = crossing * 8 / mbit / 1e3

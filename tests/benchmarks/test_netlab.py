@@ -97,6 +97,19 @@ def test_ranks_run_on_the_hosts_they_are_told_they_run_on(lab):
     assert [output.strip()[-2:] for output in finished.outputs] == ["00", "00", "01", "01", "02", "02"]
 
 
+def test_ranks_are_pinned_alike_and_only_where_it_is_asked_for(lab):
+    processors = sorted(os.sched_getaffinity(0))
+    asked = "import os; print(os.sched_getscheduler(0), *sorted(os.sched_getaffinity(0)))"
+
+    def told(**how: bool) -> list[str]:
+        finished = lab.run([sys.executable, "-S", "-c", asked], ranks_per_host=len(processors), **how)
+        return [output.strip() for output in finished.outputs]
+
+    everywhere = " ".join(map(str, [os.SCHED_OTHER, *processors]))
+    assert told() == [everywhere] * 3 * len(processors)
+    assert told(pin=True) == [f"{os.SCHED_BATCH} {processor}" for processor in processors] * 3
+
+
 def test_two_labs_at_once_share_nothing(lab):
     with Lab(2, 0) as other:
         counted = crossed(lab, lambda: slowest(other, 100_000, "0-1"))

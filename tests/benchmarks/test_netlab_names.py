@@ -10,7 +10,8 @@ from benchmarks.netlab.command import main
 from benchmarks.netlab.counters import Counted, counted_bytes
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.namespaces import LabName, is_owned, name_of, new_name, start_ticks
-from benchmarks.netlab.ranks import Crowd, torchrun_variables
+from benchmarks.netlab.pinning import prefix
+from benchmarks.netlab.ranks import Crowd, torchrun_variables, words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +57,20 @@ def test_ranks_are_numbered_as_torchrun_numbers_them():
         ("5", "2", "1"),
     ]
     assert {(t["WORLD_SIZE"], t["LOCAL_WORLD_SIZE"], t["MASTER_ADDR"]) for t in told} == {("6", "2", "10.77.0.1")}
+
+
+def test_ranks_are_dealt_out_over_processors_where_as_many_come_on_each():
+    batch = ("chrt", "--batch", "0")
+    assert [prefix(rank, 4, (1, 3)) for rank in range(4)] == [("taskset", "--cpu-list", c, *batch) for c in "1313"]
+    assert {prefix(rank, 5, (1, 3)) for rank in range(5)} == {batch}
+    assert {prefix(rank, 2, (1, 3)) for rank in range(2)} == {()}
+
+
+def test_no_rank_is_kept_anywhere_unless_all_are():
+    free, kept = (Crowd(("a", "b"), 1, "10.77.0.1", 29500, processors) for processors in ((), (7,)))
+    command = ["python", "train.py"]
+    assert words(free, 1, command) == ["ip", "netns", "exec", "b", *command]
+    assert words(kept, 1, command) == ["ip", "netns", "exec", "b", *prefix(1, 2, (7,)), *command]
 
 
 def test_counters_are_refused_outside_a_lab():

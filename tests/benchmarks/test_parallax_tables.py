@@ -90,6 +90,6 @@ def test_the_plans_of_the_ablation_do_what_their_names_say():
     assert found["planned"] == found["planned_again"]
     chosen = {**found, "planned": replace(found["owned"], compute_seconds=1.0)}
     assert double(chosen, "planned", RIVALS) == "owned" and double(chosen, "planned", ["all_reduce", "none"]) == ""
-    assert double({**chosen, "planned": replace(found["owned"], turn_bytes=1)}, "planned", RIVALS) == ""
+    assert double({**chosen, "planned": replace(found["owned"], mean="weights")}, "planned", RIVALS) == ""
     alone = Decided(seen, Topology(1, 1, link, link, 1 << 40), found["planned"])
     assert list(plans(alone, SGD)) == ["all_reduce", "planned", "planned_again"]

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from armillary.facts.plan import Choice
+from armillary.facts.topology import Link, Topology
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 STEPS, TURN = 9, 2
+FAST = Topology(1, 2, Link(0, 1e10), Link(0, 1e10), 1 << 30)
 PLANS = {"gradients": (Choice("owned_rows"), "gradients"), "rows": (Choice("owned_rows"), "rows"),
          "whole": (Choice("all_reduce"), "none")}  # fmt: skip
 
@@ -62,7 +64,7 @@ def refusals(rank, workers):
     said = {}
     for name, made, asked in (
         ("nodes", {"workers_per_node": 2}, {}),
-        ("turns", {"turn_bytes": plan.turn_bytes + 1}, {}),
+        ("turns", {}, {"topology": FAST}),
         ("order", {}, {"check_order": True}),
     ):
         transport = Transport(**made)
@@ -79,5 +81,5 @@ def refusals(rank, workers):
 def test_connections_made_for_another_plan_are_refused_on_every_rank(crew):
     for said in crew(2).run(refusals):
         assert "'workers_per_node': 2" in said["nodes"] and "Transport(workers_per_node=1" in said["nodes"]
-        assert "'turn_bytes'" in said["turns"] and "the plan wants" in said["turns"]
+        assert "turn_bytes=27000000" in said["turns"] and "this run wants" in said["turns"]
         assert "check_order=True)" in said["order"]

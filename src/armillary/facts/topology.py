@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from armillary.facts.processor import Processor, RowRate
 
-__all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology"]
+__all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology", "turn_bytes_on"]
 
 TURN_SECONDS = 2.7e-3  # pieces that cross in less do not take turns on a link (`runtime/pairwise.py`)
 TURN_BYTES = 32 << 10  # the same, where links are not known; those of 100 Mbit/s carry about as much in that time
@@ -174,6 +174,11 @@ class Topology:
     @classmethod
     def load(cls, path: str | Path) -> "Topology":
         return cls.from_json(Path(path).read_text())
+
+
+def turn_bytes_on(topology: Topology | None) -> int:
+    """`Topology.turn_bytes`, or what stands for it where nobody knows the links."""
+    return TURN_BYTES if topology is None else topology.turn_bytes
 
 
 def _processor(fields: Mapping[str, Any]) -> Processor:

@@ -79,7 +79,6 @@ def plan_cyclic(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
         model_fingerprint=case.profile.model_fingerprint,
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
-        turn_bytes=topology.turn_bytes,
         schedule=Choice("cyclic", subject.options.as_options()),
         compute_seconds=per_step * (1 if subject.options.mode in RINGS else subject.options.micro_batches),
         notes=(

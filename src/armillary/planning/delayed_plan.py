@@ -44,7 +44,6 @@ def plan_delayed(case: Case, choice: Choice) -> Plan:
         model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in trained),
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
-        turn_bytes=topology.turn_bytes,
         schedule=Choice("delayed_all_reduce", options.as_options()),
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages),
         notes=_notes(case, groups),

@@ -170,7 +170,6 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
         notes=_notes(chosen, question),
         priced_with=asdict(question.case.assumptions),
-        turn_bytes=topology.turn_bytes,
     )
 
 

@@ -23,7 +23,6 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
-from armillary.runtime.crowding import give_way, quarters
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
@@ -38,7 +37,8 @@ class Transport:
     """This rank's connection to the others. It lives as long as the run; `close` gives its groups back.
 
     records: one per completed request, or part of one, since `take_records`, when `recording`.
-    turn_bytes: see `Plan`.
+    turn_bytes: pieces up to this long leave for another rank at once, longer ones take turns on the links
+        (`pairwise.py`). `turn_bytes_on` gives it for a topology. Ranks need not agree on it.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Transport:
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
-        self.stop_giving_way = give_way(self.share(quarters()), self.place.rank)
 
     def _open(self, scope: Scope, device: str, backend: str, timeout: timedelta) -> None:
         for ranks in members(
@@ -282,7 +281,6 @@ class Transport:
 
     def close(self) -> None:
         """Gives the groups back; the default process group stays the user's."""
-        self.stop_giving_way()
         self.pairwise.close()
         for group in (*self.lanes.values(), *(group for group, _ in self.groups.values())):
             dist.destroy_process_group(group)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.agreement import begin_alike
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.executor import DenseUnit, Executor, RowUnit
@@ -31,6 +32,7 @@ def attach(
     *,
     scaler: Any = None,
     check_order: bool = False,
+    topology: Topology | None = None,
     transport: Transport | None = None,
 ) -> Run:
     """Carries out `plan`: from now on every backward ends with final gradients on every worker.
@@ -42,17 +44,19 @@ def attach(
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
-        transport: connections to use, where several runs take turns: with the plan's nodes and turns, and made to
-            check orders if this run shall. Without, the run has its own.
+        topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
+            time. Without, as on links of 100 Mbit/s.
+        transport: connections to use, where several runs take turns: with the plan's nodes, the topology's turns if
+            one is given, and made to check orders if this run shall. Without, the run has its own.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
     if transport is None:
-        transport = Transport(plan.workers_per_node, check_order, turn_bytes=plan.turn_bytes)
+        transport = Transport(plan.workers_per_node, check_order, turn_bytes=turn_bytes_on(topology))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
-    complaint = _other_way(plan, check_order, transport)
+    complaint = _other_way(plan, check_order, topology, transport)
     complaint = complaint or misfit(plan, trainable, optimizer, transport.place.workers)
     refuse_on_every_rank("attach", plan, complaint, transport)
     shards = materialise(model, optimizer, plan, transport)
@@ -74,15 +78,20 @@ def attach(
     return Run(plan, model, optimizer, executor, held, scaler)
 
 
-def _other_way(plan: Plan, check_order: bool, transport: Transport) -> str:
-    """In what those connections are not made for the plan, with the remedy; empty if they are."""
-    wanted = {"workers_per_node": plan.workers_per_node, "turn_bytes": plan.turn_bytes, "check_order": check_order}
+def _other_way(plan: Plan, check_order: bool, topology: Topology | None, transport: Transport) -> str:
+    """In what those connections are not made for this run, with the remedy; empty if they are."""
+    turn_bytes = transport.pairwise.turn_bytes
+    wanted = {
+        "workers_per_node": plan.workers_per_node,
+        "turn_bytes": turn_bytes if topology is None else topology.turn_bytes,
+        "check_order": check_order,
+    }
     there = {
         "workers_per_node": transport.place.workers_per_node,
-        "turn_bytes": transport.pairwise.turn_bytes,
+        "turn_bytes": turn_bytes,
         "check_order": transport.check_order and check_order,  # one that checks unasked only takes longer
     }
     if wanted == there:
         return ""
     arguments = ", ".join(f"{name}={value}" for name, value in wanted.items())
-    return f"the transport given has {there}, the plan wants {wanted}; make it with Transport({arguments})"
+    return f"the transport given has {there}, this run wants {wanted}; make it with Transport({arguments})"

@@ -116,7 +116,7 @@ def decide(subject: Subject, wishes: Wishes) -> Decided:
     chosen = next(iter(plans.values()))
     if len(plans) > 1:
         model, optimizer, loss = subject.model, subject.optimizer, subject.loss
-        chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport)
+        chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
     transport.close()
     return Decided(found, topology, chosen)
 

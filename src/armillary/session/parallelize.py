@@ -63,7 +63,7 @@ def parallelize(
     """
     decided = decide(model, optimizer, batches, loss, **asked)
     plan = looking_ahead(decided.plan, decided.profile, decided.topology) if look_ahead else decided.plan
-    return attach(plan, model, optimizer)
+    return attach(plan, model, optimizer, topology=decided.topology)
 
 
 def decide(
@@ -86,18 +86,26 @@ def decide(
 
 
 def fastest(
-    plans: Mapping[str, Plan], model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss
+    plans: Mapping[str, Plan],
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    topology: Topology | None = None,
 ) -> Plan:
     """The plan whose steps are the shortest in this job, timed on copies of the model for a dozen steps each; its notes
     hold the figures. Every rank must call it, before `attach`; model and optimizer stay as they were.
 
     ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
-    plan = fastest({"plain": decided.plan, "ahead": ahead}, model, optimizer, batches, loss)
+    plans = {"plain": decided.plan, "ahead": ahead}
+    plan = fastest(plans, model, optimizer, batches, loss, topology=decided.topology)
 
     Args:
         plans: by name. Those that look ahead are timed in a loop over `run.batches`, the others in a plain one.
         batches: a few of this rank, two at least: trained on by turns, on the copies.
         loss: loss(model, batch) -> scalar tensor.
+        topology: as in `attach`; give both the same.
 
     Raises:
         ValueError: there is no plan, a rank has no batch, or a plan does not fit.
@@ -105,6 +113,6 @@ def fastest(
     if not plans:
         raise ValueError("fastest: no plan to choose from; give one or more, by name")
     transport = open_transport()
-    chosen = trials.fastest(plans, model, optimizer, loss, list(batches), transport)
+    chosen = trials.fastest(plans, model, optimizer, loss, list(batches), transport, topology)
     transport.close()
     return chosen

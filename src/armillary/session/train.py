@@ -44,7 +44,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
     """
     subject = subject_of(workload, settings.seed)
     decided = decide(subject, replace(settings.wishes, look_ahead=True))
-    run = attach(decided.plan, subject.model, subject.optimizer)
+    run = attach(decided.plan, subject.model, subject.optimizer, topology=decided.topology)
     by_rank_zero(run.transport, lambda: open_folder(settings.folder))
     if run.rank == 0:
         keep_decision(settings.folder, decided)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile_table import seconds_text
+from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
@@ -45,6 +46,7 @@ def fastest(
     loss: Loss,
     batches: Sequence[Any],
     transport: Transport,
+    topology: Topology | None = None,
 ) -> Plan:
     """The plan whose steps were the shortest, with what was measured in its notes. Every rank must call it; all
     get the same plan. Model, optimizer and random streams stay as they were; memory for copies of both is needed.
@@ -53,6 +55,7 @@ def fastest(
         plans: by name, for this model, the best by forecast first. Those that look ahead take their batches from
             `run.batches`, the others do not.
         batches: of this rank, trained on by turns; of one alone, again and again, no row could go early.
+        transport: for ranks to agree on; plans are timed on others. topology: as in `attach`.
 
     Raises:
         ValueError: a rank has no batch, or a plan does not fit; on every rank.
@@ -60,9 +63,10 @@ def fastest(
     if lacking := [rank for rank, count in enumerate(transport.share(len(batches))) if not count]:
         raise ValueError(f"ranks {lacking} have no batch to time plans with; give every rank two or more")
     with untouched(model):
-        shared = {way: Transport(way[0], turn_bytes=way[1]) for way in dict.fromkeys(map(_way, plans.values()))}
+        shared = _connections(plans, topology)
         running = {
-            name: _running(plan, model, optimizer, loss, batches, shared[_way(plan)]) for name, plan in plans.items()
+            name: _running(plan, model, optimizer, loss, batches, shared[plan.workers_per_node])
+            for name, plan in plans.items()
         }
         turns = _turns({name: steps for name, (_, steps) in running.items()}, transport)
         for run, steps in running.values():
@@ -119,10 +123,11 @@ def _said(turns: Mapping[str, Sequence[float]]) -> str:
     return found
 
 
-def _way(plan: Plan) -> tuple[int, int]:
-    """Plans alike in this use the same connections: a job has one plan, and those of the others would be idle threads
-    that wake in its turns."""
-    return plan.workers_per_node, plan.turn_bytes
+def _connections(plans: Mapping[str, Plan], topology: Topology | None) -> dict[int, Transport]:
+    """By workers per node. Plans alike in this use the same: a job has one plan, and those of the others would be idle
+    threads that wake in its turns."""
+    packings = dict.fromkeys(plan.workers_per_node for plan in plans.values())
+    return {count: Transport(count, turn_bytes=turn_bytes_on(topology)) for count in packings}
 
 
 def _running(

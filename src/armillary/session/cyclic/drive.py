@@ -173,7 +173,7 @@ def drive(
         raise ValueError(
             f"drive: the plan's schedule is {plan.schedule}; only {' and '.join(LOOP_OWNERS)} own the loop: use attach"
         )
-    transport = Transport(plan.workers_per_node, turn_bytes=plan.turn_bytes)
+    transport = Transport(plan.workers_per_node)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     options = read_choice(plan.schedule, plan.workers)
     complaint = next(other_job(plan, trainable, transport.place.workers), "") or _other_picture(plan)
