@@ -24,7 +24,7 @@ def test_a_job_carries_out_all_that_it_compares(tmp_path, job, links, options, k
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{job}.job", *told, "--out", str(out)]
     try:
         with Lab(*links) as lab:
-            lab.run(command, timeout_seconds=100)
+            lab.run(command, timeout_seconds=100, pin=True)
     except LabUnavailable as reason:
         pytest.skip(str(reason))
     found = json.loads(out.read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from armillary.facts.plan import Choice
-from armillary.facts.topology import Link, Topology
+from armillary.facts.topology import TURN_BYTES, Link, Topology
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
@@ -83,3 +83,20 @@ def test_connections_made_for_another_plan_are_refused_on_every_rank(crew):
         assert "'workers_per_node': 2" in said["nodes"] and "Transport(workers_per_node=1" in said["nodes"]
         assert "turn_bytes=27000000" in said["turns"] and "this run wants" in said["turns"]
         assert "check_order=True)" in said["order"]
+
+
+def own_turns(rank, workers):
+    found = []
+    for topology in (None, FAST):
+        model = Mixed()
+        optimizer = OPTIMIZERS["adagrad"](model.parameters())
+        plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
+        run = attach(plan, model, optimizer, topology=topology)
+        found.append(run.transport.pairwise.turn_bytes)
+        run.detach()
+        run.transport.close()
+    return found
+
+
+def test_a_run_takes_turns_as_its_links_want(crew):
+    assert crew(2).run(own_turns) == [[TURN_BYTES, FAST.turn_bytes]] * 2
