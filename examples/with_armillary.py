@@ -39,13 +39,13 @@ def main() -> float:
     model = BagOfWords()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     run = armillary.parallelize(model, optimizer, batches()[:8], loss_of)  # added
-    for batch in armillary.shard(batches(), run.rank, run.workers):  # changed: this worker's share
+    for batch in run.shard(batches()):  # changed: this worker's share
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
     print(f"last loss {loss.item():.6f}")
-    run.finish()  # added: leave together
+    run.close()  # added: leave together, with the model whole again
     return loss.item()
 
 

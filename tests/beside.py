@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import row_exchanges
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.session.attach import attach
 from armillary.session.run import Run
@@ -26,14 +27,16 @@ def fingerprint(model: nn.Module) -> str:
     return model_fingerprint((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
 
 
-def plan_of(model: nn.Module, workers: int, tables: Mapping[str, str], update: str = "exact", **fields: Any) -> Plan:
+def plan_of(
+    model: nn.Module, workers: int, tables: Mapping[str, str], departures: tuple[str, ...] = (), **fields: Any
+) -> Plan:
     """`tables`: name -> row exchange; everything else by one all_reduce."""
     rest = tuple(name for name, p in model.named_parameters() if p.requires_grad and name not in tables)
     groups = [Group("dense", rest, "replicated", Choice("all_reduce"))] if rest else []
     for name, exchange in tables.items():
-        placement = row_exchanges()[exchange].make().placement
-        groups.append(Group(name, (name,), placement, Choice(exchange), update=update))  # type: ignore[arg-type]
-    return Plan(workers, tuple(groups), fingerprint(model), **fields)
+        layout = row_exchanges()[exchange].make().placement
+        groups.append(Group(name, (name,), layout, Choice(exchange), departures=departures))  # type: ignore[arg-type]
+    return Plan(Mesh.of(data=workers), tuple(groups), fingerprint(model), **fields)
 
 
 def pair(
@@ -56,7 +59,7 @@ def pair(
 
 def own_part(run: Run, name: str, whole: Tensor) -> Tensor:
     """What this rank holds of a table whose global value is `whole`."""
-    table = run.tables[name]
+    table = run._engine.tables[name]
     if not table.is_pulled:
         return whole
     return whole[table.ownership.ids(run.rank)] if run.rank in table.ownership.owners else whole[:0]
@@ -66,14 +69,14 @@ def differences(run: Run, model: nn.Module, reference: nn.Module) -> dict[str, f
     """Norm of the difference per parameter, relative to the parameter."""
     far = {}
     for name, want in reference.named_parameters():
-        mine = own_part(run, name, want) if name in run.tables else want
-        got = run.tables[name].shard if name in run.tables else model.get_parameter(name)
+        mine = own_part(run, name, want) if name in run._engine.tables else want
+        got = run._engine.tables[name].shard if name in run._engine.tables else model.get_parameter(name)
         far[name] = float((got - mine).detach().norm() / (1e-30 + want.detach().norm()))
     return far
 
 
 def close(run: Run, model: nn.Module, reference: nn.Module) -> dict[str, float]:
     """Ends the run everywhere; the differences above 1e-10, which should be none."""
-    run.finish()
-    run.transport.close()
+    run._engine.finish()
+    run._transport.close()
     return {name: value for name, value in differences(run, model, reference).items() if not value <= 1e-10}

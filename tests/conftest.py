@@ -1,9 +1,17 @@
-"""What every test may use: crews of rank processes, one torch thread, and property tests without a deadline."""
+"""What every test may use: crews of rank processes, one torch thread, and property tests without a deadline.
 
+Equal numbers round alike wherever they lie in memory (MKL's reproducible mode), here and in the processes that tests
+start. `MKL_CBWR= make test`, empty, is without.
+"""
+
+import os
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # MKL reads it once, so before anything can make a product
+
 import torch
 from hypothesis import settings
 

@@ -1,9 +1,7 @@
 """A crew of rank processes, kept for many tests; a job is a plain function of (rank, world, *args)."""
 
-import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from forked import forkserver, free_port
 
 GRACE_SECONDS = 5.0
 JOB_SECONDS = 100.0
@@ -35,27 +35,19 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Crew:
     """`world` processes joined by gloo. If a job raises on some ranks, the others may wait for them for ever: they are
     given `GRACE_SECONDS`, then the crew is disbanded (a new one is started for the next test) and the first error told.
     """
 
     def __init__(self, world: int):
-        fork = multiprocessing.get_context("forkserver")
-        fork.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "armillary"])
+        fork = forkserver()
         self.world = world
         self.is_disbanded = False
         self.jobs = 0
         self.inboxes = [fork.SimpleQueue() for _ in range(world)]
         self.outbox = fork.Queue()
-        port = _free_port()
+        port = free_port()
         self.ranks = [
             fork.Process(target=_serve, args=(rank, world, port, inbox, self.outbox), daemon=True)
             for rank, inbox in enumerate(self.inboxes)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from armillary.exchanges.exchange import row_exchanges
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 
 V, D = 23, 4
@@ -78,7 +79,7 @@ def batch_of(
 def plan_for(model: nn.Module, workers: int, rows: Choice, dense: Choice, **fields: Any) -> Plan:
     """Every table by `rows` (or, if that is no row exchange, with the dense ones), the rest by `dense` in two
     buckets."""
-    lazy = fields.pop("update", "exact")
+    departures = fields.pop("departures", ())
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     entry = row_exchanges().get(rows.name)
     groups: list[Group] = []
@@ -86,11 +87,11 @@ def plan_for(model: nn.Module, workers: int, rows: Choice, dense: Choice, **fiel
     half = len(rest) // 2
     groups.append(Group("late", tuple(rest[half:]), "replicated", dense))
     if entry is not None:
-        placement = entry.make(**rows.options).placement
-        groups += [Group(name, (name,), placement, rows, update=lazy) for name in TABLES if name in named]
+        layout = entry.make(**rows.options).placement
+        groups += [Group(name, (name,), layout, rows, departures=departures) for name in TABLES if name in named]
     groups.append(Group("early", tuple(rest[:half]), "replicated", dense))
     listing = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named.items()]
-    return Plan(workers, tuple(groups), model_fingerprint(listing), **fields)
+    return Plan(Mesh.of(data=workers), tuple(groups), model_fingerprint(listing), **fields)
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.watch.profiler import profile
-from armillary.schedules.cyclic_modes import read_options
+from armillary.schedules.registry import read
 
 ROWS, WIDTH, SIZE = 23, 4, 6
 BY_ROW = {"0.words.weight": "row_sharded", "0.marks": "row_sharded", "2.late.weight": "row_sharded"}
@@ -79,12 +79,12 @@ def batch_of(step: int, number: int, dtype: torch.dtype = torch.float64) -> tupl
     return ids, torch.randn(SIZE, 2, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def plan_of(options, processes, wishes=BY_ROW, lazy=(), dtype=torch.float64) -> Plan:
+def plan_of(choice, processes, wishes=BY_ROW, lazy=(), dtype=torch.float64) -> Plan:
     """As the user would ask for it."""
     link = Link(1e-4, 1e8)
     facts = profile(model_of(dtype), [batch_of(1, m, dtype) for m in range(processes)], loss, workers=processes)
     topology = Topology(processes, 1, link, link, 1 << 33)
-    return plan(facts, topology, schedule=Choice("cyclic", options), constraints=wishes, lazy=lazy)
+    return plan(facts, topology, schedule=Choice.parse(choice), constraints=wishes, lazy=lazy)
 
 
 def cut_of(model: nn.Sequential, stages: int) -> list[nn.Module]:
@@ -96,11 +96,11 @@ def points_of(stages: int) -> list[str]:
     return {1: [], 2: ["2"], 3: ["1", "2"]}[stages]
 
 
-def truth(options, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=torch.float64):
+def truth(choice, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=torch.float64):
     """(model, optimizer, losses [step][worker][micro-batch]) of plain loops, the rate falling after two steps."""
     model = model_of(dtype)
-    made, found = OPTIMIZERS[optimizer](model.parameters()), read_options(options, processes)
-    workers = processes if found.mode == "one_device" else 1
+    made, found = OPTIMIZERS[optimizer](model.parameters()), read(Choice.parse(choice), processes)
+    workers = processes if found.method.is_side_by_side else 1
     named = dict(model.named_parameters())
     tables = {named[name]: name in lazy for name in BY_ROW}
     parts = cut_of(model, found.stages)

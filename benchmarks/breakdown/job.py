@@ -71,7 +71,7 @@ def _all_of_them(case: Case) -> dict[str, Step]:
             )
         if carried != "everything":
             dist.barrier()
-            carry_only(planning.OPEN[-1], carried)
+            carry_only(planning.OPEN[-1]._transport, carried)
             _warm(steps[carried])
     return steps
 

@@ -4,8 +4,8 @@ replicas: model parallel x data parallel on N^2 processes: N replicas of the mod
     micro-batch each. Within a replica one micro-batch goes up and comes down again (`gpipe` with one micro-batch: no
     overlap, nothing stale); then the processes of a stage average their gradients by one all-reduce, each stage as soon
     as its own backward is done, and step. Every process has its stage's weights and optimizer state.
-shared: mode `shared` on N(N+1)/2 processes.
-pipeline: mode `pipeline` on N processes, N micro-batches.
+shared: schedule `shared_stages` on N(N+1)/2 processes.
+pipeline: schedule `pipeline` on N processes, N micro-batches.
 
 A process makes its own stage only, so that no other stage is in its memory.
 """

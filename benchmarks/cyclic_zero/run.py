@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--waiting-seconds", type=float, default=0.4, help="of a step: forward and backward of all layers"
     )
-    parser.add_argument("--name", default="latest")
+    parser.add_argument("--name", default="latest_checkpoint")
     options = parser.parse_args()
     begun, cells = time.monotonic(), []
     for workers in map(int, options.workers.split(",")):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import row_exchanges
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -43,23 +44,29 @@ def ours(sizes: Sizes, mbit_per_second: float) -> Mapping[str, Callable[[], Step
         "owned_dense": partial(forced, sizes, Choice("owned_dense"), sgd),
         "planned": partial(planned, sizes, mbit_per_second),
         "owned_rows_adam": partial(forced, sizes, Choice("owned_rows"), adam),
-        "owned_rows_adam_lazy": partial(forced, sizes, Choice("owned_rows"), adam, "lazy"),
+        "owned_rows_adam_lazy": partial(forced, sizes, Choice("owned_rows"), adam, is_lazy=True),
     }
 
 
-def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, update: str = "exact", look_ahead: str = "none") -> Step:
+def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, is_lazy: bool = False, look_ahead: str = "none") -> Step:
     """Both tables by one exchange, the rest by all-reduce; groups in the order their gradients arrive."""
     model = seeded_model(sizes, sparse=False)
     entry = row_exchanges().get(exchange.name)
-    placement = entry.make(**exchange.options).placement if entry else "replicated"
+    layout = entry.make(**exchange.options).placement if entry else "replicated"
+    departures = ("lazy",) if is_lazy and entry else ()
     dense = tuple(name for name, _ in model.named_parameters() if name not in TABLES)
     last, first = (
-        Group(name, (name,), placement, exchange, update=update if entry else "exact", look_ahead=look_ahead)  # type: ignore[arg-type]
+        Group(name, (name,), layout, exchange, departures=departures, look_ahead=look_ahead)  # type: ignore[arg-type]
         for name in reversed(TABLES)
     )
     middle = Group("dense", dense, "replicated", Choice("all_reduce"))
     listing = ((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters())
-    return _step(Plan(dist.get_world_size(), (first, middle, last), model_fingerprint(listing)), model, optimize, sizes)
+    return _step(
+        Plan(Mesh.of(data=dist.get_world_size()), (first, middle, last), model_fingerprint(listing)),
+        model,
+        optimize,
+        sizes,
+    )
 
 
 def planned(sizes: Sizes, mbit_per_second: float) -> Step:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import armillary
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -139,11 +140,11 @@ def _forced(name: str) -> Step:
     model = _model()
     tables = ("second.weight", "first.weight")
     dense = tuple(n for n, _ in model.named_parameters() if n not in tables)
-    placement = "replicated" if name == "all_reduce" else "row_sharded"
+    layout = "replicated" if name == "all_reduce" else "row_sharded"
     groups = [Group("dense", dense, "replicated", Choice("all_reduce"))]
-    groups += [Group(table, (table,), placement, Choice(name)) for table in tables]  # type: ignore[arg-type]
+    groups += [Group(table, (table,), layout, Choice(name)) for table in tables]  # type: ignore[arg-type]
     listing = ((n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters())
-    made = Plan(dist.get_world_size(), tuple(groups), model_fingerprint(listing))
+    made = Plan(Mesh.of(data=dist.get_world_size()), tuple(groups), model_fingerprint(listing))
     optimizer = _sgd(model)
     return _loop(model, optimizer, attach(made, model, optimizer))
 

@@ -52,4 +52,4 @@ def double(known: Mapping[str, Plan], mode: str, rivals: Sequence[str]) -> str:
 
 def _bare(plan: Plan) -> Plan:
     groups = tuple(replace(group, forecast=Forecast(), reason="") for group in plan.groups)
-    return replace(plan, groups=groups, compute_seconds=0.0, notes=(), priced_with={}, picture="")
+    return replace(plan, groups=groups, compute_seconds=0.0, notes=(), priced_with={})

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
 from armillary.session.attach import attach
-from armillary.session.export import export
 from armillary.session.feed import Feed
 from armillary.session.run import Run
 from armillary.session.workload import Workload
@@ -82,5 +81,5 @@ def _train(workload: Workload, model: nn.Module, optimizer: Optimizer, batches: 
 
 def _plain(run: Run) -> Mapping[str, Tensor]:
     """Empty on every rank but 0."""
-    whole = export(run)
+    whole = run.export()
     return whole["model"] if whole is not None else {}

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.planning.look_ahead import looking_ahead
-from armillary.runtime.transport import Transport
 from armillary.session.attach import attach
 from armillary.session.events import Decided
-from armillary.session.parallelize import decide
+from armillary.session.parallelize import auto_plan
 from armillary.session.run import Run
 
 Loss = Callable[[nn.Module, Any], Tensor]
 KEPT: list[Decided] = []
-OPEN: list[Transport] = []  # of the turn
+OPEN: list[Run] = []  # of the turn
 
 
 def forget() -> None:
@@ -29,15 +28,15 @@ def forget() -> None:
 
 
 def parallelize(
-    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, look_ahead: bool = False
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, prefetch: bool = False
 ) -> Run:
     """As `armillary.parallelize`."""
     if not KEPT:
-        KEPT.append(decide(model, optimizer, batches, loss))
+        KEPT.append(auto_plan(model, optimizer, batches, loss))
     found = KEPT[0]
-    plan = looking_ahead(found.plan, found.profile, found.topology) if look_ahead else found.plan
+    plan = looking_ahead(found.plan, found.profile, found.topology) if prefetch else found.plan
     run = attach(plan, model, optimizer, topology=found.topology)
-    OPEN.append(run.transport)
+    OPEN.append(run)
     return run
 
 
@@ -46,7 +45,6 @@ def closing() -> Iterator[None]:
     """At the end of a turn its connections are closed: a job that trains has one run, and idle threads of others would
     wake in everyone's later turns. Not after an error, which ends the job: ranks would wait for the one that failed."""
     yield
-    for transport in OPEN:
-        transport.barrier()
-        transport.close()
+    for run in OPEN:
+        run.close(gather=False)
     OPEN.clear()

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from armillary.facts.plan import Plan
 from armillary.runtime.transport import Transport
-from armillary.session.attach import attach
+from armillary.session.attach import attach_over
+from armillary.session.train_job import TrainJob
 from armillary.session.workload import Workload
 from benchmarks.hybrid.measure import Step
 
@@ -22,7 +23,7 @@ def trained(workload: Workload, plan: Plan | None, batches: Sequence[Any], trans
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
-    run = None if plan is None else attach(plan, model, optimizer, transport=transport)
+    run = None if plan is None else attach_over(transport, plan, TrainJob(model, optimizer), owns_transport=False)
     stream = cycle(batches)
 
     def step() -> float:

@@ -2,43 +2,32 @@
 
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.planning.look_ahead import looking_ahead
+from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
+from armillary.runtime.saving.checkpoint import latest_checkpoint
 from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
-from armillary.session.checkpoint import latest, save
-from armillary.session.cyclic.drive import drive
 from armillary.session.decide import assumptions_of
-from armillary.session.every import Every
-from armillary.session.export import export
-from armillary.session.feed import shard
-from armillary.session.load import load
-from armillary.session.parallelize import decide, fastest, measure, parallelize
-from armillary.session.replan import replan
+from armillary.session.every import CheckpointEvery
+from armillary.session.parallelize import auto_plan, measure, parallelize
+from armillary.session.run import Run
 from armillary.session.verify import verify
 
 __all__ = [
+    "CheckpointEvery",
     "Choice",
-    "Every",
+    "Link",
     "Plan",
     "Profile",
+    "Run",
     "Topology",
     "assumptions_of",
     "attach",
-    "decide",
-    "drive",
-    "export",
-    "fastest",
-    "latest",
-    "load",
-    "looking_ahead",
+    "auto_plan",
+    "latest_checkpoint",
     "measure",
     "parallelize",
     "plan",
     "profile",
-    "replan",
-    "save",
-    "shard",
     "verify",
 ]

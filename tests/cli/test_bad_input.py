@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from armillary.cli.find import built_in, find
 from armillary.cli.main import app
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Plan
 
 LANGUAGE_MODEL = ("language_model", "--small", "--workers", "1")
@@ -75,7 +76,7 @@ def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path,
             ("--replicate", "embeding.*"),
             "'embeding.*' names no parameter of the model; did you mean 'embedding.weight'",
         ),
-        (("--exchange", "teleport=output"), "'teleport', which is no placement and no exchange; there are"),
+        (("--exchange", "teleport=output"), "'teleport', which is no layout and no exchange; there are"),
         (("--exchange", "owned_rows=lstm.*"), "cannot be owned_rows: it is read whole"),
         (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
         (("--resume",), "nothing to resume: no folder language_model under runs"),
@@ -152,7 +153,7 @@ def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armi
     assert Plan.load(tmp_path / "runs/two/plan.json").groups[0].name == "edited"
     other = ("recommender", "--small", "--workers", "1", "--steps", "1", "--plan", "edited.json")
     assert "the plan was made for another model" in refused("train", *other)
-    dataclasses.replace(plan, workers=3).save("three.json")
+    dataclasses.replace(plan, mesh=Mesh.of(data=3)).save("three.json")
     assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
 
 
@@ -177,14 +178,14 @@ def workload(**options):
 
 def test_a_plan_can_be_made_for_machines_one_does_not_have(armillary, tmp_path):
     topology = {
-        "nodes": 4, "workers_per_node": 2, "memory_bytes": 1 << 30, "backend": "gloo",
+        "format": 2, "nodes": 4, "workers_per_node": 2, "memory_bytes": 1 << 30, "backend": "gloo",
         "inside": {"latency_seconds": 1e-5, "bytes_per_second": 1e10},
         "between": {"latency_seconds": 1e-4, "bytes_per_second": 1e7},
     }  # fmt: skip
     (tmp_path / "cluster.json").write_text(json.dumps(topology))
     code, out, err = armillary("plan", "language_model", "--small", "--topology", "cluster.json", "--out", "plan.json")
     assert code == 0, err
-    assert "plan for 8 workers, 2 a node" in out
+    assert "plan for 8 workers (data 8), 2 a node" in out
     assert Plan.load(tmp_path / "plan.json").workers == 8
 
 

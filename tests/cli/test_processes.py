@@ -1,6 +1,10 @@
-"""The command as a user runs it: its own worker processes, Ctrl-C, a failing rank, an outer torchrun."""
+"""The command as a user runs it: its own worker processes, Ctrl-C, a failing rank, an outer torchrun.
+
+Workers are always started whole. So is the command, where Ctrl-C or an outer torchrun meet it; else it is forked.
+"""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +16,8 @@ from typer.testing import CliRunner
 
 from armillary.cli.launch import first_failure
 from armillary.cli.main import app
-from armillary.session.checkpoint import latest
+from armillary.session.checkpoint import latest_checkpoint
+from forked import command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 LONGEST_SECONDS = 100
@@ -46,11 +51,10 @@ def workload(**options):
 """
 
 
-def start(folder, *arguments, launcher=("-m", "armillary.cli")):
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+def start(folder, *arguments, launcher=("-m", "armillary.cli"), environment=None):
+    program = [sys.executable, *launcher, *map(str, arguments)]
+    ends = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(program, cwd=folder, env=environment, text=True, start_new_session=True, **ends)
 
 
 def finish(process):
@@ -59,23 +63,23 @@ def finish(process):
 
 
 def test_two_workers_train_and_print_one_object(tmp_path):
-    code, out, err = finish(start(tmp_path, "train", EXAMPLE, "--workers", 2, "--steps", 30, "--json"))
+    ((code, out, err, _),) = command(("train", EXAMPLE, "--workers", 2, "--steps", 30, "--json"), tmp_path)
     assert code == 0, err
     told = json.loads(out)
     assert told["steps"] == 30
     assert told["metrics"]["accuracy"] > 0.2
     assert (tmp_path / told["folder"] / "plot.png").stat().st_size > 10_000
-    assert latest(tmp_path / told["folder"] / "checkpoints").name == "step-00000030"
+    assert latest_checkpoint(tmp_path / told["folder"] / "checkpoints").name == "step-00000030"
 
 
 def test_the_first_error_is_shown_once_with_its_rank_and_the_last_checkpoint(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
-    code, out, err = finish(start(tmp_path, "train", "faulty.py", "--workers", 2, "--every-steps", 5))
+    ((code, out, err, _),) = command(("train", "faulty.py", "--workers", 2, "--every-steps", 5), tmp_path)
     assert code == 1
     assert err.startswith("error: rank 1: the loss is nan at step 7; the last good checkpoint is runs/faulty/")
     assert err.count("\n") == 1
     assert "step-00000005" in err and "Traceback" not in out + err
-    assert latest(tmp_path / "runs/faulty/checkpoints").name == "step-00000005"
+    assert latest_checkpoint(tmp_path / "runs/faulty/checkpoints").name == "step-00000005"
 
 
 def descendants(pid):
@@ -110,7 +114,7 @@ def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path, 
     assert err.strip().startswith("stopped; all workers are gone. The last checkpoint is runs/long/checkpoints/step-")
     assert err.strip().count("\n") == 0
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    good = latest(checkpoints)
+    good = latest_checkpoint(checkpoints)
     assert good is not None and good.name in err
     monkeypatch.chdir(tmp_path)
     again = ("train", str(EXAMPLE), "--workers", "1", "--name", "long", "--resume", "--steps", "10")
@@ -126,6 +130,17 @@ def test_it_runs_the_same_under_an_outer_torchrun_and_a_false_claim_ends_with_on
     assert code == 1
     assert "vision: 2 workers and one process are NOT equal" in out
     assert out.count("NOT equal") == 1
+
+
+@pytest.mark.parametrize("given", [None, ""], ids=["not set", "set to none"])
+def test_verify_sets_the_mode_in_which_every_bit_can_be_claimed_and_says_so_where_the_user_unset_it(tmp_path, given):
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    environment |= {} if given is None else {"MKL_CBWR": given}
+    schedule = ("--schedule", "ring", "--workers", "2", "--steps", "2")
+    code, out, err = finish(start(tmp_path, "verify", "vision", *schedule, environment=environment))
+    assert code == 0, err
+    assert ("tolerance 0e+00" in out) is (given is None)
+    assert ("note: compared to 1e-10 instead of every bit: MKL_CBWR was not set" in out) is (given is not None)
 
 
 def write_error(folder, rank, seconds, text):

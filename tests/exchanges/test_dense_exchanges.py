@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import Place, build_dense, dense_exchanges
+from armillary.exchanges.parcel import Parcel
+from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 
@@ -15,39 +17,96 @@ def shapes(options):
     return [(2, 2), (4, 2), (6, 3)] if options.get("local_aggregation") else [(1, 1), (2, 1), (3, 1), (8, 1)]
 
 
+def layout_for(exchange, dtype="float64"):
+    return Layout(("a", "b", "c"), ((3, 3), (), (3,)), dtype, exchange.align, exchange.is_guarded)
+
+
+def parcels_for(layout, workers):
+    """Each with other values and other flags; the second parameter is used by nobody."""
+    generator = torch.Generator().manual_seed(workers)
+    found = []
+    for rank in range(workers):
+        values = torch.zeros(layout.numel, dtype=getattr(torch, layout.dtype))
+        for begin, end in layout.spans:
+            values[begin:end] = torch.randn(end - begin, generator=generator, dtype=torch.float64)
+        tail = torch.tensor([1.0, 0.0, float(rank % 2)] + [0.0] * layout.is_guarded, dtype=torch.float64)
+        found.append(Parcel(values, tail, layout))
+    return found
+
+
+def states_for(exchange, layout, workers):
+    weights = torch.zeros(layout.numel, dtype=getattr(torch, layout.dtype))
+    return [exchange.begin(layout, Place(rank, workers), weights) for rank in range(workers)]
+
+
+def pushed(exchange, parcels, states, per_node=1):
+    """(result, next state) of every rank; bytes each sent."""
+    places = [Place(rank, len(parcels), per_node) for rank in range(len(parcels))]
+    return lockstep.run([exchange.push(*one) for one in zip(parcels, states, places, strict=True)], per_node)
+
+
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_program_means_what_the_oracle_says(name, options):
     exchange = build_dense(name, **options)
+    layout = layout_for(exchange)
     for workers, per_node in shapes(options):
-        generator = torch.Generator().manual_seed(workers)
-        tensors = [torch.rand(13, generator=generator, dtype=torch.float64) for _ in range(workers)]
-        want = exchange.oracle(tensors)
-        assert torch.allclose(want[0], torch.stack(tensors).sum(0))
-        programs = [exchange.push(t.clone(), Place(rank, workers, per_node)) for rank, t in enumerate(tensors)]
-        got, _ = lockstep.run(programs, per_node)
-        for mine, wanted in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+        states = states_for(exchange, layout, workers)
+        want, next_states = exchange.oracle(parcels_for(layout, workers), states)
+        got, _ = pushed(exchange, parcels_for(layout, workers), states, per_node)
+        for (result, state), wanted, wanted_state in zip(got, want, next_states, strict=True):
+            torch.testing.assert_close(result.values, wanted.values, rtol=1e-12, atol=1e-12)
+            assert torch.equal(result.tail, wanted.tail)
+            assert state.keys() == wanted_state.keys()
+            for entry, value in state.items():
+                torch.testing.assert_close(value, wanted_state[entry], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_departs_from_nothing_is_the_sum(name, options):
+    exchange = build_dense(name, **options)
+    layout = layout_for(exchange)
+    if not dense_exchanges()[name].departs:
+        parcels = parcels_for(layout, 3)
+        results, _ = exchange.oracle(parcels, states_for(exchange, layout, 3))
+        for result in results:
+            torch.testing.assert_close(result.values, sum(parcel.values for parcel in parcels))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_tail_arrives_exactly_whatever_the_values_are(name, options, dtype):
+    exchange = build_dense(name, **options)
+    layout = layout_for(exchange, dtype)
+    for workers, per_node in [*shapes(options), (200, 2)]:
+        parcels = parcels_for(layout, workers)
+        got, _ = pushed(exchange, parcels, states_for(exchange, layout, workers), per_node)
+        for result, _ in got:
+            assert result.tail.dtype == torch.float64 and result.values.dtype == getattr(torch, dtype)
+            assert torch.equal(result.tail, sum(parcel.tail for parcel in parcels_for(layout, workers)))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_predicted_bytes_are_the_bytes_sent(name, options):
     exchange = build_dense(name, **options)
+    layout = layout_for(exchange, "float32")
     for workers, per_node in shapes(options):
-        tensors = [torch.ones(1000) for _ in range(workers)]
-        programs = [exchange.push(t, Place(rank, workers, per_node)) for rank, t in enumerate(tensors)]
-        _, sent = lockstep.run(programs, per_node)
+        _, sent = pushed(exchange, parcels_for(layout, workers), states_for(exchange, layout, workers), per_node)
         topology = Topology(workers // per_node, per_node, LINK, LINK, 1 << 30)
-        assert sent == pytest.approx(exchange.sent_bytes(4000, topology))
+        if exchange.most_bytes is None:
+            assert sent == pytest.approx(exchange.sent_bytes(layout, topology))
+        else:
+            assert all(a <= most for a, most in zip(sent, exchange.most_bytes(layout, topology), strict=True))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_every_rank_makes_the_declared_number_of_requests(name, options):
     exchange = build_dense(name, **options)
-    workers, per_node = shapes(options)[1]
+    layout, (workers, per_node) = layout_for(exchange), shapes(options)[1]
+    parcels, states = parcels_for(layout, workers), states_for(exchange, layout, workers)
     counted = [0] * workers
 
     def counting(rank):
-        program, answer = exchange.push(torch.ones(5), Place(rank, workers, per_node)), None
+        program, answer = exchange.push(parcels[rank], states[rank], Place(rank, workers, per_node)), None
         while True:
             try:
                 request = program.send(answer)
@@ -58,6 +117,17 @@ def test_every_rank_makes_the_declared_number_of_requests(name, options):
 
     lockstep.run([counting(rank) for rank in range(workers)], per_node)
     assert counted == [exchange.requests] * workers
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_push_leaves_the_state_it_was_given(name, options):
+    exchange = build_dense(name, **options)
+    layout = layout_for(exchange)
+    states = states_for(exchange, layout, 2)
+    before = [{entry: value.clone() for entry, value in state.items()} for state in states]
+    pushed(exchange, parcels_for(layout, 2), states, shapes(options)[0][1])
+    for state, was in zip(states, before, strict=True):
+        assert state.keys() == was.keys() and all(torch.equal(state[entry], was[entry]) for entry in was)
 
 
 def test_an_unknown_name_lists_those_there_are():

@@ -14,7 +14,9 @@ from armillary.exchanges.exchange import (
     dense_exchanges,
     row_exchanges,
 )
+from armillary.exchanges.parcel import Parcel
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
+from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 
@@ -23,6 +25,7 @@ DENSE = [(name, options) for name, entry in dense_exchanges().items() for option
 ROWS = [(name, options) for name, entry in row_exchanges().items() for options in entry.examples]
 TABLE, WIDTH, LOOKUPS = 24, 3, 2
 LINK = Link(1e-4, 1e8)
+ONE = Layout(("w",), ((59,),), "float32")
 
 
 def watched(program, kept):
@@ -86,12 +89,15 @@ def by_scope(legs, topology, measure):
 def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, nodes, per_node):
     exchange, topology = build_dense(name, **options), Topology(nodes, per_node, LINK, LINK, 1)
     kept = [[] for _ in range(topology.workers)]
+    flag = torch.ones(1, dtype=torch.float64)
+    places = [Place(rank, topology.workers, per_node) for rank in range(topology.workers)]
+    parcels = [Parcel(torch.ones(59), flag, ONE) for _ in places]
     programs = [
-        watched(exchange.push(torch.ones(60), Place(rank, topology.workers, per_node)), kept[rank])
-        for rank in range(topology.workers)
+        watched(exchange.push(parcel, {}, place), mine)
+        for parcel, place, mine in zip(parcels, places, kept, strict=True)
     ]
     lockstep.run(programs, per_node)
-    legs = exchange.legs(240, topology)
+    legs = exchange.legs(ONE, topology)
     assert by_scope(legs, topology, lambda leg: leg.messages) == messages(kept[0], topology)
     assert by_scope(legs, topology, lambda leg: leg.link_bytes) == pytest.approx(busiest_bytes(kept, topology))
 

@@ -1,5 +1,6 @@
-"""A plan is frozen, refuses nonsense, survives JSON whole, and prints as one table."""
+"""A plan is frozen, refuses nonsense, survives JSON whole, and prints as tables."""
 
+import json
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -7,20 +8,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.facts.plan import UPDATES, Choice, Forecast, Group, Plan, model_fingerprint
+from armillary.facts.departure import DEPARTURES, EXACT
+from armillary.facts.mesh import Axis, Mesh
+from armillary.facts.plan import Choice, Forecast, Group, Plan, model_fingerprint
+from armillary.facts.stage_plan import StagePlan
 
 EMBEDDING = Group(
-    "embedding.weight", ("embedding.weight",), "row_sharded", Choice("owned_rows", {"owners": 2}), "lazy",
-    Forecast(1_234_567, 3 << 20, 0.0125), "alpha 0.001: 12.5 ms; next all_reduce, 1.20 s",
+    "embedding.weight", ("embedding.weight",), "row_sharded", Choice("owned_rows", {"owners": 2}), departures=("lazy",),
+    forecast=Forecast(1_234_567, 3 << 20, 0.0125), reason="alpha 0.001: 12.5 ms; next all_reduce, 1.20 s",
 )  # fmt: skip
 BUCKET = Group(
-    "bucket 0", ("head.bias", "head.weight", "lstm.weight"), "replicated", Choice("all_reduce"), "exact",
-    Forecast(98_304, 1.5 * (1 << 20), 0.00104), "read whole",
+    "bucket 0", ("head.bias", "head.weight", "lstm.weight"), "replicated", Choice("all_reduce"),
+    forecast=Forecast(98_304, 1.5 * (1 << 20), 0.00104), reason="read whole",
 )  # fmt: skip
 SINGLE = Group("bucket 1", ("scale",), "replicated", Choice("all_reduce"))
 PLAN = Plan(
-    4, (BUCKET, EMBEDDING, SINGLE), "0123456789abcdef", "89abcdef", 2, compute_seconds=0.06,
+    Mesh.of(data=4), (BUCKET, EMBEDDING, SINGLE), "0123456789abcdef", "89abcdef", 2, compute_seconds=0.06,
     notes=("no gradient was seen in the profile: scale",),
+)  # fmt: skip
+STAGED = Plan(
+    Mesh.of(stage=2),
+    (
+        Group("stage 0", ("a.weight", "b.weight"), "stage_sharded", None, departures=("stale",)),
+        Group("stage 1: c.weight", ("c.weight",), "row_sharded", Choice("owned_rows"), 1, departures=("lazy", "stale")),
+    ),
+    "0123456789abcdef",
+    schedule=Choice("pipeline", {"slack": 1}),
+    stages=(
+        StagePlan("a", residency=Choice("recompute"), forecast=Forecast(seconds=0.0025, peak_bytes=3 << 20)),
+        StagePlan("c", forecast=Forecast(seconds=0.01, peak_bytes=1 << 19)),
+    ),
+    consensus="owners",
 )  # fmt: skip
 
 
@@ -39,14 +57,31 @@ def test_the_table_adds_up():
 
 
 def test_the_table_says_of_every_group_whether_it_is_exact():
-    lines = str(PLAN).splitlines()
-    for update, meaning in UPDATES.items():
-        names = ", ".join(group.name for group in PLAN.groups if group.update == update)
-        assert any(line.startswith(f"{update} (") for line in lines) == bool(names)
-        assert not names or f"{update} ({meaning}): {names}" in lines
+    for plan in (PLAN, STAGED):
+        lines = str(plan).splitlines()
+        for word, meaning in {"exact": EXACT, **DEPARTURES}.items():
+            names = [group.name for group in plan.groups if word in (group.departures or ("exact",))]
+            assert any(line.startswith(f"{word} (") for line in lines) == bool(names)
+            whose = "all groups" if len(names) == len(plan.groups) else ", ".join(names)
+            assert not names or f"{word} ({meaning}): {whose}" in lines
     exact = replace(PLAN, groups=(BUCKET, SINGLE))
-    assert f"exact ({UPDATES['exact']}): all groups" in str(exact).splitlines()
-    assert "NOT exact" not in str(exact)
+    assert f"exact ({EXACT}): all groups" in str(exact).splitlines()
+    assert "NOT exact" not in str(exact) and exact.departures == ()
+    assert PLAN.departures == ("lazy",) and STAGED.departures == ("stale", "lazy")
+
+
+def test_stages_are_a_table_of_their_own_and_columns_stand_only_where_they_say_something():
+    lines = str(STAGED).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("stage  begins"))
+    assert [lines[place + row].split() for row in (0, 2, 3)] == [
+        ["stage", "begins", "residency", "activations", "MiB", "compute", "ms"],
+        ["0", "a", "recompute", "3.0", "2.50"],
+        ["1", "c", "keep", "0.5", "10.00"],
+    ]
+    assert "STALE, LAZY" in str(STAGED) and "schedule pipeline(slack=1)" in lines[0] and "(stage 2)" in lines[0]
+    assert " stage " in lines[2] and " stage " not in str(PLAN).splitlines()[2]
+    plain = str(replace(STAGED, stages=tuple(replace(stage, residency=Choice("keep")) for stage in STAGED.stages)))
+    assert "residency" not in plain and "begins" in plain and "cadence" not in plain
 
 
 def test_no_line_of_the_table_ends_in_blanks():
@@ -54,13 +89,19 @@ def test_no_line_of_the_table_ends_in_blanks():
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
-COSTS = st.builds(Forecast, *[st.floats(0, 1e12)] * 3)
+COSTS = st.builds(Forecast, *[st.floats(0, 1e12)] * 5)
+WORDS = st.sets(st.sampled_from(list(DEPARTURES)), max_size=3).map(tuple)
 OPTIONS = st.dictionaries(NAMES, st.integers() | st.booleans() | NAMES, max_size=3)
 
 
 @st.composite
 def plans(draw):
     names = draw(st.lists(NAMES, min_size=1, max_size=8, unique=True))
+    choices = st.builds(Choice, NAMES, OPTIONS)
+    stages = st.builds(
+        StagePlan, NAMES, choices, choices, st.none() | choices, st.none() | choices, choices, COSTS, NAMES
+    )
+    rows = tuple(draw(st.lists(stages, max_size=3)))
     groups, place = [], 0
     while place < len(names):
         is_table = draw(st.booleans())
@@ -69,9 +110,11 @@ def plans(draw):
             Group(
                 f"group {place}",
                 tuple(names[place : place + count]),
-                "row_sharded" if is_table else "replicated",
-                Choice(draw(NAMES), draw(OPTIONS)),
-                draw(st.sampled_from(list(UPDATES))),
+                "row_sharded" if is_table else draw(st.sampled_from(["replicated", "stage_sharded"])),
+                draw(st.none() | choices),
+                draw(st.integers(0, max(0, len(rows) - 1))),
+                draw(st.sampled_from(["step", "meeting"])),
+                draw(WORDS),
                 draw(COSTS),
                 draw(NAMES),
             )
@@ -79,15 +122,19 @@ def plans(draw):
         place += count
     per_node, nodes = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     return Plan(
-        per_node * nodes,
+        Mesh((Axis("stage", nodes), Axis("data", per_node))),
         tuple(groups),
         model_fingerprint=draw(NAMES),
         topology_fingerprint=draw(NAMES),
         workers_per_node=per_node,
         mean=draw(st.sampled_from(["workers", "weights"])),
-        schedule=Choice("cyclic", draw(OPTIONS)),
+        schedule=draw(choices),
+        stages=rows,
+        consensus=draw(st.sampled_from(["same", "anchor", "mean", "owners"])),
         compute_seconds=draw(st.floats(0, 10)),
+        activation_bytes=draw(st.floats(0, 1e12)),
         notes=tuple(draw(st.lists(NAMES, max_size=2))),
+        priced_with=draw(st.dictionaries(NAMES, st.floats(0, 1), max_size=2)),
     )
 
 
@@ -102,17 +149,18 @@ def test_any_plan_prints(plan):
 
 
 def test_a_plan_survives_a_file(tmp_path):
-    PLAN.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == PLAN
+    for plan in (PLAN, STAGED):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_a_plan_is_frozen():
     with pytest.raises(FrozenInstanceError):
-        PLAN.workers = 2
+        PLAN.mesh = Mesh.of(data=2)
 
 
 def test_a_group_can_be_edited_and_no_other_changes():
-    edited = replace(EMBEDDING, exchange=Choice("owned_rows"), update="exact")
+    edited = replace(EMBEDDING, exchange=Choice("owned_rows"), departures=())
     assert PLAN.with_group(edited).groups == (BUCKET, edited, SINGLE)
     with pytest.raises(ValueError, match=r"no group 'other'; there are bucket 0, embedding.weight, bucket 1"):
         PLAN.with_group(replace(EMBEDDING, name="other"))
@@ -121,16 +169,25 @@ def test_a_group_can_be_edited_and_no_other_changes():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: replace(PLAN, workers=0), "at least 1 worker, got 0"),
-        (lambda: replace(PLAN, workers=3), "3 workers do not fill nodes of 2"),
+        (lambda: replace(PLAN, mesh=Mesh.of(data=0)), "1 rank or more, got 'data', 0"),
+        (lambda: replace(PLAN, mesh=Mesh.of(data=3)), "3 workers do not fill nodes of 2"),
+        (lambda: replace(PLAN, consensus="vote"), "'vote' is none of same, anchor, mean, owners"),
+        (lambda: replace(STAGED, stages=STAGED.stages[:1]), "'stage 1: c.weight' is of stage 1; there are 1"),
+        (lambda: replace(PLAN, groups=(replace(SINGLE, stage=1),)), "'bucket 1' is of stage 1; there are 0"),
         (lambda: replace(PLAN, mean="tokens"), "'tokens' is none of workers, weights"),
         (
             lambda: replace(PLAN, groups=(BUCKET, replace(SINGLE, parameters=("head.bias",)))),
             "'head.bias' is in groups",
         ),
         (lambda: replace(BUCKET, parameters=()), "holds no parameter"),
-        (lambda: replace(BUCKET, placement="row_sharded"), "must hold one table"),
-        (lambda: replace(BUCKET, update="sometimes"), "'sometimes' is none of"),
+        (lambda: replace(BUCKET, layout="row_sharded"), "must hold one table"),
+        (lambda: replace(BUCKET, layout="sideways"), "'sideways' is none of replicated, row_sharded, stage_sharded"),
+        (lambda: replace(BUCKET, departures=("sometimes",)), "sometimes unknown; want some of stale, lazy"),
+        (lambda: replace(BUCKET, departures=("exact",)), "exact unknown"),
+        (lambda: replace(BUCKET, stage=-1), "want stage >= 0 and cadence step or meeting, got -1"),
+        (lambda: replace(BUCKET, cadence="daily"), "cadence step or meeting, got 0, 'daily'"),
+        (lambda: replace(BUCKET, look_ahead="ids"), "look_ahead 'ids'; want none, or for a row_sharded group"),
+        (lambda: STAGED.groups[0].own_exchange, "'stage 0' has no exchange; the plan's schedule carries it"),
     ],
 )
 def test_nonsense_is_refused(make, said):
@@ -149,3 +206,44 @@ def test_a_parameter_is_found_in_its_group():
     assert PLAN.group_of("head.weight") == BUCKET
     with pytest.raises(KeyError, match="no group holds 'nobody'"):
         PLAN.group_of("nobody")
+
+
+def edited(change):
+    given = json.loads(PLAN.to_json())
+    change(given)
+    return json.dumps(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (edited(lambda plan: plan.pop("format")), "plan: this plan has another format than 2, .*; plan again"),
+        (edited(lambda plan: plan.update(format=1, workers=4)), "plan: this plan has another format than 2, .*"),
+        (edited(lambda plan: plan.update(format=3)), "plan: this plan has another format than 2, .*"),
+        (edited(lambda plan: plan.update(picture="F0 B0", turn=1)), "plan: plan has no field picture, turn; it has .*"),
+        (edited(lambda plan: plan["groups"][0].update(placement="replicated")), "group 'bucket 0' has no field plac.*"),
+        (edited(lambda plan: plan["groups"][1].pop("layout")), "plan: group 'embedding.weight' lacks layout"),
+        (edited(lambda plan: plan.pop("mesh")), "plan: plan lacks mesh"),
+        (edited(lambda plan: plan.update(stages=[{"begin": "a"}])), "plan: stage '' has no field begin; it has .*"),
+        (edited(lambda plan: plan.update(stages=[{"reason": "first"}])), "plan: stage '' lacks begins"),
+        (
+            edited(lambda plan: plan["groups"][0]["forecast"].update(bytes=1)),
+            "plan: forecast has no field bytes; it .*",
+        ),
+        (edited(lambda plan: plan["schedule"].update(mode="ring")), "plan: choice 'simultaneous' has no field mode"),
+        (edited(lambda plan: plan["groups"][0].update(exchange={"options": {}})), "plan: choice '' lacks name"),
+        ("mesh: 4", r"plan: the text is no JSON \(.*\); want what Plan.save wrote"),
+        ("[]", "plan: want a JSON object, as Plan.save writes it, got list"),
+    ],
+)
+def test_what_is_no_plan_is_refused_in_one_sentence(text, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        Plan.from_json(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_a_plan_file_leaves_out_is_the_default():
+    group = {"name": "all", "parameters": ["w"], "layout": "replicated", "exchange": {"name": "all_reduce"}}
+    given = {"format": 2, "mesh": {"data": 2}, "groups": [group], "model_fingerprint": "0", "stages": [{"begins": "w"}]}
+    wanted = Group("all", ("w",), "replicated", Choice("all_reduce"))
+    assert Plan.from_json(json.dumps(given)) == Plan(Mesh.of(data=2), (wanted,), "0", stages=(StagePlan("w"),))

@@ -48,7 +48,7 @@ def train_both(rank, workers, rows, optimizer_name):
         optimizer.step()
         batches = [on_device(batch_of(worker, step)) for worker in range(workers)]
         train_step(reference, truth, batches, loss, before_step=clip)
-    places = {run.tables[name].shard.device.type for name in run.tables}
+    places = {run._engine.tables[name].shard.device.type for name in run._engine.tables}
     return close(run, model, reference), places
 
 

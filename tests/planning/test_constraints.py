@@ -22,7 +22,7 @@ def exchange_of(name, **constraints):
 
 
 @pytest.mark.parametrize(
-    ("demanded", "placement", "exchange"),
+    ("demanded", "layout", "exchange"),
     [
         ("replicated", "replicated", "gather_rows"),
         ("row_sharded", "row_sharded", "owned_rows"),
@@ -37,17 +37,17 @@ def exchange_of(name, **constraints):
     ],
     ids=str,
 )
-def test_a_constraint_is_honoured(demanded, placement, exchange):
+def test_a_constraint_is_honoured(demanded, layout, exchange):
     made = plan(MODEL, LINKS, constraints={"embedding.weight": demanded})
     group = made.group_of("embedding.weight")
-    assert (group.placement, str(group.exchange)) == (placement, exchange)
+    assert (group.layout, str(group.exchange)) == (layout, exchange)
     assert f"by constraint {demanded}" in group.reason
     assert sorted(made.parameters) == sorted(fact.name for fact in MODEL.parameters if fact.requires_grad)
 
 
 def test_a_pattern_means_every_trainable_parameter_it_matches():
     made = plan(MODEL, LINKS, constraints={"*": "replicated"})
-    assert {group.placement for group in made.groups} == {"replicated"}
+    assert {group.layout for group in made.groups} == {"replicated"}
 
 
 def test_a_name_outweighs_a_pattern():
@@ -79,8 +79,8 @@ def test_naive_servers_get_whole_parameters_the_emptiest_first():
         ({"both.weight": "owned_rows"}, "'both.weight' cannot be owned_rows: it is read whole by mm"),
         ({"normed.weight": "gather_rows"}, "max_norm renormalises rows in forward"),
         ({"*": "owned_rows"}, "cannot be owned_rows"),
-        ({"embedding.weight": "sharded"}, "'sharded', which is no placement and no exchange; there are replicated"),
-        ({"embedding.weight": Choice("row_sharded")}, "no placement and no exchange"),
+        ({"embedding.weight": "sharded"}, "'sharded', which is no layout and no exchange; there are replicated"),
+        ({"embedding.weight": Choice("row_sharded")}, "no layout and no exchange"),
         ({"embedding.weight": Choice("owned_rows", {"ownners": 2})}, "owned_rows refuses options"),
         ({"embedding.weight": Choice("owned_rows", {"owners": 9})}, "9 owners among 4 workers; want 1 to 4"),
         ({"emb*": "replicated", "*.weight": "all_reduce"}, "'embedding.weight' is replicated by 'emb\\*' and all_red"),

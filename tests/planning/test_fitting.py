@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from armillary.facts.departure import DEPARTURES, EXACT
 from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
@@ -30,7 +31,7 @@ def test_without_a_limit_the_nearly_dense_table_goes_dense():
 def test_a_limit_makes_it_shard_and_says_what_was_given_up():
     topology = machines(4, memory=100 * MIB, **FAST)
     made = plan(model(wide()), topology)
-    assert made.group_of("t").placement == "row_sharded"
+    assert made.group_of("t").layout == "row_sharded"
     assert made.forecast.memory_bytes <= 100 * MIB
     assert re.search(r"all_reduce, [\d.]+ ms, does not fit in memory", made.group_of("t").reason)
     lost = {str(v.candidate.choice): v.lost for v in explain(model(wide()), topology)}
@@ -40,7 +41,7 @@ def test_a_limit_makes_it_shard_and_says_what_was_given_up():
 def test_only_as_much_is_given_up_as_must_be():
     profile = model(wide("t", 0), wide("u", 1))
     made = plan(profile, machines(4, memory=400 * MIB, **FAST))
-    assert sorted(group.placement for group in made.groups) == ["replicated", "row_sharded"]
+    assert sorted(group.layout for group in made.groups) == ["replicated", "row_sharded"]
 
 
 def test_what_costs_least_is_given_up_first():
@@ -48,15 +49,15 @@ def test_what_costs_least_is_given_up_first():
     for alphas in ((0.99, 0.9), (0.9, 0.99)):
         profile = model(*[wide(name, i, alpha) for i, (name, alpha) in enumerate(zip("tu", alphas, strict=True))])
         made = plan(profile, machines(4, memory=400 * MIB, **FAST))
-        placements = [made.group_of(name).placement for name in "tu"]
-        assert placements[alphas.index(0.9)] == "row_sharded" and placements[alphas.index(0.99)] == "replicated"
+        layouts = [made.group_of(name).layout for name in "tu"]
+        assert layouts[alphas.index(0.9)] == "row_sharded" and layouts[alphas.index(0.99)] == "replicated"
 
 
 def test_activations_and_frozen_parameters_take_room_too():
     cold = dense("cold", 8 * MIB, arrival=None, requires_grad=False)
     limit = machines(4, memory=290 * MIB, **FAST)
-    assert plan(model(wide()), limit).group_of("t").placement == "replicated"
-    assert plan(model(wide(), cold, activations=30 * MIB), limit).group_of("t").placement == "row_sharded"
+    assert plan(model(wide()), limit).group_of("t").layout == "replicated"
+    assert plan(model(wide(), cold, activations=30 * MIB), limit).group_of("t").layout == "row_sharded"
 
 
 def remedies(profile, topology, **wishes):
@@ -76,7 +77,7 @@ def test_more_workers_are_as_many_as_are_needed():
 
 def test_a_constraint_in_the_way_is_named():
     said = remedies(model(wide()), machines(4, memory=100 * MIB), constraints={"t": "replicated"})
-    assert re.search(r"placement row_sharded for 't', by dropping the constraint: [\d.]+ MiB", said)
+    assert re.search(r"layout row_sharded for 't', by dropping the constraint: [\d.]+ MiB", said)
     assert "workers in" not in said  # no number of them would do: the table is whole on every rank
 
 
@@ -96,8 +97,8 @@ def test_a_smaller_batch_is_named_with_its_factor():
 
 def test_the_last_remedy_is_the_memory_that_would_do():
     said = remedies(model(dense("d", MIB)), machines(4, memory=MIB))
-    assert said.splitlines()[1:] == ["  1. ranks with 16.0 MiB of memory"]
-    assert plan(model(dense("d", MIB)), machines(4, memory=16 * MIB)).workers == 4
+    assert said.splitlines()[1:] == ["  1. ranks with 16.1 MiB of memory"]  # weight, gradient, two moments; and a flag
+    assert plan(model(dense("d", MIB)), machines(4, memory=int(16.1 * MIB))).workers == 4
 
 
 def test_the_rule_does_not_fit_what_it_does_not_price():
@@ -134,13 +135,21 @@ def test_as_many_micro_batches_are_named_as_make_up_the_batch():
     )
 
 
-def test_a_stage_a_worker_is_named_where_it_would_fit_and_says_that_it_is_late():
+def test_a_stage_a_worker_is_named_where_it_would_fit_and_says_where_it_is_late():
     """Four layers of 16 MiB with Adam (64 MiB) each: whole 256 MiB, in stages 64, or 80 where old weights are kept."""
     facts = [replace(dense(f"{i}.weight", 4 * MIB, 3 - i), stage=str(i)) for i in range(4)]
     stages = tuple(StageFact(str(i), 100, 16 * MIB, 0, 0.1, 0.2, 8) for i in range(4))
     profile = Profile(tuple(facts), stages, batches=4, workers=4)
     said = remedies(profile, machines(4, memory=100 * MIB))
-    held = float(re.search(r"placement stage_sharded.*NOT exact.*: ([\d.]+) MiB on the fullest worker", said).group(1))
-    cyclic = plan(profile, machines(4, memory=100 * MIB), schedule=Choice("cyclic", {"mode": "pipeline"}))
-    assert held == 80.0 == max(group.forecast.memory_bytes for group in cyclic.groups) * 4 / MIB
-    assert "stage_sharded" not in remedies(profile, machines(4, memory=70 * MIB))
+    found = re.findall(
+        r"layout stage_sharded, a stage a worker, by schedule (\w+) \((.*)\): ([\d.]+) MiB on the fullest worker", said
+    )
+    assert [(name, float(held)) for name, _, held in found] == [("gpipe", 64), ("one_f_one_b", 64), ("pipeline", 80)]
+    assert [says for _, says, _ in found] == [EXACT, EXACT, DEPARTURES["stale"]]
+    for name, says, held in found:
+        made = plan(profile, machines(4, memory=100 * MIB), schedule=Choice(name))
+        assert float(held) == max(group.forecast.memory_bytes for group in made.groups) * 4 / MIB
+        assert ("NOT exact" in says) == bool(made.departures)
+    tight = remedies(profile, machines(4, memory=70 * MIB))
+    assert "schedule gpipe" in tight and "schedule pipeline" not in tight
+    assert "stage_sharded" not in remedies(profile, machines(4, memory=60 * MIB))

@@ -86,7 +86,7 @@ def test_a_foreseen_look_up_needs_no_header_and_a_step_one_round_more_each_with_
 
 
 def test_only_tables_owned_by_row_can_look_ahead():
-    group = next(group for group in made().groups if group.placement == "replicated")
+    group = next(group for group in made().groups if group.layout == "replicated")
     with pytest.raises(ValueError, match="is replicated: look_ahead 'ids'; want none"):
         replace(group, look_ahead="ids")
     with pytest.raises(ValueError, match="look_ahead 'all'; want none, or for a row_sharded group one of"):

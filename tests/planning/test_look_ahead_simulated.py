@@ -206,6 +206,6 @@ def test_the_fewer_rows_a_batch_repeats_the_shorter_the_step(scene):
         sending = of_kinds(ahead, {"gradients": "rows"}, other)
         foreseeing = of_kinds(ahead, {"gradients": "ids", "rows": "ids"}, other)
         seconds.append(min(simulate(one, other).step_seconds for one in (sending, foreseeing)))
-        asked = [activities(group, sending.mean, other).ahead[1:2] for group in sending.groups]
+        asked = [activities(group, other).ahead[1:2] for group in sending.groups]
         masks = max(masks, sum(mask.seconds for masks in asked for mask in masks))
     assert all(fewer <= more * (1 + 1e-9) + masks for more, fewer in pairwise(seconds))

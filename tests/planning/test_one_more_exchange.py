@@ -3,9 +3,8 @@ name."""
 
 import pytest
 
-from armillary.exchanges import exchange as registry
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.exchange import dense_exchange, row_exchange
+from armillary.exchanges.exchange import DENSE, ROW, dense_exchange, row_exchange
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.owned_rows import owned_rows
 from armillary.facts.plan import Choice
@@ -20,13 +19,13 @@ def carrier_pigeon(birds=0):
 
 
 def post(office=0):
-    return all_reduce()._replace(legs=lambda nbytes, topology: [Leg("slowest", 1.0, 1)])
+    return all_reduce()._replace(legs=lambda layout, topology: [Leg("slowest", 1.0, 1)])
 
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_ROW", dict(registry.row_exchanges()))
-    monkeypatch.setattr(registry, "_DENSE", dict(registry.dense_exchanges()))
+    for shelf in (DENSE, ROW):
+        monkeypatch.setattr(shelf, "_entries", dict(shelf.all()))
     row_exchange(offers=lambda fact, topology: [{"birds": 2}], owner_option="birds")(carrier_pigeon)
     dense_exchange(offers=lambda fact, topology: [], owner_option="office")(post)
 
@@ -35,7 +34,7 @@ def registered(monkeypatch):
 def test_what_it_offers_is_priced_by_its_legs_and_chosen_when_it_is_cheapest():
     made = plan(model(table("t")), LINKS, assumptions=LINKS_ONLY)
     assert made.group_of("t").exchange == Choice("carrier_pigeon", {"birds": 2})
-    assert made.group_of("t").placement == "row_sharded"
+    assert made.group_of("t").layout == "row_sharded"
     assert "carrier_pigeon(birds=2)" in [str(v.candidate.choice) for v in explain(model(table("t")), LINKS)]
 
 

@@ -98,7 +98,7 @@ def test_tables_share_the_round_that_ends_look_ups():
             topology,
             assumptions=LINKS_ONLY,
         )
-        found.append((alone.group_of("t0").placement, all_six.group_of("t0").placement))
+        found.append((alone.group_of("t0").layout, all_six.group_of("t0").layout))
     assert ("replicated", "row_sharded") in found
     assert ("row_sharded", "replicated") not in found
 
@@ -166,7 +166,7 @@ def test_a_plan_is_for_this_model_and_these_machines():
 def test_only_lazy_tables_are_not_exact_and_the_plan_says_so():
     profile = model(table("t", 0, alpha=0.001), table("u", 1, alpha=0.001), dense("d", arrival=2))
     made = plan(profile, machines(4, megabits=100), lazy=["t", "d"])
-    assert {group.name: group.update for group in made.groups} == {"t": "lazy", "u": "exact", "bucket 0": "exact"}
+    assert {group.name: group.departures for group in made.groups} == {"t": ("lazy",), "u": (), "bucket 0": ()}
     assert made.notes[0] == "lazy was allowed but is not used, since they travel whole: d"
     assert "LAZY" in str(made) and "NOT exact" in str(made)
     assert "LAZY" not in str(plan(profile, machines(4, megabits=100)))
@@ -216,4 +216,4 @@ def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
     verdicts = explain(profile, topology, constraints={"t": "owned_dense"})
     (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
     facts = [profile.parameter(chosen.parameter)]
-    assert chosen.forecast == dense_forecast(40, Choice("owned_dense"), Case(profile, topology), facts=facts)
+    assert chosen.forecast == dense_forecast(facts, Choice("owned_dense"), Case(profile, topology))

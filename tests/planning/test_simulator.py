@@ -184,7 +184,7 @@ def test_bytes_are_those_the_plan_forecasts(case):
     for overlap in (False, True):
         found = simulate(made, of, overlap)
         sent = found.sent_bytes
-        by_row = [group.name for group in made.groups if group.placement == "row_sharded"]
+        by_row = [group.name for group in made.groups if group.layout == "row_sharded"]
         header = HEADER_BYTES * (made.workers - 1)  # each table is looked up once, and once all say that they are done
         assert sent.pop("look-ups", 0.0) == pytest.approx((len(by_row) + 1) * header if by_row else 0.0)
         for group in made.groups:
@@ -260,8 +260,8 @@ def test_another_model_and_another_schedule_are_refused():
     made = separate(*_both(case))
     with pytest.raises(ValueError, match=r"the plan was made for model .* give the profile.json"):
         simulate(made, replace(case, profile=staged(("a", 1.0, 1.0, [dense("a.weight", 3)]))))
-    with pytest.raises(ValueError, match="schedule cyclic is not simulated"):
-        simulate(replace(made, schedule=Choice("cyclic")), case)
+    with pytest.raises(ValueError, match="the plan's schedule is ring, which is not played yet"):
+        simulate(replace(made, schedule=Choice("ring")), case)
 
 
 def test_what_compute_cannot_hide_of_a_push_takes_the_processor():

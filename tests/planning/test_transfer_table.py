@@ -9,13 +9,16 @@ from armillary.exchanges.exchange import build_dense, build_row
 from armillary.exchanges.gather_rows import COUNT_BYTES
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.exchanges.owned_rows import ID_BYTES
+from armillary.facts.layout import layout_of
 from armillary.facts.plan import Choice
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 from armillary.planning.traffic import traffic, traffic_merged
-from planning_cases import LINKS_ONLY, machines, model, row_facts, table
+from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 WORKERS = [2, 3, 8, 48]
 W = 1_000_000
+FACTS = [dense("w", W // 4 - 1)]  # and a flag of use
+ONE = layout_of(FACTS)
 ALPHA = 0.02
 
 
@@ -31,13 +34,13 @@ def w_and_ids(rows):
 
 @pytest.mark.parametrize("n", WORKERS)
 def test_dense_by_all_reduce(n):
-    sent = build_dense("all_reduce").sent_bytes(W, machines(n))
+    sent = build_dense("all_reduce").sent_bytes(ONE, machines(n))
     assert [2 * one for one in sent] == pytest.approx([4 * W * (n - 1) / n] * n)  # a ring receives what it sends
 
 
 @pytest.mark.parametrize("n", WORKERS)
 def test_dense_by_server_one_variable_is_a_hot_spot(n):
-    sent = build_dense("owned_dense").sent_bytes(W, machines(n))
+    sent = build_dense("owned_dense").sent_bytes(ONE, machines(n))
     received = [sum(sent[1:]), *[sent[0] / (n - 1)] * (n - 1)]  # all clients send to the server, it to all alike
     assert sent[0] + received[0] == 2 * W * (n - 1)
     assert [one + other for one, other in zip(sent[1:], received[1:], strict=True)] == [2 * W] * (n - 1)
@@ -46,7 +49,7 @@ def test_dense_by_server_one_variable_is_a_hot_spot(n):
 @pytest.mark.parametrize("n", WORKERS)
 def test_dense_by_server_many_variables_cost_as_much_as_all_reduce(n):
     m = 3 * n
-    sent = [build_dense("owned_dense", owner=variable).sent_bytes(W, machines(n)) for variable in range(m)]
+    sent = [build_dense("owned_dense", owner=variable).sent_bytes(ONE, machines(n)) for variable in range(m)]
     per_machine = [sum(column) for column in zip(*sent, strict=True)]
     assert [2 * one for one in per_machine] == pytest.approx([4 * W * m * (n - 1) / n] * n)
 
@@ -82,7 +85,7 @@ def test_sparse_on_one_server_its_link_carries_everything(n):
 @pytest.mark.parametrize("n", WORKERS)
 def test_dense_on_one_server_its_link_carries_everything(n):
     links = machines(n, latency=0.0)
-    forecast = dense_forecast(W, Choice("owned_dense"), Case(model(workers=n), links, LINKS_ONLY))
+    forecast = dense_forecast(FACTS, Choice("owned_dense"), Case(model(workers=n), links, LINKS_ONLY))
     assert forecast.seconds * links.link.bytes_per_second == pytest.approx(2 * W * (n - 1))
     assert forecast.sent_bytes == pytest.approx(2 * W * (n - 1) / n)  # the mean machine sends no more than in a ring
 

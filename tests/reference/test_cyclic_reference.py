@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
+from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.registry import build
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS, WIDTH, Careful, Twice, data, drop, same, squared_error, stages_of, weights
 
@@ -207,12 +207,12 @@ def test_dropout_depends_on_the_place_and_not_on_what_was_drawn_before():
         torch.manual_seed(draws)
         torch.rand(draws)
         before = torch.get_rng_state()
-        train(build("accumulation", micro_batches=2, stages=2), stages, OPTIMIZERS["sgd"](stages.parameters()))
+        train(accumulation(2, 2), stages, OPTIMIZERS["sgd"](stages.parameters()))
         assert torch.equal(torch.get_rng_state(), before)
         results.append(weights(stages))
     assert same(*results)
     other = stages_of(2, dropout=0.5)
-    train(build("accumulation", micro_batches=2, stages=2), other, OPTIMIZERS["sgd"](other.parameters()), seed=1)
+    train(accumulation(2, 2), other, OPTIMIZERS["sgd"](other.parameters()), seed=1)
     assert not same(weights(other), results[0])
 
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.hybrid.bucket import Bucket
+from armillary.exchanges.dense import exact_sum
+from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
 
 def parameters():
     return [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))]
 
 
-def total_of(flats):
-    return torch.stack(flats).sum(0)
+def total_of(parcels):
+    return exact_sum(parcels, [{} for _ in parcels])[0][0]
 
 
 def fill(bucket, gradients, scale):
@@ -26,7 +27,7 @@ def test_gradients_become_views_of_the_flat_tensor_without_a_copy():
     bucket = Bucket(parameters())
     fill(bucket, [torch.full((2, 3), 2.0), torch.full((4,), 4.0), torch.tensor(6.0)], 0.5)
     assert bucket.is_ready
-    bucket.withdraw(bucket.seal(0.5, 1.0))
+    bucket.withdraw(bucket.seal(0.5))
     storage = bucket.flat.untyped_storage().data_ptr()
     for parameter, want in zip(bucket.parameters, (1.0, 2.0, 3.0), strict=True):
         assert parameter.grad.untyped_storage().data_ptr() == storage
@@ -46,7 +47,7 @@ def test_unused_everywhere_stays_none_and_unused_somewhere_counts_as_zero():
     fill(ranks[0], [torch.ones(2, 3), None, None], 0.5)
     fill(ranks[1], [torch.ones(2, 3), torch.ones(4), None], 0.5)
     assert not ranks[0].is_ready and not ranks[1].is_ready
-    total = total_of([bucket.seal(0.5, 1.0).clone() for bucket in ranks])
+    total = total_of([bucket.seal(0.5) for bucket in ranks])
     for bucket in ranks:
         bucket.withdraw(total)
         first, second, third = (parameter.grad for parameter in bucket.parameters)
@@ -56,34 +57,62 @@ def test_unused_everywhere_stays_none_and_unused_somewhere_counts_as_zero():
 def test_an_old_value_is_not_sent_for_a_parameter_that_got_no_gradient():
     bucket = Bucket(parameters())
     fill(bucket, [torch.ones(2, 3), torch.ones(4), torch.tensor(1.0)], 1.0)
-    bucket.withdraw(bucket.seal(1.0, 1.0))
+    bucket.withdraw(bucket.seal(1.0))
     for parameter in bucket.parameters:
         parameter.grad = None
     bucket.reset()
-    assert (bucket.seal(1.0, 1.0) == 0).all()
+    assert (bucket.seal(1.0).values == 0).all() and (bucket.seal(1.0).used == 0).all()
 
 
 def test_gradients_accumulated_before_are_sent_though_this_backward_gave_none():
     bucket = Bucket(parameters())
     bucket.parameters[1].grad = torch.full((4,), 8.0)
-    bucket.withdraw(bucket.seal(0.25, 1.0))
+    bucket.withdraw(bucket.seal(0.25))
     assert (bucket.parameters[1].grad == 2).all() and bucket.parameters[0].grad is None
 
 
-def test_weights_divide_by_their_sum():
-    ranks = [Bucket(parameters(), is_weighted=True) for _ in range(2)]
-    for bucket, weight, value in zip(ranks, (1.0, 3.0), (2.0, 6.0), strict=True):
-        fill(bucket, [torch.full((2, 3), value), None, None], weight)
-    total = total_of([bucket.seal(weight, weight).clone() for bucket, weight in zip(ranks, (1.0, 3.0), strict=True)])
-    ranks[0].withdraw(total)
+def test_values_are_multiplied_by_their_part_of_the_mean_when_they_leave():
+    ranks = [Bucket(parameters()) for _ in range(2)]
+    for bucket, value in zip(ranks, (2.0, 6.0), strict=True):
+        fill(bucket, [torch.full((2, 3), value), None, None], 1.0)
+    ranks[0].withdraw(total_of([bucket.seal(1.0, part=part) for bucket, part in zip(ranks, (0.25, 0.75), strict=True)]))
     assert (ranks[0].parameters[0].grad == (1 * 2 + 3 * 6) / 4).all()
+
+
+def test_between_aligned_tensors_stay_zeros():
+    members = parameters()
+    bucket = Bucket(members, layout_beside(members, align=4, is_guarded=True))
+    fill(bucket, [torch.ones(2, 3), torch.ones(4), torch.tensor(1.0)], 1.0)
+    parcel = bucket.seal(1.0)
+    assert parcel.values.tolist() == [1.0] * 6 + [0.0] * 2 + [1.0] * 5 + [0.0] * 3
+    bucket.withdraw(parcel.answered(torch.full((16,), 5.0), parcel.tail))
+    assert bucket.values.tolist() == [5.0] * 6 + [0.0] * 2 + [5.0] * 5 + [0.0] * 3
+    assert [float(p.grad.sum()) for p in members] == [30.0, 20.0, 5.0]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_told_where_somebody_looks(value):
+    for is_guarded in (False, True):
+        members = parameters()
+        bucket = Bucket(members, layout_beside(members, is_guarded=is_guarded))
+        fill(bucket, [torch.ones(2, 3), torch.full((4,), value), None], 1.0)
+        assert bucket.seal(1.0).sick == is_guarded
+
+
+def test_weights_go_in_and_what_replaces_them_comes_out():
+    members = parameters()
+    bucket = Bucket(members)
+    with torch.no_grad():
+        parcel = bucket.weigh_in()
+        bucket.weigh_out(parcel.answered(parcel.values * 3, parcel.tail))
+    assert all((parameter == 3).all() for parameter in members) and members[0].grad is None
 
 
 def test_a_rank_that_does_not_count_makes_no_parameter_used():
     ranks = [Bucket(parameters()) for _ in range(2)]
     fill(ranks[0], [torch.ones(2, 3), None, None], 0.5)
     fill(ranks[1], [torch.zeros(2, 3), torch.zeros(4), None], 0.5)  # its data have run out
-    total = total_of([ranks[0].seal(0.5, 1.0).clone(), ranks[1].seal(0.5, 0.0, counts=False).clone()])
+    total = total_of([ranks[0].seal(0.5), ranks[1].seal(0.5, counts=False)])
     for bucket in ranks:
         bucket.withdraw(total)
         assert (bucket.parameters[0].grad == 0.5).all() and bucket.parameters[1].grad is None
@@ -95,7 +124,7 @@ def test_sparse_and_strided_gradients_are_taken(layout):
     gradient = torch.tensor([[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
     given = gradient.to_sparse(1) if layout == torch.sparse_coo else torch.stack([gradient, gradient], -1)[..., 0]
     fill(bucket, [given], 2.0)
-    bucket.withdraw(bucket.seal(2.0, 1.0))
+    bucket.withdraw(bucket.seal(2.0))
     assert torch.equal(bucket.parameters[0].grad, 2 * gradient)
 
 
@@ -111,7 +140,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
         torch.randn(4, 1),
     ]
     fill(bucket, gradients, 1.0)
-    bucket.withdraw(bucket.seal(1.0, 1.0))
+    bucket.withdraw(bucket.seal(1.0))
     assert transposed.grad.stride() == transposed.stride() and image.grad.stride() == image.stride()
     assert spread.grad.is_contiguous()
     assert all(torch.equal(p.grad, want) for p, want in zip(bucket.parameters, gradients, strict=True))
@@ -119,7 +148,7 @@ def test_a_gradient_lies_in_memory_as_its_parameter_does():
 
 def test_complex_parameters_know_who_used_them():
     used, unused = (nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2))
-    bucket = Bucket([used, unused], is_weighted=True)
+    bucket = Bucket([used, unused])
     fill(bucket, [torch.full((2,), 2 + 4j), None], 1.0)
-    bucket.withdraw(bucket.seal(1.0, 2.0))
-    assert torch.equal(used.grad, torch.full((2,), 1 + 2j)) and unused.grad is None
+    bucket.withdraw(bucket.seal(1.0))
+    assert torch.equal(used.grad, torch.full((2,), 2 + 4j)) and unused.grad is None

@@ -15,7 +15,7 @@ from armillary.runtime.saving.checkpoint import (
     MARKER,
     Marker,
     RowIndex,
-    latest,
+    latest_checkpoint,
     mark,
     new_folder,
     next_serial,
@@ -127,13 +127,13 @@ def test_a_save_killed_at_any_moment_leaves_a_good_checkpoint_and_the_next_save_
                 save_one(parent, 3, keep=2)
             except Killed:
                 died = True
-        newest = latest(parent)
+        newest = latest_checkpoint(parent)
         assert newest is not None, moment
         step = read_marker(newest).step
         assert step in (2, 3)
         assert torch.equal(content(newest), ROWS + step)
         again = save_one(parent, 3, keep=2)
-        assert latest(parent) == again
+        assert latest_checkpoint(parent) == again
         assert torch.equal(content(again), ROWS + 3)
     assert moment > 10  # every kind of change was met
 
@@ -147,7 +147,7 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
 def test_the_newest_is_the_one_saved_last_not_the_one_of_the_highest_step(tmp_path):
     save_one(tmp_path, 200)
     gone_back = save_one(tmp_path, 150)
-    assert latest(tmp_path) == gone_back
+    assert latest_checkpoint(tmp_path) == gone_back
 
 
 def test_saving_a_step_twice_never_touches_the_first(tmp_path):
@@ -155,7 +155,7 @@ def test_saving_a_step_twice_never_touches_the_first(tmp_path):
     second = save_one(tmp_path, 5)
     assert first != second
     assert torch.equal(content(first), content(second))
-    assert latest(tmp_path) == second
+    assert latest_checkpoint(tmp_path) == second
 
 
 def test_unfinished_and_short_checkpoints_are_skipped_with_a_warning_that_names_them(tmp_path):
@@ -165,7 +165,7 @@ def test_unfinished_and_short_checkpoints_are_skipped_with_a_warning_that_names_
     os.truncate(short / "rows.safetensors", 100)
     (unmarked / MARKER).unlink()
     with pytest.warns(UserWarning, match=r"step-00000002.*100 bytes.*step-00000003: unfinished"):
-        assert latest(tmp_path) == good
+        assert latest_checkpoint(tmp_path) == good
     with pytest.raises(ValueError, match="100 bytes"):
         read_marker(short)
     with pytest.raises(ValueError, match="not a whole checkpoint"):
@@ -188,12 +188,12 @@ def test_a_file_written_elsewhere_is_missed_before_the_folder_is_marked(tmp_path
     with pytest.raises(OSError, match="shared file system"):
         mark(folder, Marker(1, 1, 1, (record,), {}, {}))
     with pytest.warns(UserWarning, match="unfinished"):
-        assert latest(tmp_path) is None
+        assert latest_checkpoint(tmp_path) is None
 
 
 def test_an_empty_or_absent_folder_has_no_latest(tmp_path):
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "absent") is None
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
 
 
 def table_of(whole, options, place):

@@ -140,7 +140,7 @@ def refuse_all(rank, workers):
         else:
             silent.append((name, "no error"))
     said = repr(model.table), tuple(model.table.shape), isinstance(model.table, nn.Parameter)
-    run.finish()
+    run._engine.finish()
     return silent, said
 
 
@@ -162,7 +162,7 @@ def read_nonsense(rank, workers):
                 functional.embedding(bad, model.table)
             said.append(str(caught.value))
         functional.embedding(IDS, model.table).sum().backward()
-    run.finish()
+    run._engine.finish()
     return said
 
 
@@ -183,7 +183,7 @@ def evaluate_on_one_rank(rank, workers, monkeypatched_rows):
             here, there = (functional.linear(hidden, m.table, bias) for m in (model, reference))
         same = torch.equal(here, there) or float((here - there).abs().max())
     handle.LINEAR_BLOCK_ROWS = block
-    run.finish()
+    run._engine.finish()
     return same
 
 
@@ -197,7 +197,7 @@ def look_at_gradient(rank, workers):
     run, model, optimizer, reference, _ = pair(Table, workers, {"table": "owned_rows"})
     functional.embedding(IDS, model.table).square().sum().backward()
     train_step(reference, sgd(reference.parameters()), range(workers), lambda m, w: m.table[IDS].square().sum())
-    held = next(table for table in run.tables.values()).parameter
+    held = next(table for table in run._engine.tables.values()).parameter
     # train_step has stepped: gradients of the reference are still there
     gradients = [model.table.grad, held.grad, model.table.grad.data, held.grad.detach()]
     want = reference.table.grad
@@ -220,13 +220,13 @@ def look_at_gradient(rank, workers):
         model.table.grad = torch.zeros(V, D)
     shape = tuple(model.table.grad.shape), isinstance(held.grad, GradientHandle)
     model.table.grad.mul_(0.5)
-    local = run.tables["table"].gradient
+    local = run._engine.tables["table"].gradient
     halved = float((local - 0.5 * touched(own_part(run, "table", want))).norm())
     model.zero_grad(set_to_none=False)
-    zeroed = float(run.tables["table"].gradient.norm())
+    zeroed = float(run._engine.tables["table"].gradient.norm())
     optimizer.zero_grad(set_to_none=False)
     model.zero_grad()
-    run.finish()
+    run._engine.finish()
     return norms, refused, shape, halved, zeroed, model.table.grad, held.grad
 
 
@@ -315,7 +315,7 @@ def recompute(rank, workers, is_reentrant):
 
     with pytest.raises(RuntimeError) as caught:
         checkpoint(part, start, use_reentrant=is_reentrant).sum().backward()
-    run.transport.close()
+    run._transport.close()
     return str(caught.value)
 
 
@@ -377,7 +377,7 @@ def remedies(rank, workers):
         with pytest.raises(NotImplementedError) as caught:
             operation()
         said[name] = str(caught.value)
-    run.finish()
+    run._engine.finish()
     return said
 
 

@@ -9,11 +9,15 @@ from torch import nn
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.delayed_all_reduce import delayed_all_reduce
+from armillary.schedules.gpipe import gpipe
 from armillary.schedules.norm_in_time import refuse_on_one_device
-from armillary.schedules.registry import build
+from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.schedules.simultaneous import simultaneous
 from staged_models import (
     EVERY_CLIP,
     LOOSE,
@@ -95,18 +99,19 @@ def test_every_optimizer_is_stepped_with_the_rate_of_the_gradients_step(optimize
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "schedule",
     [
-        ("simultaneous", {"workers": 3, "stages": 2}),
-        ("accumulation", {"micro_batches": 3, "stages": 2}),
-        ("delayed_all_reduce", {"workers": 3, "stages": 2}),
-        ("gpipe", {"stages": 3, "micro_batches": 2}),
-        ("one_f_one_b", {"stages": 3, "micro_batches": 4}),
-        ("cyclic_pipeline", {"stages": 3, "micro_batches": 4}),
+        simultaneous(3, 2),
+        accumulation(3, 2),
+        delayed_all_reduce(3, 2),
+        gpipe(3, 2),
+        one_f_one_b(3, 4),
+        cyclic_pipeline(3, 4),
     ],
+    ids=lambda schedule: schedule.name,
 )
-def test_every_schedule_can_be_carried_out_on_one_device(name, options):
-    assert equal(build(name, **options))
+def test_every_schedule_can_be_carried_out_on_one_device(schedule):
+    assert equal(schedule)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, lambda width: nn.GroupNorm(1, width)])
@@ -152,7 +157,7 @@ def test_each_action_reads_the_version_the_schedule_names_both_ways():
 
 
 def test_the_activations_held_are_the_schedules_at_every_tick():
-    for schedule in [*rings(2), *rings(3), cyclic(4), build("accumulation", micro_batches=3, stages=2)]:
+    for schedule in [*rings(2), *rings(3), cyclic(4), accumulation(3, 2)]:
         after = {}
 
         def observe(due, version, held, after=after):
@@ -190,7 +195,7 @@ def test_clipping_is_the_references_bit_for_bit(by, dtype):
         if by != "global" or has_time(made):
             assert equal(made, clip=clip, dtype=dtype), (made, clip)
     assert equal(cyclic(3, slack=3), clip=Clip(TIGHT, by), drains=(2, 4), settles=(1, 3), optimizer="adagrad")
-    assert equal(build("gpipe", stages=3, micro_batches=2), clip=Clip(TIGHT, by))
+    assert equal(gpipe(3, 2), clip=Clip(TIGHT, by))
 
 
 def has_time(schedule):

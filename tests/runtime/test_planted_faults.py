@@ -321,6 +321,7 @@ def opposed(steps, workers):
     return made
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("run", [ring, zero_ring])
 def test_sums_in_another_order_of_workers_are_told_apart(run, monkeypatch):
     """All workers begin at once, so that nothing but the order changes when the first and the last change places."""

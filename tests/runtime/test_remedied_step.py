@@ -11,9 +11,9 @@ from armillary.runtime.cyclic.pipeline import Pipeline
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.registry import build
 from armillary.schedules.remedies.remedy import build_remedy
 from armillary.schedules.remedies.stable_rate import rate_scale
+from armillary.schedules.simultaneous import simultaneous
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
 
@@ -120,7 +120,7 @@ def test_every_optimizer_with_momentum_is_predicted_alike(optimizer):
 
 
 def test_stages_and_schedules_that_read_nothing_old_are_left_alone():
-    for schedule in (build("simultaneous", workers=3, stages=2), cyclic(1, 2)):
+    for schedule in (simultaneous(3, 2), cyclic(1, 2)):
         assert same(by_one_device(schedule, ALL), by_one_device(schedule, ()))
     every = range(STEPS)  # drained before every step, nothing is old: only the step's options may differ
     names = ("weight_prediction", "error_feedback")

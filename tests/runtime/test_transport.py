@@ -1,6 +1,5 @@
 """torch.distributed answers every request as lockstep does, and counts the same bytes."""
 
-import multiprocessing
 import os
 import time
 
@@ -12,6 +11,7 @@ from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
 from armillary.runtime.order import Asked, disagreement
 from armillary.runtime.transport import Transport
+from forked import forkserver
 
 WORLD, PER_NODE = 4, 2
 KINDS = ["all_reduce", "all_gather", "all_to_all", "all_to_all, all empty", "all_to_all, one rank sends nothing"]
@@ -175,8 +175,7 @@ def restarted(rank, port, attempt, outbox):
 def test_a_restarted_job_does_not_read_the_addresses_of_the_one_that_died():
     """As torchrun --max-restarts: the agent's store outlives the workers."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "armillary"])
+    fork = forkserver()
     outbox = fork.Queue()
     for attempt in range(2):
         workers = [fork.Process(target=restarted, args=(rank, store.port, attempt, outbox)) for rank in range(2)]

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from armillary.facts.choice import Choice
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_modes import CyclicOptions, read_options
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.messages import carrier, closing, home, pipeline_messages, ring_messages, sum_path
 from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
+from armillary.schedules.registry import read
 from armillary.schedules.simultaneous import simultaneous
 
 EXACT, BY_STAGE, PREVIOUS = Clip(1.0, "global"), Clip(1.0, "stage"), Clip(1.0, "previous")
@@ -67,7 +68,7 @@ def test_nonsense_is_refused():
         with pytest.raises(ValueError, match="clip wants a positive norm and one of global, stage, previous"):
             Clip(norm, by)
     with pytest.raises(ValueError, match="clip_by=stage wants a clip_norm"):
-        CyclicOptions("ring", 2, 2, clip_by="stage")
+        read(Choice("ring", {"clip_by": "stage"}), 2)
 
 
 @given(rings)
@@ -161,24 +162,30 @@ def test_a_pipelines_norm_goes_down_behind_the_last_gradient_and_up_ahead_of_its
 
 
 @pytest.mark.parametrize(
-    ("options", "enough"),
+    ("name", "options", "enough"),
     [
-        ({"mode": "one_device", "micro_batches": 4}, 2),
-        ({"mode": "ring"}, 2),
-        ({"mode": "pipeline"}, 3),
+        ("one_device", {"micro_batches": 4}, 2),
+        ("ring", {}, 2),
+        ("zero_ring", {}, 2),
+        ("pipeline", {}, 3),
     ],
 )
-def test_exact_clipping_without_time_is_refused_with_the_slack_that_is_enough(options, enough):
-    processes = 1 if options["mode"] == "one_device" else 4
+def test_exact_clipping_without_time_is_refused_with_the_slack_that_is_enough(name, options, enough):
+    processes = 1 if name == "one_device" else 4
     wish = {**options, "clip_norm": 1.0}
     with pytest.raises(ValueError, match=rf"norm.*clip by stage or previous \(slack={enough} is enough\)"):
-        read_options(wish, processes)
-    assert read_options({**wish, "slack": enough}, processes).clip == Clip(1.0, "global")
+        read(Choice(name, wish), processes)
+    assert read(Choice(name, {**wish, "slack": enough}), processes).clip == Clip(1.0, "global")
     for by in ("stage", "previous"):
-        made = read_options({**wish, "clip_by": by}, processes)
+        made = read(Choice(name, {**wish, "clip_by": by}), processes)
         assert made.clip == Clip(1.0, by)
-        assert read_options(made.as_options(), processes) == made
-    assert "clip_norm" not in read_options(options, processes).as_options()
+        assert read(Choice(name, made.as_options()), processes) == made
+    assert "clip_norm" not in read(Choice(name, options), processes).as_options()
+
+
+def test_a_flush_pipeline_has_time_with_no_slack_to_offer():
+    for name in ("gpipe", "one_f_one_b"):
+        assert read(Choice(name, {"clip_norm": 1.0}), 4).clip == Clip(1.0, "global")
 
 
 def test_a_synchronous_schedule_has_time():

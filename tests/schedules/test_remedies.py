@@ -5,17 +5,18 @@ import math
 import pytest
 import torch
 
+from armillary.facts.choice import Choice
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_modes import read_options
-from armillary.schedules.remedies.remedy import Remedy, build_remedy, remedies, stale_share
+from armillary.schedules.registry import read
+from armillary.schedules.remedies.remedy import REMEDIES, Remedy, build_remedy, stale_share
 from armillary.schedules.remedies.stable_rate import rate_scale
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS
 
 
 def test_every_remedy_does_something_and_says_what():
-    assert set(remedies()) == {"nesterov", "weight_prediction", "stable_rate", "error_feedback"}
-    for name in remedies():
+    assert set(REMEDIES.all()) == {"nesterov", "weight_prediction", "stable_rate", "error_feedback"}
+    for name in REMEDIES.all():
         remedy = build_remedy(name)
         assert remedy.says.startswith(f"{name}: ")
         assert [remedy.step_options, remedy.gradient, remedy.ahead].count(None) == 2
@@ -128,10 +129,11 @@ def test_optimizers_that_a_remedy_cannot_work_with_are_named_with_what_to_take()
 
 
 def test_options_name_remedies_and_a_ring_has_none():
-    found = read_options({"mode": "one_device", "remedies": ["error_feedback", "stable_rate"]}, 1)
+    found = read(Choice("one_device", {"remedies": ["error_feedback", "stable_rate"]}), 1)
     assert found.as_options()["remedies"] == ["error_feedback", "stable_rate"] and len(found.built_remedies()) == 2
     assert math.isclose(found.built_remedies()[1].step_options({"lr": 1.0}, 1.0)["lr"], 0.5)
-    with pytest.raises(ValueError, match="has no stable_rate: momentum and gradients"):
-        read_options({"mode": "ring", "remedies": ["stable_rate"]}, 2)
+    for name, processes in (("ring", 2), ("zero_ring", 2), ("shared_stages", 3)):
+        with pytest.raises(ValueError, match=f"{name} has no remedies; it may have"):
+            read(Choice(name, {"remedies": ["stable_rate"]}), processes)
     with pytest.raises(ValueError, match="no remedy 'prayer'"):
-        read_options({"mode": "one_device", "remedies": ["prayer"]}, 1)
+        read(Choice("one_device", {"remedies": ["prayer"]}), 1)

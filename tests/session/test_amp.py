@@ -46,15 +46,15 @@ def train_under_autocast(rank, workers, exchange):
         loss(model, batch_of(rank, step)).backward()
         optimizer.step()
         train_step(reference, truth, [batch_of(worker, step) for worker in range(workers)], loss)
-    run.finish()
+    run._engine.finish()
     far = {}
     for name, want in reference.named_parameters():
         got, mine, began = model.get_parameter(name), want, start[name]
-        if name in run.tables:
-            ids = run.tables[name].ownership.ids(rank) if run.tables[name].is_pulled else slice(None)
-            got, mine, began = run.tables[name].shard, want[ids], began[ids]
+        if name in run._engine.tables:
+            ids = run._engine.tables[name].ownership.ids(rank) if run._engine.tables[name].is_pulled else slice(None)
+            got, mine, began = run._engine.tables[name].shard, want[ids], began[ids]
         far[name] = float((got - mine).norm() / (mine - began).norm())
-    run.transport.close()
+    run.close()
     return far
 
 
@@ -136,7 +136,7 @@ def train_without_telling(rank, workers):
             scaler.step(optimizer)
             scaler.update()
     except RuntimeError as error:
-        run.transport.close()
+        run.__exit__(type(error), error, None)
         return step, str(error)
     return None
 

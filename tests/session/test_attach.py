@@ -1,6 +1,5 @@
 """What attach refuses, each with its message and on every rank; what it finds out about an optimizer."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from torch import nn
 
 from armillary.facts.plan import Choice, Group
 from armillary.reference.serial import train_step
-from armillary.runtime.transport import Transport
 from armillary.session import attach as attaching
 from beside import adam, close, differences, fingerprint, pair, plan_of, sgd
 
@@ -113,7 +111,7 @@ def other_nodes(rank, workers):
 
 def other_schedule(rank, workers):
     model = Small()
-    return owned_plan(model, workers, schedule=Choice("cyclic")), model, sgd(model.parameters()), {}
+    return owned_plan(model, workers, schedule=Choice("ring")), model, sgd(model.parameters()), {}
 
 
 def other_names(rank, workers):
@@ -175,7 +173,7 @@ def optimizer_of(make):
 
 def lazy_lamb(rank, workers):
     model = Small()
-    plan = plan_of(model, workers, {"emb.weight": "gather_rows"}, update="lazy")
+    plan = plan_of(model, workers, {"emb.weight": "gather_rows"}, departures=("lazy",))
     return plan, model, Lambish(model.parameters()), {}
 
 
@@ -186,7 +184,7 @@ def not_held(rank, workers):
 
 def wrong_placement(rank, workers):
     model = Small()
-    return with_group(owned_plan(model, workers), 1, placement="replicated"), model, sgd(model.parameters()), {}
+    return with_group(owned_plan(model, workers), 1, layout="replicated"), model, sgd(model.parameters()), {}
 
 
 def two_tables(rank, workers):
@@ -211,7 +209,7 @@ def no_such_exchange(rank, workers):
 REFUSALS = {
     other_world: r"rank 0: the plan is for 8 workers, this job has 2; plan again, or launch with --nproc-per-node 8",
     other_nodes: r"2 ranks do not fill nodes of 3; plan again",
-    other_schedule: r"schedule cyclic owns the loop",
+    other_schedule: r"schedule ring owns the loop",
     other_names: r"it has \['emb.weight', 'lin.bias', 'lin.weight'\] which this one does not train and misses",
     other_shapes: r"this is \w{16}: the same names with other shapes or dtypes; plan again",
     one_rank_other_model: r"attach: rank 1: the plan was made for model \w{16}, this is",
@@ -258,7 +256,7 @@ def begin_apart(rank, workers):
     run = attaching.attach(owned_plan(model, workers), model, sgd(model.parameters()))
     torch.manual_seed(0)
     far = differences(run, model, Small())
-    run.finish()
+    run._engine.finish()
     return far, float(model.seen)
 
 
@@ -310,20 +308,16 @@ def test_what_an_optimizer_does_to_rows_is_found_out_rightly(crew, name, exchang
 
 def end_early(rank, workers, tables):
     """Rank 1 has one batch fewer and nobody iterates over run.batches."""
-    before, attaching.Transport = attaching.Transport, functools.partial(Transport, timeout_seconds=2.0)
-    try:
-        torch.manual_seed(0)
-        model = Small()
-        optimizer = sgd(model.parameters())
-        run = attaching.attach(plan_of(model, workers, tables), model, optimizer)
-    finally:
-        attaching.Transport = before
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = sgd(model.parameters())
+    run = attaching.attach(plan_of(model, workers, tables), model, optimizer, timeout=2.0)
     try:
         for step in range(2 - rank):
             optimizer.zero_grad()
             model(ids_of(rank, step)).backward()
             optimizer.step()
-        run.finish()
+        run._engine.finish()
     except RuntimeError as error:
         return str(error)
     return ""

@@ -9,7 +9,8 @@ import torch
 from armillary.facts.plan import Choice
 from armillary.facts.topology import TURN_BYTES, Link, Topology
 from armillary.runtime.transport import Transport
-from armillary.session.attach import attach
+from armillary.session.attach import attach, attach_over
+from armillary.session.train_job import TrainJob
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 STEPS, TURN = 9, 2
@@ -25,15 +26,16 @@ def losses_of(plan_name, workers, transport):
     optimizer = OPTIMIZERS["adagrad"](model.parameters())
     rows, look_ahead = PLANS[plan_name]
     plan = plan_for(model, workers, rows, Choice("all_reduce"))
-    groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
-    run = attach(replace(plan, groups=tuple(groups)), model, optimizer, transport=transport)
+    groups = [replace(g, look_ahead=look_ahead) if g.layout == "row_sharded" else g for g in plan.groups]
+    mine = replace(plan, groups=tuple(groups))
+    run = attach_over(transport or Transport(), mine, TrainJob(model, optimizer), owns_transport=False)
     for batch in run.batches([batch_of(run.rank, step) for step in range(STEPS)]):
         value = loss(model, batch)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
         yield value.item()
-    run.finish()
+    run._engine.finish()
 
 
 def by_turns(rank, workers):
@@ -61,28 +63,16 @@ def refusals(rank, workers):
     model = Mixed()
     optimizer = OPTIMIZERS["adagrad"](model.parameters())
     plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
-    said = {}
-    for name, made, asked in (
-        ("nodes", {"workers_per_node": 2}, {}),
-        ("turns", {}, {"topology": FAST}),
-        ("order", {}, {"check_order": True}),
-    ):
-        transport = Transport(**made)
-        with pytest.raises(ValueError, match="rank 0: the transport given") as refused:
-            attach(plan, model, optimizer, transport=transport, **asked)
-        said[name] = str(refused.value)
-        transport.close()
-    checking = Transport(check_order=True)
-    attach(plan, model, optimizer, transport=checking).detach()
-    checking.close()
-    return said
+    transport = Transport(2)
+    with pytest.raises(ValueError, match="rank 0: the transport given") as refused:
+        attach_over(transport, plan, TrainJob(model, optimizer))
+    transport.close()
+    return str(refused.value)
 
 
 def test_connections_made_for_another_plan_are_refused_on_every_rank(crew):
     for said in crew(2).run(refusals):
-        assert "'workers_per_node': 2" in said["nodes"] and "Transport(workers_per_node=1" in said["nodes"]
-        assert "turn_bytes=27000000" in said["turns"] and "this run wants" in said["turns"]
-        assert "check_order=True)" in said["order"]
+        assert "nodes of 2, the plan wants nodes of 1" in said and "Transport(workers_per_node=1" in said
 
 
 def own_turns(rank, workers):
@@ -91,10 +81,8 @@ def own_turns(rank, workers):
         model = Mixed()
         optimizer = OPTIMIZERS["adagrad"](model.parameters())
         plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
-        run = attach(plan, model, optimizer, topology=topology)
-        found.append(run.transport.pairwise.turn_bytes)
-        run.detach()
-        run.transport.close()
+        with attach(plan, model, optimizer, topology=topology) as run:
+            found.append(run._transport.pairwise.turn_bytes)
     return found
 
 

@@ -9,30 +9,34 @@ from torch import nn
 from torch.nn import functional
 
 from armillary.cli.find import find, small
+from armillary.facts.mesh import DATA, Axis, Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
+from armillary.facts.stage_plan import StagePlan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
 from armillary.runtime.saving.saved import REST
 from armillary.runtime.watch.profiler import profile
-from armillary.schedules.cyclic_modes import RINGS, CyclicOptions, read_options
 from armillary.schedules.random_stream import place_seed, seed_from_step
+from armillary.schedules.registry import options_of, read
+from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
-from armillary.session.cyclic import verify as cyclic_verify
-from armillary.session.cyclic.drive import drive
 from armillary.session.cyclic.split_loss import SplitLoss
-from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
-from armillary.session.cyclic.train import train_cyclic
-from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
-from armillary.session.export import export
 from armillary.session.settings import Settings
+from armillary.session.train import train
+from armillary.session.verify import verify
+from owned import started
 
 WIDTH, ROWS = 4, 3
-ONE, UP, ROUND = {"mode": "one_device", "micro_batches": 2}, {"mode": "pipeline"}, {"mode": "ring"}
-ZERO = {"mode": "zero_ring"}
-SHARED = {"mode": "shared"}
+ONE, UP, ROUND = Choice("one_device", {"micro_batches": 2}), Choice("pipeline"), Choice("ring")
+ZERO = Choice("zero_ring")
+SHARED = Choice("shared_stages")
+
+
+def also(choice, **options):
+    return Choice(choice.name, {**choice.options, **options})
 
 
 def model_of():
@@ -61,27 +65,27 @@ def plan_of(options, processes):
     """`processes` on one node, as the user would ask for it."""
     link = Link(1e-4, 1e8)
     facts = profile(model_of(), [batch_of(0, 0)] * processes, loss, workers=processes)
-    return plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=Choice("cyclic", options))
+    return plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=options)
 
 
 def driven(made, path=None):
     model = model_of()
     optimizer = optimizer_of(model)
-    first = load_plain(Path(path), model, optimizer)[0] if path else 0
-    return drive(made, model, optimizer, loss, batch_of(0, 0), seed=5, first_step=first), first
+    run = started(made, model, optimizer, loss, batch_of(0, 0), seed=5)
+    return run, run.load(path)["step"] if path else 0
 
 
 def trained(run, steps):
     losses = []
     for step in steps:
-        losses += run.step([batch_of(step, micro_batch) for micro_batch in run.micro_batches])
+        losses += run.step([batch_of(step, micro_batch) for micro_batch in run._engine.micro_batches])
     return losses
 
 
 def truth(options, processes, steps, drains=()):
     """(weights, optimizer state, losses of the micro-batches) of one process after `steps` steps."""
     model = model_of()
-    optimizer, found = optimizer_of(model), read_options(options, processes)
+    optimizer, found = optimizer_of(model), read(options, processes)
     links = [nn.Sequential(*list(model)[first : first + 4 // found.stages]) for first in range(0, 4, 4 // found.stages)]
     reference = Reference(links, optimizer, found.schedule(), functional.mse_loss, seed=5)
     losses = []
@@ -111,7 +115,7 @@ def verify_job(rank, world, cases):
     found = []
     for options, wish in cases:
         task = find("vision", {**small("vision"), **options})
-        found.append(verify_cyclic(task, wishes=Wishes(schedule=Choice("cyclic", wish)), steps=4))
+        found.append(verify(task, wishes=Wishes(schedule=wish), steps=4, every_bit=True))
     return found
 
 
@@ -123,16 +127,24 @@ REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
-        (1, [(VIT, {**ONE, "micro_batches": 3}), (BATCH_NORM, {**ONE, "slack": 1, "stages": 3}), (VIT, ROUND)]),
-        (2, [(VIT, UP), (BATCH_NORM, {**UP, "slack": 3, "micro_batches": 3})]),
-        (1, [(VIT, {**ONE, "slack": 2, "remedies": list(REMEDIES)})]),
-        (2, [(VIT, {**UP, "remedies": list(REMEDIES)})]),
-        (2, [(VIT, ROUND), (BATCH_NORM, {**ROUND, "slack": 2, "stages": 3})]),
-        (2, [(VIT, ZERO), (BATCH_NORM, {**ZERO, "slack": 2, "stages": 3, "clip_norm": 0.1})]),
-        (1, [(VIT, {**ONE, "clip_norm": 0.1, "slack": 1}), (VIT, {**ONE, "clip_norm": 0.1, "clip_by": "previous"})]),
-        (2, [(VIT, {**UP, "clip_norm": 0.1, "slack": 1}), (VIT, {**UP, "clip_norm": 0.1, "clip_by": "previous"})]),
-        (3, [(VIT, SHARED), (BATCH_NORM, {**SHARED, "slack": 2}), (VIT, {**SHARED, "clip_norm": 0.1, "slack": 1})]),
-        (2, [(VIT, {**ROUND, "clip_norm": 0.1, "slack": 1}), (VIT, {**ROUND, "clip_norm": 0.1, "clip_by": "stage"})]),
+        (1, [(VIT, also(ONE, micro_batches=3)), (BATCH_NORM, also(ONE, slack=1, stages=3)), (VIT, ROUND)]),
+        (2, [(VIT, UP), (BATCH_NORM, also(UP, slack=3, micro_batches=3))]),
+        (1, [(VIT, also(ONE, slack=2, remedies=list(REMEDIES)))]),
+        (2, [(VIT, also(UP, remedies=list(REMEDIES)))]),
+        (2, [(VIT, ROUND), (BATCH_NORM, also(ROUND, slack=2, stages=3))]),
+        (2, [(VIT, ZERO), (BATCH_NORM, also(ZERO, slack=2, stages=3, clip_norm=0.1))]),
+        pytest.param(
+            1,
+            [(VIT, also(ONE, clip_norm=0.1, slack=1)), (VIT, also(ONE, clip_norm=0.1, clip_by="previous"))],
+            marks=pytest.mark.bits,
+        ),
+        (2, [(VIT, also(UP, clip_norm=0.1, slack=1)), (VIT, also(UP, clip_norm=0.1, clip_by="previous"))]),
+        (3, [(VIT, SHARED), (BATCH_NORM, also(SHARED, slack=2)), (VIT, also(SHARED, clip_norm=0.1, slack=1))]),
+        pytest.param(
+            2,
+            [(VIT, also(ROUND, clip_norm=0.1, slack=1)), (VIT, also(ROUND, clip_norm=0.1, clip_by="stage"))],
+            marks=pytest.mark.bits,
+        ),
     ],
 )
 def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look_and_a_drain(crew, processes, cases):
@@ -143,14 +155,31 @@ def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look
     assert all(answer == answers[0] for answer in answers)
 
 
+def verify_in_a_mode(rank, world, mode, monkey=pytest.MonkeyPatch):
+    with monkey.context() as patch:
+        patch.setenv("MKL_CBWR", mode if rank == 0 else "COMPATIBLE")
+        return verify(find("vision", small("vision")), wishes=Wishes(schedule=UP), steps=1)
+
+
+def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_every_address(crew):
+    for found in crew(2).run(verify_in_a_mode, "COMPATIBLE"):
+        assert (found.tolerance, found.note) == (0.0, "")
+    for found in crew(2).run(verify_in_a_mode, ""):
+        assert found.is_equal and found.tolerance == 1e-10
+        assert "note: compared to 1e-10 instead of every bit: MKL_CBWR was not set" in str(found)
+
+
 def verify_against_another_rule(rank, world, wish):
     """The reference is told another slack than the run."""
-    real = cyclic_verify.read_choice
-    cyclic_verify.read_choice = lambda choice, count: dataclasses.replace(real(choice, count), slack=1)
+    real = cyclic_verify._reference
+    late = Choice(wish.name, {**wish.options, "slack": 1})
+    cyclic_verify._reference = lambda case, *given: real(
+        case._replace(plan=dataclasses.replace(case.plan, schedule=late)), *given
+    )
     try:
         return verify_job(rank, world, [(VIT, wish)])[0]
     finally:
-        cyclic_verify.read_choice = real
+        cyclic_verify._reference = real
 
 
 @pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
@@ -177,6 +206,7 @@ def verify_against_one_bit(rank, world):
         cyclic_verify._truths = real
 
 
+@pytest.mark.bits
 def test_one_bit_of_one_weight_is_a_difference(crew):
     found = crew(1).run(verify_against_one_bit)[0]
     assert [one.verdict for one in found.differences].count("differs") == 1
@@ -190,14 +220,14 @@ def look(rank, world, made):
     seen, losses = [], []
     for step in range(4):
         losses += trained(run, [step])
-        with run.newest():
-            seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
-    run.drain()
-    losses += run.losses()
-    return seen, losses, export(run)
+        with run._engine.newest():
+            seen.append({name: value.clone() for name, value in run._engine.model.state_dict().items()})
+    run._engine.drain()
+    losses += run._engine.losses()
+    return seen, losses, run.export()
 
 
-@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, {**ROUND, "slack": 1}), (3, SHARED)])
+@pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, also(ROUND, slack=1)), (3, SHARED)])
 def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, processes, options):
     answers = crew(processes).run(look, plan_of(options, processes))
     for rank, (seen, _, _) in enumerate(answers):
@@ -206,44 +236,45 @@ def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew, pr
     model, optimizer, losses = truth(options, processes, 4)
     assert same(answers[0][2], {"model": dict(model), "optimizer": optimizer})
     assert all(answer[2] is None for answer in answers[1:])
-    if options["mode"] in RINGS:
+    if options.name in ("ring", "zero_ring"):
         for rank, (_, got, _) in enumerate(answers):
             assert same([one.losses for one in got], [(step[rank],) for step in losses])
     else:
-        assert same([list(one.losses) for one in answers[-1][1]], losses)
+        for _, got, _ in answers:
+            assert same([list(one.losses) for one in got], losses)
 
 
 def save_on_the_way(rank, world, made, folder):
     run, _ = driven(made)
     trained(run, range(3))
-    path = save_cyclic(run, Path(folder), 3, [{"step": 3, "feed": {}}] * 2, keep=1)
+    path = run.save(folder, loop={"step": 3, "feed": {}}, keep=1)
     trained(run, range(3, 5))
-    return str(path), export_cyclic(run)
+    return str(path), run.export()
 
 
 def resume(rank, world, made, path):
     run, first = driven(made, path)
     trained(run, range(first, 5))
-    return export_cyclic(run)
+    return run.export()
 
 
 def test_with_remedies_too_a_run_goes_on_from_a_checkpoint_as_the_one_that_wrote_it(crew, tmp_path):
     with_all = {"slack": 2, "remedies": list(REMEDIES)}
-    one, up = {**ONE, **with_all}, {**UP, **with_all}
+    one, up = also(ONE, **with_all), also(UP, **with_all)
     path, uninterrupted = crew(1).run(save_on_the_way, plan_of(one, 1), str(tmp_path))[0]
     for processes, options in ((1, one), (2, up)):
         assert same(crew(processes).run(resume, plan_of(options, processes), path)[0], uninterrupted), options
-    assert not same(crew(1).run(resume, plan_of({**ONE, "slack": 2}, 1), path)[0], uninterrupted)
+    assert not same(crew(1).run(resume, plan_of(also(ONE, slack=2), 1), path)[0], uninterrupted)
 
 
 def drive_without_momentum(rank, world, made):
     model = model_of()
     with pytest.raises(ValueError, match="rank 0: weight_prediction wants momentum to go by"):
-        drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
+        started(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
 
 
 def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
-    crew(1).run(drive_without_momentum, plan_of({**ONE, "remedies": ["weight_prediction"]}, 1))
+    crew(1).run(drive_without_momentum, plan_of(also(ONE, remedies=["weight_prediction"]), 1))
 
 
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
@@ -265,7 +296,7 @@ def test_a_checkpoint_goes_on_in_every_mode_as_the_run_that_wrote_it_and_opens_i
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO)])
 def test_a_resumed_run_clips_as_the_run_that_was_saved(crew, tmp_path, processes, options):
     """No norm is saved: a checkpoint is a drain, and after a drain nobody asks for the norm of the step before."""
-    made = plan_of({**options, "clip_norm": 0.1, "clip_by": "previous"}, processes)
+    made = plan_of(also(options, clip_norm=0.1, clip_by="previous"), processes)
     path, uninterrupted = crew(processes).run(save_on_the_way, made, str(tmp_path))[0]
     assert same(crew(processes).run(resume, made, path)[0], uninterrupted)
     assert not same(uninterrupted["model"], dict(truth(ONE, 1, 5, drains=(3,))[0]))
@@ -280,9 +311,9 @@ def held_weights(rank, world, made):
     """Bytes of the model's parameters on this process: between two steps, and in a look."""
     run, _ = driven(made)
     trained(run, range(2))
-    between = bytes_of(run.model)
-    with run.newest():
-        return between, bytes_of(run.model)
+    between = bytes_of(run._engine.model)
+    with run._engine.newest():
+        return between, bytes_of(run._engine.model)
 
 
 def bytes_of(model):
@@ -301,17 +332,17 @@ def halved(rank, world, made):
     """The weights of steps under autocast, looked at from outside of it."""
     torch.manual_seed(3)
     model = float_model_of()
-    run = drive(made, model, optimizer_of(model), loss, float_batch_of(0, 0), seed=5)
+    run = started(made, model, optimizer_of(model), loss, float_batch_of(0, 0), seed=5)
     for step in range(4):
-        batches = [float_batch_of(step, micro_batch) for micro_batch in run.micro_batches]
+        batches = [float_batch_of(step, micro_batch) for micro_batch in run._engine.micro_batches]
         with torch.autocast("cpu", torch.bfloat16):
             run.step(batches)
         if step == 2:
-            with run.newest():
+            with run._engine.newest():
                 pass
-    run.drain()
-    with run.newest():
-        return {name: value.clone() for name, value in run.model.state_dict().items()}
+    run._engine.drain()
+    with run._engine.newest():
+        return {name: value.clone() for name, value in run._engine.model.state_dict().items()}
 
 
 def float_model_of():
@@ -325,14 +356,14 @@ def float_batch_of(step, micro_batch):
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
 def test_steps_under_autocast_are_the_references_under_autocast_in_every_mode(crew, processes, options):
     model = float_model_of()
-    optimizer, found = optimizer_of(model), read_options(options, processes)
+    optimizer, found = optimizer_of(model), read(options, processes)
     reference = Reference([model[:2], model[2:]], optimizer, found.schedule(), functional.mse_loss, seed=5)
     for step in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             reference.step([float_batch_of(step, m) for m in range(2)])
     link = Link(1e-4, 1e8)
     facts = profile(float_model_of(), [float_batch_of(0, 0)] * processes, loss, workers=processes)
-    made = plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=Choice("cyclic", options))
+    made = plan(facts, Topology(1, processes, link, link, 1 << 33), schedule=options)
     for got in crew(processes).run(halved, made):
         assert same(got, dict(model.state_dict()))
 
@@ -345,8 +376,8 @@ def count_bytes(rank, world, made):
     counts = []
     for part in (range(3), range(3, 7)):
         trained(run, part)
-        run.drain()
-        counts.append(run.channel.take()[0])
+        run._engine.drain()
+        counts.append(run._engine.parts.channel.take()[0])
     return counts, sum(group.forecast.sent_bytes for group in run.plan.groups)
 
 
@@ -358,17 +389,17 @@ CLIPPED = {"slack": 2, "clip_norm": 1.0}
     [
         UP,
         ROUND,
-        {**UP, "micro_batches": 4},
-        {**ROUND, "stages": 4, "slack": 1},
-        {**UP, **CLIPPED},
-        {**ROUND, **CLIPPED, "stages": 4},
-        {**ROUND, **CLIPPED, "clip_by": "stage"},
+        also(UP, micro_batches=4),
+        also(ROUND, stages=4, slack=1),
+        also(UP, **CLIPPED),
+        also(ROUND, **CLIPPED, stages=4),
+        also(ROUND, **CLIPPED, clip_by="stage"),
         SHARED,
-        {**SHARED, **CLIPPED},
+        also(SHARED, **CLIPPED),
     ],
 )
 def test_the_bytes_forecast_are_the_bytes_sent(crew, options):
-    processes = 3 if options["mode"] == "shared" else 2
+    processes = 3 if options.name == "shared_stages" else 2
     answers = crew(processes).run(count_bytes, plan_of(options, processes))
     sent = sum(counts[1] for counts, _ in answers)  # the first messages of a pipeline bring their form along
     assert sent == 4 * sum(planned for _, planned in answers) > 0
@@ -378,12 +409,12 @@ def count_undrained(rank, world, made):
     """A step that opens sends more: it is not counted."""
     run, _ = driven(made)
     trained(run, range(2))
-    run.channel.take()
+    run._engine.parts.channel.take()
     trained(run, range(2, 6))
-    return run.channel.take()[0], sum(group.forecast.sent_bytes for group in run.plan.groups)
+    return run._engine.parts.channel.take()[0], sum(group.forecast.sent_bytes for group in run.plan.groups)
 
 
-@pytest.mark.parametrize("options", [ZERO, {**ZERO, "stages": 4, "slack": 1}, {**ZERO, **CLIPPED, "stages": 4}])
+@pytest.mark.parametrize("options", [ZERO, also(ZERO, stages=4, slack=1), also(ZERO, **CLIPPED, stages=4)])
 def test_the_bytes_forecast_of_a_zero_ring_are_the_bytes_sent(crew, options):
     answers = crew(2).run(count_undrained, plan_of(options, 2))
     assert sum(sent for sent, _ in answers) == 4 * 2 * answers[0][1] > 0
@@ -443,34 +474,34 @@ def tied_models():
     ]
 
 
-def drive_tied(rank, world, mode):
+def drive_tied(rank, world, choice):
     """What is said when a plan that knows nothing of the tie is carried out."""
     said = []
     for model, _ in tied_models():
         names = [name for name, _ in model.named_parameters()]
         point = names[1].removesuffix(".weight")
         groups = tuple(
-            Group(f"stage {j}", tuple(part), "stage_sharded", Choice(mode["mode"]), "stale")
+            Group(f"stage {j}", tuple(part), "stage_sharded", None, stage=j, departures=("stale",))
             for j, part in enumerate((names[:1], names[1:]))
         )
         shapes = [(name, tuple(p.shape), "float64") for name, p in model.named_parameters()]
-        choice = Choice("cyclic", {**mode, "stages": 2, "points": [point]})
-        made = Plan(world, groups, model_fingerprint(shapes), schedule=choice)
+        stages, mesh = (StagePlan("0"), StagePlan(point)), Mesh((Axis(DATA, world),))
+        made = Plan(mesh, groups, model_fingerprint(shapes), schedule=choice, stages=stages)
         with pytest.raises(ValueError, match="its two uses would see weights of different age") as caught:
-            drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
+            started(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
         said.append(str(caught.value))
     return said
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
-def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, mode):
-    for said in crew(processes).run(drive_tied, mode):
+@pytest.mark.parametrize(("processes", "choice"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
+def test_weights_tied_across_stages_are_refused_in_every_mode_with_both_places(crew, processes, choice):
+    for said in crew(processes).run(drive_tied, choice):
         for sentence, (_, places) in zip(said, tied_models(), strict=True):
             assert places in sentence
 
 
-@pytest.mark.parametrize(("processes", "mode"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
-def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, mode):
+@pytest.mark.parametrize(("processes", "choice"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])
+def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_stage_holds_both(processes, choice):
     link = Link(1e-4, 1e8)
     topology = Topology(1, processes, link, link, 1 << 33)
     for model, places in tied_models()[:2]:
@@ -478,13 +509,13 @@ def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_
         facts = profile(model, batches, loss, workers=processes)
         point = [stage.name for stage in facts.stages][1]
         with pytest.raises(ValueError, match=places):
-            plan(facts, topology, schedule=Choice("cyclic", {**mode, "stages": 2, "points": [point]}))
+            plan(facts, topology, schedule=also(choice, stages=2, points=[point]))
 
 
 def workload_refusal(rank, world, name):
     task = find(name, small(name))
     with pytest.raises(ValueError, match=r"stages|schedule") as caught:
-        verify_cyclic(task, wishes=Wishes(schedule=Choice("cyclic", ONE)))
+        verify(task, wishes=Wishes(schedule=ONE))
     return str(caught.value)
 
 
@@ -496,7 +527,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(crew):
 
 
 def edited(made, **options):
-    return dataclasses.replace(made, schedule=Choice("cyclic", {**made.schedule.options, **options}))
+    return dataclasses.replace(made, schedule=also(made.schedule, **options))
 
 
 def misuse(rank, world, made, alone):
@@ -504,12 +535,9 @@ def misuse(rank, world, made, alone):
     said = []
     for attempt in (
         lambda: attach(made, model, optimizer_of(model)),
-        lambda: drive(
-            dataclasses.replace(made, schedule=Choice("simultaneous")), model, optimizer_of(model), loss, None
-        ),
-        lambda: drive(alone, model, optimizer_of(model), loss, batch_of(0, 0)),
-        lambda: drive(edited(made, slack=1), model, optimizer_of(model), loss, batch_of(0, 0)),
-        lambda: drive(made, nn.Sequential(nn.Linear(2, 2)), optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: started(alone, model, optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: started(edited(made, points=["1"]), model, optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: started(made, nn.Sequential(nn.Linear(2, 2)), optimizer_of(model), loss, batch_of(0, 0)),
         lambda: driven(made)[0].step([batch_of(0, 0)]),
     ):
         try:
@@ -521,9 +549,13 @@ def misuse(rank, world, made, alone):
 
 def test_misuse_is_answered_with_what_to_do(crew):
     for said in crew(2).run(misuse, plan_of(UP, 2), plan_of(ONE, 1)):
-        owns, exact, workers, picture, model, count = said
-        assert 'set its picture to ""' in picture and "staleness 1 1" in picture
-        assert "armillary.drive" in owns and "use attach" in exact and count.startswith("run.step: rank")
+        owns, workers, contradiction, model, count = said
+        assert "has points=['1'], the stage table says ['2']; drop points" in contradiction
+        assert (
+            "needs loss and example" in owns
+            and "run.step(micro_batches)" in owns
+            and count.startswith("run.step: rank")
+        )
         assert "the plan is for 1 workers, this job has 2" in workers and "made for another model" in model
 
 
@@ -533,9 +565,9 @@ def test_misuse_is_answered_with_what_to_do(crew):
 def train_job(rank, world, folder, steps, is_resumed, options):
     torch.set_num_threads(1)
     task = find("vision", {**small("vision"), "batch_size": 8})
-    wishes = Wishes(schedule=Choice("cyclic", options))
+    wishes = Wishes(schedule=options)
     settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
-    return list(train_cyclic(task, settings))
+    return list(train(task, settings))
 
 
 def last_model(folder):
@@ -543,7 +575,7 @@ def last_model(folder):
     return torch.load(newest / REST, weights_only=True)["model"]
 
 
-@pytest.mark.parametrize(("processes", "options"), [(2, UP), (2, ROUND), (2, {**ZERO, "stages": 4}), (3, SHARED)])
+@pytest.mark.parametrize(("processes", "options"), [(2, UP), (2, ROUND), (2, also(ZERO, stages=4)), (3, SHARED)])
 def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, processes, options):
     whole = crew(processes).run(train_job, str(tmp_path / "whole"), 12, False, options)
     kinds = [type(event) for event in whole[0]]
@@ -560,4 +592,4 @@ def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew
 
 
 def test_options_are_those_of_the_plan():
-    assert read_options(plan_of(UP, 2).schedule.options, 2) == CyclicOptions("pipeline", 2, 2, 0, ("2",))
+    assert options_of(plan_of(UP, 2)) == read(Choice("pipeline", {"micro_batches": 2, "slack": 0, "points": ["2"]}), 2)

@@ -19,8 +19,7 @@ from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.stage_tables import StageTables
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.cyclic import cyclic
-from armillary.session.cyclic.drive import drive
-from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
+from owned import started
 from table_models import BY_ROW, OPTIMIZERS, ROWS, WIDTH, batch_of, cut_of, loss, model_of, plan_of, points_of, truth
 
 STEPS = 5
@@ -28,36 +27,43 @@ STEPS = 5
 
 def run_of(made, optimizer="sgd", dtype=torch.float64):
     model = model_of(dtype)
-    return drive(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, batch_of(0, 0, dtype), seed=5)
+    return started(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, batch_of(0, 0, dtype), seed=5)
 
 
 def trained(run, steps, drains=(), looks=()):
     """Losses by step; the rate falls after two steps."""
-    scheduler, dtype = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [2], 0.1), next(run.model.parameters()).dtype
+    scheduler, dtype = (
+        torch.optim.lr_scheduler.MultiStepLR(run._engine.optimizer, [2], 0.1),
+        next(run._engine.model.parameters()).dtype,
+    )
     losses = []
     for step in range(steps):
         if step in drains:
-            run.drain()
+            run._engine.drain()
         if step in looks:
-            with run.newest(), torch.no_grad():
+            with run._engine.newest(), torch.no_grad():
                 for number in range(run.rank):  # not equally often on every rank
-                    run.model(batch_of(step, number, dtype)[0])
-        losses += run.step([batch_of(step, number, dtype) for number in run.micro_batches])
+                    run._engine.model(batch_of(step, number, dtype)[0])
+        losses += run.step([batch_of(step, number, dtype) for number in run._engine.micro_batches])
         scheduler.step()
-    run.drain()
-    losses += run.losses()
+    run._engine.drain()
+    losses += run._engine.losses()
     return [list(one.losses) for one in losses]
 
 
 def held(run):
     """By name: (ids owned here, rows, optimizer state of the rows) of tables, and whole weights of the others."""
     tables = {}
-    for name, table in run.tables.by_name.items():
-        state = run.tables.held[name] if table.has_window else dict(run.optimizer.state[table.parameter])
+    for name, table in run._engine.parts.tables.by_name.items():
+        state = (
+            run._engine.parts.tables.held[name]
+            if table.has_window
+            else dict(run._engine.optimizer.state[table.parameter])
+        )
         rows = {key: v.clone() for key, v in state.items() if torch.is_tensor(v) and v.shape == table.shard.shape}
         tables[name] = table.ownership.ids(run.rank), table.shard.clone(), rows
-    with run.newest():
-        whole = {name: p.detach().clone() for name, p in run.model.named_parameters() if name not in tables}
+    with run._engine.newest():
+        whole = {name: p.detach().clone() for name, p in run._engine.model.named_parameters() if name not in tables}
     return tables, whole
 
 
@@ -68,13 +74,17 @@ def job(rank, world, cases):
         run = run_of(made, optimizer, dtype)
         losses = trained(run, STEPS, drains, looks)
         found.append((*held(run), losses))
-        run.transport.close()
+        run.close()
     return found
 
 
-def is_exact(options, processes):
+def is_one_device(choice):
+    return choice.startswith("one_device")
+
+
+def is_exact(choice, processes):
     """gloo adds the whole gradients of three ranks in an order of its own."""
-    return options["mode"] == "pipeline" or processes < 3
+    return not is_one_device(choice) or processes < 3
 
 
 def same(mine, true, exact=True):
@@ -83,12 +93,12 @@ def same(mine, true, exact=True):
     return torch.allclose(mine, true, rtol=0, atol=1e-10)
 
 
-def refute(answers, case, options, processes):
+def refute(answers, case, choice, processes):
     """The first thing that is not the truth's; empty if there is none."""
     _, optimizer, dtype, drains, _ = case
     lazy = [group.parameters[0] for group in case[0].groups if group.is_lazy]
-    model, made, true_losses = truth(options, processes, STEPS, optimizer, lazy, drains, dtype)
-    named, exact = dict(model.named_parameters()), is_exact(options, processes)
+    model, made, true_losses = truth(choice, processes, STEPS, optimizer, lazy, drains, dtype)
+    named, exact = dict(model.named_parameters()), is_exact(choice, processes)
     for rank, (tables, whole, losses) in enumerate(answers):
         for name, (ids, rows, state) in tables.items():
             if not same(rows, named[name][ids], exact):
@@ -98,9 +108,8 @@ def refute(answers, case, options, processes):
                 return f"rank {rank}: optimizer state of {name}"
         if different := [name for name in whole if not same(whole[name], named[name], exact)]:
             return f"rank {rank}: {different}"
-        worker = rank if options["mode"] == "one_device" else 0
-        knows = options["mode"] == "one_device" or rank == processes - 1
-        wanted = [step[worker] for step in true_losses] if knows else []
+        worker = rank if is_one_device(choice) else 0
+        wanted = [step[worker] for step in true_losses]
         if len(losses) != len(wanted) or not all(
             same(a, b, exact) for these, those in zip(losses, wanted, strict=True) for a, b in zip(these, those)
         ):
@@ -109,24 +118,24 @@ def refute(answers, case, options, processes):
 
 
 def one_device(stages=3, micro_batches=3, **options):
-    return {"mode": "one_device", "micro_batches": micro_batches, "points": points_of(stages), "stages": stages,
-            **options}  # fmt: skip
+    said = {"micro_batches": micro_batches, "points": points_of(stages), "stages": stages}
+    return str(Choice("one_device", {**said, **options}))
 
 
 def pipeline(stages, **options):
-    return {"mode": "pipeline", "points": points_of(stages), **options}
+    return str(Choice("pipeline", {"points": points_of(stages), **options}))
 
 
 def checked(crew, processes, listed):
-    """listed: (options, what differs from the usual case)."""
+    """listed: (schedule, what differs from the usual case)."""
     cases = []
-    for options, said in listed:
-        dtype = said.get("dtype", torch.float64) if is_exact(options, processes) else torch.float64
-        made = plan_of(options, processes, lazy=said.get("lazy", ()), dtype=dtype)
+    for choice, said in listed:
+        dtype = said.get("dtype", torch.float64) if is_exact(choice, processes) else torch.float64
+        made = plan_of(choice, processes, lazy=said.get("lazy", ()), dtype=dtype)
         cases.append((made, said.get("optimizer", "sgd"), dtype, said.get("drains", ()), said.get("looks", ())))
     answers = crew(processes).run(job, cases)
-    for number, ((options, _), case) in enumerate(zip(listed, cases, strict=True)):
-        assert not (found := refute([answer[number] for answer in answers], case, options, processes)), (found, options)
+    for number, ((choice, _), case) in enumerate(zip(listed, cases, strict=True)):
+        assert not (found := refute([answer[number] for answer in answers], case, choice, processes)), (found, choice)
 
 
 VARIETY = [
@@ -246,12 +255,12 @@ def faulty(rank, world, faults, cases):
     return found
 
 
-@pytest.mark.parametrize("options", [one_device(slack=1), pipeline(2, micro_batches=3, slack=1)])
-def test_planted_faults_are_seen(crew, options):
-    case = (plan_of(options, 2), "adagrad", torch.float64, (), ())
+@pytest.mark.parametrize("choice", [one_device(slack=1), pipeline(2, micro_batches=3, slack=1)])
+def test_planted_faults_are_seen(crew, choice):
+    case = (plan_of(choice, 2), "adagrad", torch.float64, (), ())
     answers = crew(2).run(faulty, ["", *FAULTS], [case])
     for number, name in enumerate(["", *FAULTS]):
-        found = refute([answer[number][0] for answer in answers], case, options, 2)
+        found = refute([answer[number][0] for answer in answers], case, choice, 2)
         assert bool(found) == bool(name), (name, found)
 
 
@@ -282,50 +291,65 @@ def test_a_version_that_is_not_there_is_never_served():
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "message"),
+    ("choice", "said", "message"),
     [
-        ({"mode": "ring"}, {}, "cannot be kept by row in mode ring: .*take one_device, pipeline"),
-        ({"mode": "zero_ring"}, {}, "cannot be kept by row in mode zero_ring: .*take one_device, pipeline"),
-        ({"mode": "shared"}, {}, "cannot be kept by row in mode shared: .*take one_device, pipeline"),
+        (
+            "ring",
+            {},
+            "cannot be kept by row under ring: .*take accumulation, gpipe, one_device, "
+            "one_f_one_b, pipeline, simultaneous, or plan without rows",
+        ),
+        (
+            "zero_ring",
+            {},
+            "cannot be kept by row under zero_ring: .*take accumulation, gpipe, one_device, "
+            "one_f_one_b, pipeline, simultaneous, or plan without rows",
+        ),
+        (
+            "shared_stages",
+            {},
+            "cannot be kept by row under shared_stages: .*take accumulation, gpipe, one_device, "
+            "one_f_one_b, pipeline, simultaneous, or plan without rows",
+        ),
         (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
         (pipeline(1, remedies=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
         (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
         (one_device(), {"wishes": {"0.marks": "replicated"}}, "can only ask for rows with owners"),
-        (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under a cyclic schedule only if kept by row"),
+        (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under this schedule only if kept by row"),
     ],
 )
-def test_a_plan_that_cannot_keep_tables_by_row_is_refused_with_what_can(options, said, message):
+def test_a_plan_that_cannot_keep_tables_by_row_is_refused_with_what_can(choice, said, message):
     with pytest.raises(ValueError, match=message):
-        plan_of(options, 1, **said)
+        plan_of(choice, 1, **said)
 
 
 def refused(made, optimizer, example=None):
     model = model_of()
     with pytest.raises((ValueError, NotImplementedError)) as found:
-        drive(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, example or batch_of(0, 0))
+        started(made, model, OPTIMIZERS[optimizer](model.parameters()), loss, example or batch_of(0, 0))
     return str(found.value)
 
 
 def edited(made, **changes):
-    group = next(group for group in made.groups if group.placement == "row_sharded")
+    group = next(group for group in made.groups if group.layout == "row_sharded")
     return made.with_group(replace(group, **changes))
 
 
 def test_drive_refuses_edited_plans(crew):
     for answer in crew(1).run(refusals, plan_of(one_device(), 1)):
-        assert "a cyclic schedule owns its loop: set it to 'none'" in answer[0]
+        assert "this schedule owns its loop: set it to 'none'" in answer[0]
         assert "rows go straight to one owner and back" in answer[1]
-        assert "cannot be kept by row in mode ring" in answer[2]
+        assert "cannot be kept by row under ring" in answer[2]
 
 
 def refusals(rank, world, made):
-    ring = plan_of({"mode": "ring", "stages": 3, "points": points_of(3)}, 1, {})
-    tables = {group.parameters[0]: group for group in made.groups if group.placement == "row_sharded"}
+    ring = plan_of("ring(stages=3, points=[1, 2])", 1, {})
+    tables = {group.parameters[0]: group for group in made.groups if group.layout == "row_sharded"}
     whole = [replace(g, parameters=tuple(p for p in g.parameters if p not in tables)) for g in ring.groups
              if set(g.parameters) - set(tables)]  # fmt: skip
     return [
         refused(edited(made, look_ahead="ids"), "sgd"),
-        refused(edited(made, exchange=Choice("gather_rows"), placement="replicated"), "sgd"),
+        refused(edited(made, exchange=Choice("gather_rows"), layout="replicated"), "sgd"),
         refused(replace(ring, groups=(*whole, *tables.values())), "sgd"),
     ]
 
@@ -343,7 +367,7 @@ class More(nn.Module):
 
 def too_often(rank, world, made):
     model = nn.Sequential(More()).double()
-    run = drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), more_loss, (torch.ones(2, 2).long(),))
+    run = started(made, model, torch.optim.SGD(model.parameters(), lr=0.1), more_loss, (torch.ones(2, 2).long(),))
     with pytest.raises(RuntimeError) as found:
         run.step([(2 * torch.ones(2, 2).long(),)] * 2)
     return str(found.value)
@@ -356,7 +380,7 @@ def more_loss(model, batch):
 def test_a_forward_may_not_look_up_more_often_than_its_example(crew):
     link = Link(1e-4, 1e8)
     facts = profile(nn.Sequential(More()).double(), [(torch.ones(2, 2).long(),)], more_loss)
-    schedule = Choice("cyclic", {"mode": "one_device", "stages": 1})
+    schedule = Choice("one_device", {"stages": 1})
     made = plan(
         facts, Topology(1, 1, link, link, 1 << 33), schedule=schedule, constraints={"0.words.weight": "row_sharded"}
     )
@@ -367,7 +391,7 @@ def test_a_forward_may_not_look_up_more_often_than_its_example(crew):
 def changed_options(rank, world, made):
     run = run_of(made)
     trained(run, 1)
-    run.optimizer.param_groups[0]["weight_decay"] = 0.1
+    run._engine.optimizer.param_groups[0]["weight_decay"] = 0.1
     with pytest.raises(ValueError, match="rows move that get no gradient") as found:
         trained(run, 2)
     return str(found.value)
@@ -405,29 +429,29 @@ EVEN = (torch.arange(12).view(3, 4),)
 
 def counted(rank, world, made):
     model = even_model()
-    run = drive(made, model, torch.optim.SGD(model.parameters(), lr=0.1), even_loss, EVEN)
+    run = started(made, model, torch.optim.SGD(model.parameters(), lr=0.1), even_loss, EVEN)
     counts = []
     for _ in range(4):
-        run.step([EVEN] * len(run.micro_batches))
-        run.settle()
-        counts.append(run.channel.take()[0])
-    run.transport.close()
+        run.step([EVEN] * len(run._engine.micro_batches))
+        run._engine.settle()
+        counts.append(run._engine.parts.channel.take()[0])
+    run.close()
     return counts
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("mode", ["one_device", "pipeline"])
-def test_the_bytes_forecast_are_the_bytes_sent(crew, processes, mode):
+@pytest.mark.parametrize("name", ["one_device", "pipeline"])
+def test_the_bytes_forecast_are_the_bytes_sent(crew, processes, name):
     link = Link(1e-4, 1e8)
     facts = profile(even_model(), [EVEN] * processes, even_loss, workers=processes)
-    schedule = Choice("cyclic", {"mode": mode, "points": ["1", "2"][: processes - 1], "micro_batches": 3})
+    schedule = Choice(name, {"points": ["1", "2"][: processes - 1], "micro_batches": 3})
     topology, wish = Topology(processes, 1, link, link, 1 << 33), {"0.words.weight": "row_sharded"}
     made = plan(facts, topology, schedule=schedule, constraints=wish)
     answers = crew(processes).run(counted, made)
     sent = [sum(counts[step] for counts in answers) / processes for step in (1, 2, 3)]  # forms travel at step 0
     assert sent == pytest.approx([made.forecast.sent_bytes] * 3, rel=1e-12) and sent[0] > 0
     table = made.group_of("0.words.weight")
-    assert table.update == "stale" and table.placement == "row_sharded"
+    assert table.departures == ("stale",) and table.layout == "row_sharded"
     assert "micro-batches read rows one step old" in str(made) and "row_sharded" in str(made)
 
 
@@ -438,9 +462,9 @@ def saved(rank, world, made, folder):
     """The checkpoint of a run, and what it exported."""
     run = run_of(made, "adam")
     trained(run, 3)
-    whole = export_cyclic(run)
-    save_cyclic(run, folder, 3, [{} for _ in range(3)], 1)
-    run.transport.close()
+    whole = run.export()
+    run.save(folder, keep=1)
+    run.close()
     return whole
 
 
@@ -450,12 +474,12 @@ def resumed(rank, world, made, path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    step, _ = load_plain(path, model, optimizer)
-    run = drive(made, model, optimizer, loss, batch_of(0, 0), seed=5, first_step=step)
-    whole = export_cyclic(run)
-    run.step([batch_of(3, number) for number in run.micro_batches])
-    after = export_cyclic(run)
-    run.transport.close()
+    run = started(made, model, optimizer, loss, batch_of(0, 0), seed=5)
+    run.load(path)
+    whole = run.export()
+    run.step([batch_of(3, number) for number in run._engine.micro_batches])
+    after = run.export()
+    run.close()
     return whole, after
 
 
@@ -469,8 +493,8 @@ def test_a_checkpoint_is_plain_and_opens_on_another_number_of_ranks_and_modes(cr
     assert all(torch.equal(mine[n][entry], true[n][entry]) for n in true for entry in true[n])
     path = next(tmp_path.glob("step-*"))
     finals = []
-    for options, processes in ((one_device(), 1), (pipeline(3), 3)):
-        again, after = crew(processes).run(resumed, plan_of(options, processes), path)[0]
+    for choice, processes in ((one_device(), 1), (pipeline(3), 3)):
+        again, after = crew(processes).run(resumed, plan_of(choice, processes), path)[0]
         assert all(torch.equal(again["model"][name], whole["model"][name]) for name in whole["model"])
         finals.append(after["model"])
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])

@@ -49,10 +49,9 @@ def train(rank, workers, way, look_ahead):
     has_waited = 0
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
-        has_waited += len(run.executor.deferral.waiting)
-    shards = {name: table.shard.clone() for name, table in run.tables.items()}
-    run.finish()
-    run.transport.close()
+        has_waited += len(run._engine.executor.deferral.waiting)
+    shards = {name: table.shard.clone() for name, table in run._engine.tables.items()}
+    run.close()
     return shards, has_waited
 
 
@@ -74,13 +73,12 @@ def scale_a_gradient_that_was_dropped(rank, workers):
     before = model.emb.weight.grad
     optimizer.zero_grad()
     loss(model, batch_of(rank, 1)).backward()
-    held = run.tables["emb.weight"].gradient.clone()
+    held = run._engine.tables["emb.weight"].gradient.clone()
     before.mul_(0.5)
-    is_same = torch.equal(run.tables["emb.weight"].gradient, held)
+    is_same = torch.equal(run._engine.tables["emb.weight"].gradient, held)
     model.emb.weight.grad.mul_(0.5)
-    is_scaled = torch.equal(run.tables["emb.weight"].gradient, held / 2)
-    run.finish()
-    run.transport.close()
+    is_scaled = torch.equal(run._engine.tables["emb.weight"].gradient, held / 2)
+    run.close()
     return is_same, is_scaled
 
 
@@ -90,13 +88,13 @@ def test_a_handle_of_a_dropped_gradient_does_not_speak_of_the_next(crew):
 
 def keep_the_model_alone(rank, workers):
     run, model, optimizer = started(workers, "sgd", "gradients")
-    transport, has_waited = run.transport, 0
+    transport, has_waited = run._transport, 0
     with closing(run.batches(batches_of(rank, ""))) as batches:
         for step, batch in zip(range(STEPS - 1), batches, strict=False):
             plain_step(run, model, optimizer, batch, step)
-            has_waited += len(run.executor.deferral.waiting)
-    run.finish()
-    run.detach()
+            has_waited += len(run._engine.executor.deferral.waiting)
+    run._engine.finish()
+    run._engine.detach()
     gone = [weakref.ref(run), weakref.ref(optimizer)]
     del run, optimizer, batches
     gc.collect()
@@ -120,15 +118,15 @@ def take_a_table_out(rank, workers):
             optimizer.zero_grad()
             loss(model, batch).backward()
             if step == 6:
-                mine = run.tables["emb.weight"].parameter
+                mine = run._engine.tables["emb.weight"].parameter
                 for group in optimizer.param_groups:
                     group["params"] = [parameter for parameter in group["params"] if parameter is not mine]
             if step == 7:
                 break
             optimizer.step()
-        run.finish()
-        left.append(run.tables["soft"].shard.clone())
-        run.transport.close()
+        run._engine.finish()
+        left.append(run._engine.tables["soft"].shard.clone())
+        run.close()
     return torch.equal(*left)
 
 

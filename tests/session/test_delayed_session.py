@@ -17,15 +17,14 @@ from armillary.runtime.saving.saved import REST
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
+from armillary.session import verify_schedule
 from armillary.session.attach import attach
-from armillary.session.cyclic import verify
-from armillary.session.cyclic.drive import drive
-from armillary.session.cyclic.state import export_cyclic, load_plain, save_cyclic
-from armillary.session.cyclic.train import _held_bytes, train_cyclic
-from armillary.session.cyclic.verify import verify_cyclic
 from armillary.session.decide import Wishes
 from armillary.session.events import Ended, Resumed, Saved
 from armillary.session.settings import Settings
+from armillary.session.train import train
+from armillary.session.verify import verify
+from owned import started
 from staged_models import same
 
 WIDTH, ROWS = 4, 3
@@ -68,14 +67,14 @@ def plan_of(choice, processes):
 def driven(made, path=None, dropout=0.0):
     model = model_of(dropout)
     optimizer = optimizer_of(model)
-    first = load_plain(Path(path), model, optimizer)[0] if path else 0
-    return drive(made, model, optimizer, loss, batch_of(0, 0), first_step=first), first
+    run = started(made, model, optimizer, loss, batch_of(0, 0))
+    return run, run.load(path)["step"] if path else 0
 
 
 def trained(run, steps):
     losses = []
     for step in steps:
-        losses += run.step([batch_of(step, micro_batch) for micro_batch in run.micro_batches])
+        losses += run.step([batch_of(step, micro_batch) for micro_batch in run._engine.micro_batches])
     return losses
 
 
@@ -109,7 +108,7 @@ def verify_job(rank, world, cases):
     found = []
     for name, options, choice in cases:
         task = find(name, {**small(name), **options})
-        found.append(verify_cyclic(task, wishes=Wishes(schedule=choice), steps=4))
+        found.append(verify(task, wishes=Wishes(schedule=choice), steps=4, every_bit=True))
     return found
 
 
@@ -139,17 +138,19 @@ def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_
 
 def verify_against_another_rule(rank, world, rule):
     """The reference is told another rule than the run."""
-    kept = verify._truths, verify.Reference
+    kept = verify_schedule._truths, verify_schedule.Reference
     if rule == "fresh":
-        verify.Reference = lambda stages, optimizer, schedule, *rest: Reference(
+        verify_schedule.Reference = lambda stages, optimizer, schedule, *rest: Reference(
             stages, optimizer, simultaneous(schedule.workers), *rest
         )
     else:
-        verify._truths = lambda case: kept[0](case._replace(plan=dataclasses.replace(case.plan, schedule=LATE)))
+        verify_schedule._truths = lambda case: kept[0](
+            case._replace(plan=dataclasses.replace(case.plan, schedule=LATE))
+        )
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
     finally:
-        verify._truths, verify.Reference = kept
+        verify_schedule._truths, verify_schedule.Reference = kept
 
 
 @pytest.mark.parametrize("rule", ["fresh", "unclipped"])
@@ -166,9 +167,9 @@ def look(rank, world, made):
     seen, losses = [], []
     for step in range(4):
         losses += trained(run, [step])
-        with run.newest():
-            seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
-    return seen, [one.step for one in losses], export_cyclic(run)
+        with run._engine.newest():
+            seen.append({name: value.clone() for name, value in run._engine.model.state_dict().items()})
+    return seen, [one.step for one in losses], run.export()
 
 
 def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew):
@@ -184,21 +185,21 @@ def test_a_look_shows_the_newest_weights_everywhere_and_changes_nothing(crew):
 def save_on_the_way(rank, world, made, folder):
     run, _ = driven(made)
     trained(run, range(3))
-    path = save_cyclic(run, Path(folder), 3, [{"step": 3, "feed": {}}] * 2, keep=1)
+    path = run.save(folder, loop={"step": 3, "feed": {}}, keep=1)
     trained(run, range(3, 6))
-    return str(path), export_cyclic(run)
+    return str(path), run.export()
 
 
 def resume(rank, world, made, path):
     run, first = driven(made, path)
     trained(run, range(first, 6))
-    return export_cyclic(run)
+    return run.export()
 
 
 SAME_RULE = [
-    (1, Choice("cyclic", {"mode": "one_device", "micro_batches": 2, "slack": 2})),
-    (2, Choice("cyclic", {"mode": "ring", "slack": 2})),
-    (2, Choice("cyclic", {"mode": "pipeline", "slack": 2})),
+    (1, Choice("one_device", {"micro_batches": 2, "slack": 2})),
+    (2, Choice("ring", {"slack": 2})),
+    (2, Choice("pipeline", {"slack": 2})),
     (2, LATE),
 ]
 
@@ -226,9 +227,9 @@ def test_it_goes_on_from_a_checkpoint_of_a_ring(crew, tmp_path):
 def count(rank, world, made):
     run, _ = driven(made)
     trained(run, range(4))
-    run.drain()
-    held, waited = _held_bytes(run), run.channel.waited_seconds
-    return run.channel.take()[0] / 4, held, waited > 0
+    run._engine.drain()
+    held, waited = sum(run._engine.held_bytes().values()), run._engine.parts.channel.waited_seconds
+    return run._engine.parts.channel.take()[0] / 4, held, waited > 0
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 100])
@@ -265,15 +266,16 @@ def misuse(rank, world, made):
 def test_misuse_is_answered_with_what_to_do(crew):
     for said in crew(2).run(misuse, plan_of(LATE, 2)):
         owns, exchange, strange, negative, batches = said
-        assert "carry it out with armillary.drive" in owns and "knows all_reduce only" in exchange
-        assert "may have clip_norm and bucket_bytes; got slack" in strange and "clip wants a positive norm" in negative
-        assert "hands in micro-batches" in batches and "got 2 batches" in batches
+        assert "needs loss and example" in owns and "knows all_reduce only" in exchange
+        assert "delayed_all_reduce has no slack; it may have bucket_bytes, clip_norm" in strange
+        assert "clip wants a positive norm" in negative
+        assert "hands in 1 micro-batches" in batches and "got 2" in batches
 
 
 def scaled(rank, world, made):
     model, scaler = model_of(), torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="scaled by a GradScaler"):
-        drive(made, model, optimizer_of(model), lambda *given: scaler.scale(loss(*given)), batch_of(0, 0))
+        started(made, model, optimizer_of(model), lambda *given: scaler.scale(loss(*given)), batch_of(0, 0))
 
 
 def test_a_loss_under_a_scaler_is_refused_since_its_scale_would_be_another_steps(crew):
@@ -283,9 +285,9 @@ def test_a_loss_under_a_scaler_is_refused_since_its_scale_would_be_another_steps
 def penalised(rank, world, made):
     model = model_of()
     optimizer = optimizer_of(model)
-    run = drive(made, model, optimizer, with_penalty, batch_of(0, 0))
+    run = started(made, model, optimizer, with_penalty, batch_of(0, 0))
     trained(run, range(3))
-    run.drain()
+    run._engine.drain()
     return [p.detach() for p in model.parameters()]
 
 
@@ -315,7 +317,7 @@ def train_job(rank, world, folder, steps, is_resumed):
     task = find("vision", {**small("vision"), "batch_size": 8})
     wishes = Wishes(schedule=CLIPPED)
     settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
-    return list(train_cyclic(task, settings))
+    return list(train(task, settings))
 
 
 def last_model(folder):

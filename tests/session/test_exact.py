@@ -108,8 +108,8 @@ def differences(run, model, reference):
     """Norm of the difference per tensor, relative to the tensor."""
     far = {}
     for name, want in reference.named_parameters():
-        if name in run.tables:
-            table = run.tables[name]
+        if name in run._engine.tables:
+            table = run._engine.tables[name]
             rank, owned = run.rank, table.ownership
             mine = want if not table.is_pulled else want[owned.ids(rank)] if rank in owned.owners else want[:0]
             got = table.shard
@@ -130,7 +130,7 @@ def train_both(rank, workers, exchange, optimizer_name, deed):
     )
     fields = {"mean": "weights"} if deed == "weights" else {}
     if deed == "lazy":
-        fields["update"] = "lazy"
+        fields["departures"] = ("lazy",)
     plan = plan_for(model, workers, rows, dense, workers_per_node=per_node, **fields)
     run = attach(plan, model, optimizer, check_order=deed in ("bag_unread_by_some", "evaluate_between"))
     schedulers = (
@@ -150,9 +150,9 @@ def train_both(rank, workers, exchange, optimizer_name, deed):
         for scheduler in schedulers[:1]:
             scheduler.step()
     never = model.never.grad
-    run.finish()
-    run.transport.close()
-    return differences(run, model, reference), never is None
+    far = differences(run, model, reference)
+    run.close()
+    return far, never is None
 
 
 def fits(exchange, workers):

@@ -32,14 +32,16 @@ def rows_that_outlive_their_step(rank, workers, exchange):
         optimizer.zero_grad()
         value = loss(model, batch_of(rank, step))
         seen += [
-            weakref.ref(one.rows) for table in run.tables.values() for one in table.pending if one.rows is not None
+            weakref.ref(one.rows)
+            for table in run._engine.tables.values()
+            for one in table.pending
+            if one.rows is not None
         ]
         value.backward()
         optimizer.step()
         del value
     gc.collect()
-    run.finish()
-    run.transport.close()
+    run.close()
     return len(seen), sum(one() is not None for one in seen)
 
 
@@ -51,9 +53,9 @@ def test_the_rows_of_a_look_up_die_with_their_step(crew, exchange):
 
 
 def parts_of_a_run(run):
-    tables = run.tables.values()
+    tables = run._engine.tables.values()
     rows = [look_up.rows for table in tables for look_up in table.pending if look_up.rows is not None]
-    return [*run.model.parameters(), *run.executor.units, *(table.shard for table in tables), *rows, run]
+    return [*run._model.parameters(), *run._engine.executor.units, *(table.shard for table in tables), *rows, run]
 
 
 def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle):
@@ -62,10 +64,10 @@ def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle)
     optimizer = OPTIMIZERS["adam" if look_ahead == "none" else "sgd"](model.parameters())
     plan = plan_for(model, workers, Choice(exchange), Choice("all_reduce"))
     if look_ahead != "none":
-        groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
+        groups = [replace(g, look_ahead=look_ahead) if g.layout == "row_sharded" else g for g in plan.groups]
         plan = replace(plan, groups=tuple(groups))
     run = attach(plan, model, optimizer)
-    transport = run.transport
+    transport = run._transport
     with closing(run.batches(batch_of(rank, step) for step in range(5))) as batches:
         for _, batch in zip(range(3), batches):
             optimizer.zero_grad()

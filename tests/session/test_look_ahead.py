@@ -9,8 +9,6 @@ from torch import nn
 from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
-from armillary.session.checkpoint import load, save
-from armillary.session.export import export
 from beside import plan_of
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
@@ -36,19 +34,19 @@ def started(rows, optimizer_name, look_ahead, workers, **fields):
 
 
 def ahead_of(plan, look_ahead):
-    groups = [replace(g, look_ahead=look_ahead) if g.placement == "row_sharded" else g for g in plan.groups]
+    groups = [replace(g, look_ahead=look_ahead) if g.layout == "row_sharded" else g for g in plan.groups]
     return replace(plan, groups=tuple(groups))
 
 
 def count_rounds(run):
     """Look-ups that this rank made by a round of their own."""
-    made, pull = [], run.executor.look_ups._pull
+    made, pull = [], run._engine.executor.look_ups._pull
 
     def counted(table, keys, needs_gradient):
         made.append((table.name, needs_gradient))
         return pull(table, keys, needs_gradient)
 
-    run.executor.look_ups._pull = counted
+    run._engine.executor.look_ups._pull = counted
     return made
 
 
@@ -140,7 +138,7 @@ def evaluate_all(run, model, optimizer, batch, step):
     for _ in range(2):
         with torch.no_grad():
             loss(model, batch_of(90 + run.rank, step))
-        run.finish()
+        run._engine.finish()
         if _ == 0:
             plain_step(run, model, optimizer, batch, step)
 
@@ -199,9 +197,9 @@ def drop_at_once(run, model, optimizer, batch, step):
 
 def export_between(run, model, optimizer, batch, step):
     """Before the forward, and after the step."""
-    before = export(run)
+    before = run.export()
     plain_step(run, model, optimizer, batch, step)
-    run.exported = [*getattr(run, "exported", []), before, export(run)]
+    run.exported = [*getattr(run, "exported", []), before, run.export()]
 
 
 def two_steps_of_a_batch(run, model, optimizer, batch, step):
@@ -285,7 +283,7 @@ def batches_of(rank, kind):
 
 
 def train(rank, workers, loop, rows, optimizer, kind, look_ahead):
-    fields = {"update": "lazy"} if kind == "lazy" else {"mean": "weights"} if kind == "weights" else {}
+    fields = {"departures": ("lazy",)} if kind == "lazy" else {"mean": "weights"} if kind == "weights" else {}
     run, model, optimizer = started(rows, optimizer, look_ahead, workers, **fields)
     rounds = count_rounds(run)
     for step, batch in enumerate(run.batches(batches_of(rank, kind))):
@@ -293,19 +291,18 @@ def train(rank, workers, loop, rows, optimizer, kind, look_ahead):
             run.weigh(1.0 + rank + step)
         loop(run, model, optimizer, batch, step)
     found = state_of(run, model, optimizer)
-    run.finish()
-    run.transport.close()
+    run.close()
     return found, len([name for name, is_pushed in rounds if is_pushed])
 
 
 def state_of(run, model, optimizer):
     """Every number that training leaves behind."""
-    found = {name: p.detach().clone() for name, p in model.named_parameters() if name not in run.tables}
-    found |= {name: table.shard.clone() for name, table in run.tables.items()}
+    found = {name: p.detach().clone() for name, p in model.named_parameters() if name not in run._engine.tables}
+    found |= {name: table.shard.clone() for name, table in run._engine.tables.items()}
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(parameter, {})
         found |= {f"{number} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    for name, held in run.held.items():
+    for name, held in run._engine.held.items():
         found |= {f"{name} {key}": value.clone() for key, value in held.items()}
     for number, whole in enumerate(getattr(run, "exported", [])):  # on rank 0
         found |= {f"{number} {name}": value for name, value in (whole or {"model": {}})["model"].items()}
@@ -386,8 +383,7 @@ def train_randomly(rank, workers, sources, look_ahead):
     for step, batch in enumerate(run.batches(random_loader(rank, sources))):
         plain_step(run, model, optimizer, batch, step)
     found = state_of(run, model, optimizer)
-    run.finish()
-    run.transport.close()
+    run.close()
     return found, len(rounds)
 
 
@@ -425,8 +421,7 @@ def leave_loops(rank, workers, look_ahead):
     for step, batch in enumerate(batches_of(rank, "")[:3]):  # while `kept` still lives
         plain_step(run, model, optimizer, batch, step)
     found = state_of(run, model, optimizer)
-    run.finish()
-    run.transport.close()
+    run.close()
     return found
 
 
@@ -450,17 +445,15 @@ def save_half_way(rank, workers, folder, optimizer_name, look_ahead):
     for step, (batch, place) in enumerate(run.batches(pairs(0))):
         plain_step(run, model, optimizer, batch, step)
         if place == 7:
-            path = save(run, folder, loop={"place": place})
+            path = run.save(folder, loop={"place": place})
     unbroken = state_of(run, model, optimizer)
-    run.finish()
-    run.transport.close()
+    run.close()
     run, model, optimizer = started("owned_rows", optimizer_name, look_ahead, workers)
-    first = load(run, path)["place"]
+    first = run.load(path)["place"]
     for step, (batch, _) in enumerate(run.batches(pairs(first))):
         plain_step(run, model, optimizer, batch, first + step)
     resumed = state_of(run, model, optimizer)
-    run.finish()
-    run.transport.close()
+    run.close()
     return first, [name for name in unbroken if not torch.equal(unbroken[name], resumed[name])]
 
 
@@ -500,8 +493,7 @@ def foresee(rank, workers):
         model(*batch).backward()
         optimizer.step()
         by_step.append(sorted(name.split(".")[0] for name, _ in rounds))
-    run.finish()
-    run.transport.close()
+    run.close()
     return by_step
 
 
@@ -512,17 +504,18 @@ def test_slices_columns_and_concatenations_are_foreseen_and_ids_drawn_inside_are
 
 def count_bytes(rank, workers, look_ahead):
     run, model, optimizer = started("owned_rows", "sgd", look_ahead, workers)
-    run.transport.recording = True
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
-    sent = sum(record.sent_bytes for record in run.take_trace().records)
+    run._engine.count()
+    sent = run._engine.tally.sent_bytes
     away = []
     for batch in batches_of(rank, "")[UNFORESEEN:]:
-        keys = [run.tables[table].ownership.keys(batch[ids]).unique() for ids, table in READS]
-        counts = [run.tables[table].ownership.counts(of)[rank] for of, (_, table) in zip(keys, READS, strict=True)]
+        keys = [run._engine.tables[table].ownership.keys(batch[ids]).unique() for ids, table in READS]
+        counts = [
+            run._engine.tables[table].ownership.counts(of)[rank] for of, (_, table) in zip(keys, READS, strict=True)
+        ]
         away.append(sum(map(len, keys)) - sum(counts))
-    run.finish()
-    run.transport.close()
+    run.close()
     return sent, away
 
 
@@ -565,14 +558,13 @@ def test_rows_that_would_move_are_refused_before_the_first_step(crew):
 def send_early(rank, workers, loop):
     """(rows sent before a step, rows sent again since they had moved), by table."""
     run, model, optimizer = started("owned_rows", "sgd", "rows", workers)
-    ahead, early, again = run.executor.look_ups.look_ahead, {}, {}
+    ahead, early, again = run._engine.executor.look_ups.look_ahead, {}, {}
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         for one in ahead.now.earlies:
             counted = again if one.is_void else early
             counted[one.table.name] = counted.get(one.table.name, 0) + len(one.sent)
         loop(run, model, optimizer, batch, step)
-    run.finish()
-    run.transport.close()
+    run.close()
     return early, again
 
 
@@ -591,7 +583,7 @@ def test_rows_that_moved_after_all_are_sent_again(crew):
 def wait(rank, workers):
     """(rows of which gradients waited, rows that no rank reads in the next batch), by step and table."""
     run, model, optimizer = started("owned_rows", "sgd", "gradients", workers)
-    deferral, waited, rests = run.executor.deferral, {}, {}
+    deferral, waited, rests = run._engine.executor.deferral, {}, {}
     split = deferral.split
 
     def counted(table, gradients, tickets, resting):
@@ -609,8 +601,7 @@ def wait(rank, workers):
                 read = torch.cat([one[of] for one in later for of, whose in READS if whose == table])
                 mine = int(torch.isin(batch[ids].unique(), read, invert=True).sum())
                 rests[step, table] = rests.get((step, table), 0) + mine
-    run.finish()
-    run.transport.close()
+    run.close()
     return waited, rests
 
 
@@ -627,15 +618,15 @@ def leave_while_gradients_wait(rank, workers, way, folder, look_ahead):
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
         if step == 5:
-            path = save(run, f"{folder}/{look_ahead}")
+            path = run.save(f"{folder}/{look_ahead}")
         if step == 7:
             break
-    waiting = len(run.executor.deferral.waiting)
+    waiting = len(run._engine.executor.deferral.waiting)
     if way == "load":
-        load(run, path)
-    run.finish()
+        run.load(path)
+    run._engine.finish()
     found = state_of(run, model, optimizer)
-    run.transport.close()
+    run.close()
     return found, waiting
 
 

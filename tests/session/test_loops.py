@@ -230,7 +230,7 @@ def an_error_half_way(run, model, optimizer, rank):
 
 def decay_from_now_on(run, model, optimizer, rank):
     """
-    Expect: with which rows move that get no gradient; set them before attach, or plan with update='lazy'
+    Expect: with which rows move that get no gradient; set them before attach, or plan the table as lazy
     """
     model(ids_of(rank, 0)).backward()
     optimizer.param_groups[0]["maximize"] = True  # changes nothing for a row without gradient
@@ -262,7 +262,7 @@ def refuse(rank, workers, deed):
     run, model, optimizer, _, _ = pair(make, workers, OWNED, mean=mean)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         deed(run, model, optimizer, rank)
-    run.transport.close()
+    run.close()
     return str(caught.value)
 
 

@@ -35,9 +35,8 @@ def curve(rank, workers):
                 (loss / len(mine)).backward()
             total += loss.item()
         optimizer.step()
-        losses.append(sum(run.transport.share(total)) / SHARES)
-    run.finish()
-    run.transport.close()
+        losses.append(sum(run._transport.share(total)) / SHARES)
+    run.close()
     return losses
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.reference.serial import train_step
 from armillary.runtime.hybrid import blank_table
 from armillary.session.attach import attach
-from armillary.session.checkpoint import export
 
 V, D = 37, 5
 
@@ -65,15 +65,15 @@ def in_one_process(seed):
     return model
 
 
-def plan_of(model, world, rows, update="exact", tables=TABLES):
+def plan_of(model, world, rows, departures=(), tables=TABLES):
     named = dict(model.named_parameters())
     rest = tuple(name for name in named if name not in tables)
-    placement = "replicated" if rows.name == "gather_rows" else "row_sharded"
-    groups = [Group(name, (name,), placement, rows, update=update) for name in tables]
+    layout = "replicated" if rows.name == "gather_rows" else "row_sharded"
+    groups = [Group(name, (name,), layout, rows, departures=departures) for name in tables]
     if rest:
         groups.append(Group("rest", rest, "replicated", Choice("all_reduce")))
     listing = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named.items()]
-    return Plan(world, tuple(groups), model_fingerprint(listing))
+    return Plan(Mesh.of(data=world), tuple(groups), model_fingerprint(listing))
 
 
 OPTIMIZERS = {
@@ -96,15 +96,14 @@ def begin_on_meta(rank, world, rows, optimizer_name, seeds, steps):
     before = torch.get_rng_state()
     run = attach(plan_of(model, world, rows), model, optimizer)
     drew = not torch.equal(torch.get_rng_state(), before)
-    begun = export(run)
+    begun = run.export()
     for step in range(steps):
         optimizer.zero_grad()
         model(ids_of(rank, step)).backward()
         optimizer.step()
-    trained = export(run)
-    rows_held = sum(table.shard.shape[0] for table in run.tables.values())
-    run.detach()
-    run.transport.close()
+    trained = run.export()
+    rows_held = sum(table.shard.shape[0] for table in run._engine.tables.values())
+    run.close()
     blank_table.BLOCK_BYTES = 4 << 20
     return begun, trained, rows_held, drew
 
@@ -223,9 +222,8 @@ def attached(world, rows):
     before = status_bytes("VmRSS")
     run = attach(plan, model, optimizer)
     peak = status_bytes("VmHWM") - before
-    shard = run.tables["table.weight"].shard.nbytes
-    run.detach()
-    run.transport.close()
+    shard = run._engine.tables["table.weight"].shard.nbytes
+    run.close()
     return peak, shard
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.trace import Record
 from armillary.session.attach import attach
@@ -22,7 +23,7 @@ def model_of(buffer_size=2):
 def plan_of(model, workers):
     names = tuple(name for name, _ in model.named_parameters())
     print_of = model_fingerprint((name, tuple(p.shape), "float32") for name, p in model.named_parameters())
-    return Plan(workers, (Group("all", names, "replicated", Choice("all_reduce")),), print_of)
+    return Plan(Mesh.of(data=workers), (Group("all", names, "replicated", Choice("all_reduce")),), print_of)
 
 
 def attach_unlike(rank, workers, what):
@@ -50,10 +51,12 @@ def test_ranks_with_different_models_are_refused_naming_rank_and_tensor(crew):
 
 def test_what_a_table_pulls_and_pushes_is_counted_to_its_group_whatever_its_name():
     table = Group("mine", ("embedding.weight",), "row_sharded", Choice("owned_rows"))
-    tally = Tally(Plan(2, (table,), "0"), window=1)
+    tally = Tally(Plan(Mesh.of(data=2), (table,), "0"), window=1)
     labels = ("look-ups", "embedding.weight", "mine")
     for step in (0, 1):
         records = [Record(step, label, "AllToAll", 0.0, 0.5, 10.0) for label in labels]
-        assert tally.add(tuple(records), steps=1) == 30.0
+        tally.add(tuple(records))
+        tally.steps += 1
+        assert tally.sent_bytes == 30.0 * (step + 1)
     assert tally.per_step() == {"mine": (20.0, 1.0), OTHER: (10.0, 0.5)}
     assert {record.step for record in tally.records} == {1}

@@ -16,7 +16,7 @@ from armillary.runtime.hybrid.executor import Executor
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.session import tables
-from armillary.session.run import Run
+from armillary.session.engines.user_loop import UserLoop
 from exchanges.test_dense_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_dense_bytes
 from exchanges.test_row_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_row_bytes
 from session.test_exact import train_both
@@ -88,9 +88,9 @@ def clip_before_exchange(patch, rank):
             def queue_callback(callback):
                 pass
 
-    ready = Run._ready_for_step
+    ready = UserLoop._ready_for_step
     patch.setattr(executor, "Variable", Deaf)
-    patch.setattr(Run, "_ready_for_step", lambda run: (run.executor.settle(), ready(run)))
+    patch.setattr(UserLoop, "_ready_for_step", lambda loop: (loop.executor.settle(), ready(loop)))
 
 
 def norm_of_this_rank_only(patch, rank):
@@ -195,7 +195,7 @@ def formula_without_the_way_back(patch):
     def halved(name, **options):
         made = build(name, **options)
         return made._replace(
-            sent_bytes=lambda nbytes, topology: [sent / 2 for sent in made.sent_bytes(nbytes, topology)]
+            sent_bytes=lambda layout, topology: [sent / 2 for sent in made.sent_bytes(layout, topology)]
         )
 
     patch.setattr("exchanges.test_dense_exchanges.build_dense", halved)

@@ -10,9 +10,7 @@ from armillary.planning.pricing import assumptions_behind
 from armillary.reference.serial import train_step
 from armillary.session.attach import attach
 from armillary.session.decide import assumptions_of
-from armillary.session.export import export
-from armillary.session.parallelize import decide, parallelize
-from armillary.session.replan import replan
+from armillary.session.parallelize import auto_plan, parallelize
 from beside import differences
 
 V, D = 300, 4
@@ -52,8 +50,7 @@ def train(rank, workers):
         train_step(reference, optimizers[1], batches, loss, weights=[3 + worker for worker in range(workers)])
     far = max(differences(run, model, reference).values())
     said = run.plan.mean, run.plan.group_of("emb.weight").exchange.name, run.plan.notes[0]
-    run.finish()
-    run.transport.close()
+    run.close()
     return far, said
 
 
@@ -72,16 +69,15 @@ def look_ahead(rank, workers):
         model = Small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         few = [ids_of(worker, 0) for worker in range(workers)]
-        run = parallelize(model, optimizer, few, loss, constraints={"emb.weight": "owned_rows"}, look_ahead=ahead)
+        run = parallelize(model, optimizer, few, loss, constraints={"emb.weight": "owned_rows"}, prefetch=ahead)
         for ids in run.batches(ids_of(rank, step) for step in range(6)):
             optimizer.zero_grad()
             loss(model, ids).backward()
             optimizer.step()
-        whole = export(run)
+        whole = run.export()
         finals.append(whole and whole["model"])
         kinds.append(run.plan.group_of("emb.weight").look_ahead)
-        run.finish()
-        run.transport.close()
+        run.close()
     return finals, kinds
 
 
@@ -96,7 +92,7 @@ def take_steps(rank, workers):
     torch.manual_seed(3 + rank)  # ranks measure and time differently, too
     model = Small()
     optimizer = torch.optim.Adagrad(model.parameters())
-    decided = decide(
+    decided = auto_plan(
         model, optimizer, [ids_of(w, 0) for w in range(workers)], loss, constraints={"emb.weight": "owned_rows"}
     )
     ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
@@ -105,9 +101,8 @@ def take_steps(rank, workers):
         optimizer.zero_grad()
         loss(model, ids).backward()
         optimizer.step()
-    told = replan(run, decided.profile, decided.topology)
-    run.finish()
-    run.transport.close()
+    told = run.rebalance(decided.profile, decided.topology)
+    run.close()
     return decided.plan.to_json(), assumptions_behind(ahead) == assumptions_of(optimizer), told.step
 
 

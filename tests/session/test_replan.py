@@ -19,14 +19,11 @@ from armillary.runtime.watch.profiler import profile
 from armillary.runtime.watch.row_counts import Lookups
 from armillary.session import move as moving
 from armillary.session.attach import attach
-from armillary.session.checkpoint import load, save
 from armillary.session.decide import Wishes, assumptions_of
 from armillary.session.events import Replanned, Resumed
-from armillary.session.export import export
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.move import move
 from armillary.session.remeasure import remeasured
-from armillary.session.replan import replan
 from armillary.session.settings import Settings
 from armillary.session.train import train
 from planning_cases import dense, machines, model, table
@@ -91,15 +88,13 @@ def begin(world, optimizer_name, lazy=(), constraints=WANTED):
 def steps(run, numbers, drift=0, zero_every=1, make=batch_of):
     for step in numbers:
         if step % zero_every == 0:
-            run.optimizer.zero_grad()
-        loss(run.model, make(run.rank, step, drift)).backward()
-        run.optimizer.step()
+            run._optimizer.zero_grad()
+        loss(run._model, make(run.rank, step, drift)).backward()
+        run._optimizer.step()
 
 
 def ended(run):
-    run.finish()
-    run.detach()
-    run.transport.close()
+    run.close()
 
 
 def sampling_all(patch):
@@ -120,12 +115,12 @@ def drifting(rank, world, optimizer, fields, zero_every, plant=None):
             if asks and plant is not None:
                 plant(patch)
             steps(run, range(2), 0, zero_every)
-            before = replan(run, seen, slow(world)) if asks else None
+            before = run.rebalance(seen, slow(world)) if asks else None
             steps(run, range(2, 6), world, zero_every)
-            after = replan(run, seen, slow(world)) if asks else None
-            at_once = export(run)
+            after = run.rebalance(seen, slow(world)) if asks else None
+            at_once = run.export()
             steps(run, range(6, 9), world, zero_every)
-            exports.append((at_once, export(run)))
+            exports.append((at_once, run.export()))
             if asks:
                 told = [str(before), str(after), run.plan.to_json(), owners(run)]
                 told += [{one.table: one.has_moved for one in event.tables} for event in (before, after)]
@@ -139,7 +134,7 @@ def drifting(rank, world, optimizer, fields, zero_every, plant=None):
 
 
 def owners(run):
-    return {name: (table.ownership.order, len(table.ownership.owners)) for name, table in run.tables.items()}
+    return {name: (table.ownership.order, len(table.ownership.owners)) for name, table in run._engine.tables.items()}
 
 
 CASES = {
@@ -249,11 +244,11 @@ def measured(rank, world):
         sampling_all(patch)
         run, seen = begin(world, "sgd")
         steps(run, range(6), world, make=ragged)
-        event = replan(run, seen, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
-        again = replan(run, seen, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
+        event = run.rebalance(seen, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
+        again = run.rebalance(seen, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
         assert str(again) == str(event)
         alone = profile(Two(), [batch_of(0, 0)], loss)
-        of_one = replan(run, alone, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
+        of_one = run.rebalance(alone, slow(world), constraints={"words.weight": OWNED, "marks": OWNED})
         assert (of_one.tables, of_one.profile.workers) == (event.tables, world), "what was measured is of this job"
         ended(run)
     return event
@@ -297,9 +292,9 @@ def sampled_steps(rank, world):
     run, _ = begin(world, "sgd")
     steps(run, range(20))
     with torch.no_grad():  # before the step that is sampled
-        run.model.words(torch.arange(V))
+        run._model.words(torch.arange(V))
     steps(run, range(20, 25))
-    samples = run.executor.look_ups.samples.steps.items()
+    samples = run._engine.executor.look_ups.samples.steps.items()
     kept = {step: {name: len(asked) for name, asked in tables.items()} for step, tables in samples}
     ended(run)
     return kept
@@ -316,16 +311,16 @@ def asked_too_early(rank, world):
         sampling_all(patch)
         run, seen = begin(world, "momentum_decay")
         steps(run, range(5), world)
-        loss(run.model, batch_of(rank, 5, world)).backward()
-        said = [replan(run, seen, slow(world)).remark, owners(run)]
-        run.optimizer.step()
+        loss(run._model, batch_of(rank, 5, world)).backward()
+        said = [run.rebalance(seen, slow(world)).remark, owners(run)]
+        run._optimizer.step()
         if rank == 1:
-            value = loss(run.model, batch_of(rank, 6, world))
-        said.append(replan(run, seen, slow(world)).remark)
-        run.optimizer.zero_grad()
-        (value if rank == 1 else loss(run.model, batch_of(rank, 6, world))).backward()
-        run.optimizer.step()
-        said += [str(replan(run, seen, slow(world))), owners(run), replan(run, seen, slow(world)).remark]
+            value = loss(run._model, batch_of(rank, 6, world))
+        said.append(run.rebalance(seen, slow(world)).remark)
+        run._optimizer.zero_grad()
+        (value if rank == 1 else loss(run._model, batch_of(rank, 6, world))).backward()
+        run._optimizer.step()
+        said += [str(run.rebalance(seen, slow(world))), owners(run), run.rebalance(seen, slow(world)).remark]
         ended(run)
     return said
 
@@ -346,7 +341,7 @@ def refused(rank, world):
     said = []
     for topology, constraints in ((slow(2 * world), {}), (slow(world), {"nobody": "owned_rows"})):
         with pytest.raises(ValueError, match=r"replan: the topology|names no parameter") as caught:
-            replan(run, seen, topology, constraints=constraints)
+            run.rebalance(seen, topology, constraints=constraints)
         said.append(str(caught.value))
     ended(run)
     return said
@@ -366,23 +361,23 @@ def used_after(rank, world, folder):
     """Evaluation, export, save and load into the run that moved; and load under the plan it began with."""
     run, _ = begin(world, "adam", lazy=["words.weight"])
     steps(run, range(4))
-    move(run, {"words.weight": HASHED, "marks": ONE})
+    move(run._engine, {"words.weight": HASHED, "marks": ONE})
     steps(run, range(4, 6))
-    whole = export(run)
+    whole = run.export()
     with torch.no_grad():
-        read = run.model.words(torch.arange(V)), run.model.marks[torch.arange(V)]
-    path = save(run, folder)
+        read = run._model.words(torch.arange(V)), run._model.marks[torch.arange(V)]
+    path = run.save(folder)
     steps(run, range(6, 9))
-    unbroken = export(run)
-    load(run, path)
-    loaded = export(run)
+    unbroken = run.export()
+    run.load(path)
+    loaded = run.export()
     steps(run, range(6, 9))
-    resumed = export(run)
+    resumed = run.export()
     ended(run)
     other, _ = begin(world, "adam", lazy=["words.weight"])
-    load(other, path)
+    other.load(path)
     steps(other, range(6, 9))
-    elsewhere = export(other)
+    elsewhere = other.export()
     ended(other)
     if rank > 0:
         return []
@@ -405,8 +400,10 @@ def moved_in_a_loop(rank, world, rows, optimizer, kind):
             plain_step(run, model, made, batch, step)
             by_step.append(len(own))
             if moves and step == 5:
-                move(run, dict.fromkeys(TABLES, Choice(run.plan.group_of("soft").exchange.name, HASHED.options)))
-        exports.append(export(run))
+                move(
+                    run._engine, dict.fromkeys(TABLES, Choice(run.plan.group_of("soft").exchange.name, HASHED.options))
+                )
+        exports.append(run.export())
         rounds.append(by_step)
         ended(run)
     return (unlike(*exports) if rank == 0 else []), rounds
@@ -511,4 +508,4 @@ def _holds_the_plan_in_force(folder, events):
 
 def test_under_a_schedule_that_owns_the_loop_it_is_refused():
     with pytest.raises(ValueError, match="replan_every has no effect; drop it"):
-        Settings(Path("x"), 1, replan_every=1, wishes=Wishes(schedule=Choice("cyclic")))
+        Settings(Path("x"), 1, replan_every=1, wishes=Wishes(schedule=Choice("ring")))

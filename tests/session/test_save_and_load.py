@@ -12,8 +12,10 @@ from armillary.facts.plan import Choice
 from armillary.reference.serial import train_step
 from armillary.runtime.saving import row_blocks
 from armillary.session.attach import attach
-from armillary.session.checkpoint import Every, export, latest, load, save
+from armillary.session.checkpoint import CheckpointEvery, latest_checkpoint, save
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+
+EXACT, LAZY = (), ("lazy",)
 
 OWNED, HASHED, GATHERED, DENSE = (
     Choice("owned_rows"),
@@ -32,17 +34,17 @@ def new_optimizer(model, name):
     return OPTIMIZERS[name](p for p in model.parameters() if p.requires_grad)
 
 
-def begin(world, optimizer_name, rows=OWNED, update="exact", seed=0, model=None):
+def begin(world, optimizer_name, rows=OWNED, departures=EXACT, seed=0, model=None):
     model = new_model(seed) if model is None else model
     optimizer = new_optimizer(model, optimizer_name)
-    return attach(plan_for(model, world, rows, DENSE, update=update), model, optimizer)
+    return attach(plan_for(model, world, rows, DENSE, departures=departures), model, optimizer)
 
 
 def train(run, steps):
     for step in steps:
-        run.optimizer.zero_grad()
-        loss(run.model, batch_of(run.rank, step)).backward()
-        run.optimizer.step()
+        run._optimizer.zero_grad()
+        loss(run._model, batch_of(run.rank, step)).backward()
+        run._optimizer.step()
 
 
 def flat(thing, prefix=""):
@@ -68,39 +70,38 @@ def alike(a, b):
 
 
 def closed(run, answer):
-    run.detach()
-    run.transport.close()
+    run.close()
     return answer
 
 
-def train_and_save(rank, world, folder, optimizer, rows, update, steps):
-    run = begin(world, optimizer, rows, update)
+def train_and_save(rank, world, folder, optimizer, rows, departures, steps):
+    run = begin(world, optimizer, rows, departures)
     train(run, steps)
-    path = save(run, folder, loop={"rank": rank})
-    return closed(run, (str(path), export(run)))
+    path = run.save(folder, loop={"rank": rank})
+    return closed(run, (str(path), run.export()))
 
 
-def load_and_save(rank, world, path, folder, optimizer, rows, update):
-    run = begin(world, optimizer, rows, update, seed=7)
-    loop = load(run, path)
-    again = save(run, folder, loop=loop)
-    return closed(run, (str(again), export(run), loop, run.transport.step))
+def load_and_save(rank, world, path, folder, optimizer, rows, departures):
+    run = begin(world, optimizer, rows, departures, seed=7)
+    loop = run.load(path)
+    again = run.save(folder, loop=loop)
+    return closed(run, (str(again), run.export(), loop, run._transport.step))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "update"),
+    ("optimizer", "departures"),
     [
-        ("momentum_decay", "exact"),
-        ("adagrad", "exact"),
-        ("adam", "exact"),
-        ("adam", "lazy"),
-        ("momentum_decay", "lazy"),
+        ("momentum_decay", EXACT),
+        ("adagrad", EXACT),
+        ("adam", EXACT),
+        ("adam", LAZY),
+        ("momentum_decay", LAZY),
     ],
 )
-def test_one_to_four_to_two_to_one_is_bitwise(crew, tmp_path, optimizer, update):
-    path, first = crew(1).run(train_and_save, tmp_path / "0", optimizer, OWNED, update, range(2))[0]
+def test_one_to_four_to_two_to_one_is_bitwise(crew, tmp_path, optimizer, departures):
+    path, first = crew(1).run(train_and_save, tmp_path / "0", optimizer, OWNED, departures, range(2))[0]
     for hop, world in enumerate((4, 2, 1)):
-        answers = crew(world).run(load_and_save, path, tmp_path / f"{hop + 1}", optimizer, OWNED, update)
+        answers = crew(world).run(load_and_save, path, tmp_path / f"{hop + 1}", optimizer, OWNED, departures)
         path, exported, _, step = answers[0]
         assert step == 2
         assert unlike(first, exported) == []
@@ -109,28 +110,28 @@ def test_one_to_four_to_two_to_one_is_bitwise(crew, tmp_path, optimizer, update)
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "adamw_groups"])
 def test_any_plan_opens_what_any_plan_saved(crew, tmp_path, optimizer):
-    path, first = crew(2).run(train_and_save, tmp_path / "0", optimizer, OWNED, "exact", range(2))[0]
+    path, first = crew(2).run(train_and_save, tmp_path / "0", optimizer, OWNED, EXACT, range(2))[0]
     hops = [
-        (GATHERED, "exact"),
-        (OWNED, "lazy"),
-        (DENSE, "exact"),
-        (HASHED, "exact"),
-        (GATHERED, "lazy"),
-        (OWNED, "exact"),
+        (GATHERED, EXACT),
+        (OWNED, LAZY),
+        (DENSE, EXACT),
+        (HASHED, EXACT),
+        (GATHERED, LAZY),
+        (OWNED, EXACT),
     ]
-    for hop, (rows, update) in enumerate(hops):
-        path, exported, _, _ = crew(2).run(load_and_save, path, tmp_path / f"{hop + 1}", optimizer, rows, update)[0]
-        assert unlike(first, exported) == [], (rows, update)
+    for hop, (rows, departures) in enumerate(hops):
+        path, exported, _, _ = crew(2).run(load_and_save, path, tmp_path / f"{hop + 1}", optimizer, rows, departures)[0]
+        assert unlike(first, exported) == [], (rows, departures)
 
 
 def in_small_blocks(rank, world, folder):
     row_blocks.BLOCK_BYTES = 40  # two rows and a half
     run = begin(world, "adam")
     train(run, range(2))
-    path, first = save(run, folder), export(run)
+    path, first = run.save(folder), run.export()
     train(run, range(2, 3))
-    load(run, path)
-    again = export(run)
+    run.load(path)
+    again = run.export()
     row_blocks.BLOCK_BYTES = 16 << 20
     return closed(run, unlike(first, again) if rank == 0 else [])
 
@@ -140,40 +141,40 @@ def test_tables_of_many_blocks_come_back_whole(crew, tmp_path):
 
 
 def test_a_state_that_is_not_there_yet_is_not_there_after_loading(crew, tmp_path):
-    path, first = crew(2).run(train_and_save, tmp_path, "adam", OWNED, "lazy", range(0))[0]
+    path, first = crew(2).run(train_and_save, tmp_path, "adam", OWNED, LAZY, range(0))[0]
     assert first["optimizer"]["state"] == {}
-    _, exported, _, _ = crew(4).run(load_and_save, path, tmp_path, "adam", OWNED, "exact")[0]
+    _, exported, _, _ = crew(4).run(load_and_save, path, tmp_path, "adam", OWNED, EXACT)[0]
     assert exported["optimizer"]["state"] == {}
 
 
 def test_each_rank_gets_its_own_loop_back_and_a_new_one_gets_rank_zeros(crew, tmp_path):
-    path, _ = crew(2).run(train_and_save, tmp_path, "sgd", OWNED, "exact", range(1))[0]
-    answers = crew(4).run(load_and_save, path, tmp_path, "sgd", OWNED, "exact")
+    path, _ = crew(2).run(train_and_save, tmp_path, "sgd", OWNED, EXACT, range(1))[0]
+    answers = crew(4).run(load_and_save, path, tmp_path, "sgd", OWNED, EXACT)
     assert [loop["rank"] for _, _, loop, _ in answers] == [0, 1, 0, 0]
 
 
-def loads_over_a_started_step(rank, world, folder, update):
+def loads_over_a_started_step(rank, world, folder, departures):
     """A checkpoint without state is loaded while gradients, windows and state of later steps are there."""
-    run = begin(world, "adam", update=update)
-    path, first = save(run, folder), export(run)
+    run = begin(world, "adam", departures=departures)
+    path, first = run.save(folder), run.export()
     train(run, range(2))
-    loss(run.model, batch_of(rank, 2)).backward()
-    load(run, path)
-    run.optimizer.step()
-    again = export(run)
+    loss(run._model, batch_of(rank, 2)).backward()
+    run.load(path)
+    run._optimizer.step()
+    again = run.export()
     train(run, range(1))
-    resumed = export(run)
-    run.detach()
-    fresh = begin(world, "adam", update=update)
+    resumed = run.export()
+    run._engine.detach()
+    fresh = begin(world, "adam", departures=departures)
     train(fresh, range(1))
-    far = unlike(first, again), unlike(export(fresh), resumed)
-    run.transport.close()
+    far = unlike(first, again), unlike(fresh.export(), resumed)
+    run.close()
     return closed(fresh, far)
 
 
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-def test_loading_forgets_gradients_and_state_of_what_came_after(crew, tmp_path, update):
-    for untouched, resumed in crew(2).run(loads_over_a_started_step, tmp_path, update):
+@pytest.mark.parametrize("departures", [EXACT, LAZY])
+def test_loading_forgets_gradients_and_state_of_what_came_after(crew, tmp_path, departures):
+    for untouched, resumed in crew(2).run(loads_over_a_started_step, tmp_path, departures):
         assert untouched == []
         assert resumed == []
 
@@ -189,7 +190,7 @@ def reference(optimizer_name, workers, steps, model=None, optimizer=None):
 
 @pytest.mark.parametrize("optimizer", ["momentum_decay", "adagrad", "adamw_groups"])
 def test_an_export_goes_on_in_plain_pytorch_as_if_it_had_begun_there(crew, tmp_path, optimizer):
-    _, exported = crew(2).run(train_and_save, tmp_path, optimizer, OWNED, "exact", range(3))[0]
+    _, exported = crew(2).run(train_and_save, tmp_path, optimizer, OWNED, EXACT, range(3))[0]
     model = new_model(seed=5)
     plain = new_optimizer(model, optimizer)
     model.load_state_dict(exported["model"])
@@ -208,8 +209,8 @@ def test_an_export_goes_on_in_plain_pytorch_as_if_it_had_begun_there(crew, tmp_p
 
 def load_plain(rank, world, path, optimizer, rows):
     run = begin(world, optimizer, rows, seed=9)
-    loop = load(run, path)
-    return closed(run, (export(run), loop))
+    loop = run.load(path)
+    return closed(run, (run.export(), loop))
 
 
 @pytest.mark.parametrize("rows", [OWNED, GATHERED, DENSE])
@@ -227,7 +228,7 @@ def test_a_file_of_plain_pytorch_loads_with_or_without_its_optimizer(crew, tmp_p
 
 
 def test_plain_pytorch_opens_a_checkpoints_files(crew, tmp_path):
-    path, exported = crew(2).run(train_and_save, tmp_path, "adam", OWNED, "exact", range(2))[0]
+    path, exported = crew(2).run(train_and_save, tmp_path, "adam", OWNED, EXACT, range(2))[0]
     rest = torch.load(Path(path) / "rest.pt", weights_only=True)
     assert torch.equal(rest["model"]["lin.weight"], exported["model"]["lin.weight"])
     assert rest["optimizer"]["param_groups"][0]["params"][:2] == ["soft", "bias"]
@@ -265,7 +266,7 @@ def looped(rank, world, folder, stop, resume):
     torch.manual_seed(100 + rank)
     position = 0
     if resume:
-        loop = load(run, latest(folder))
+        loop = run.load(latest_checkpoint(folder))
         scheduler.load_state_dict(loop["scheduler"])
         scaler.load_state_dict(loop["scaler"])
         torch.set_rng_state(loop["random"])
@@ -279,11 +280,12 @@ def looped(rank, world, folder, stop, resume):
         scheduler.step()
         position += 1
     loop = {"scheduler": scheduler.state_dict(), "scaler": scaler.state_dict(), "position": position}
-    save(run, folder, loop={**loop, "random": torch.get_rng_state()})
-    return closed(run, export(run))
+    run.save(folder, loop={**loop, "random": torch.get_rng_state()})
+    return closed(run, run.export())
 
 
 def dropped_plan(model, world, names):
+    from armillary.facts.mesh import Mesh
     from armillary.facts.plan import Group, Plan, model_fingerprint
 
     groups = (
@@ -291,7 +293,7 @@ def dropped_plan(model, world, names):
         Group("rest", tuple(name for name in names if name != "words.weight"), "replicated", DENSE),
     )
     listing = [(name, tuple(p.shape), "float32") for name, p in model.named_parameters()]
-    return Plan(world, groups, model_fingerprint(listing))
+    return Plan(Mesh.of(data=world), groups, model_fingerprint(listing))
 
 
 def test_a_resumed_loop_is_the_uninterrupted_one_bit_for_bit(crew, tmp_path):
@@ -305,17 +307,17 @@ def test_a_resumed_loop_is_the_uninterrupted_one_bit_for_bit(crew, tmp_path):
 def loads_whole_state_dict(rank, world):
     run = begin(world, "sgd")
     other = new_model(seed=3)
-    handles = run.model.state_dict()
-    before = run.transport.sequence
+    handles = run._model.state_dict()
+    before = run._transport.sequence
     kinds = sorted({type(value).__name__ for value in handles.values()})
-    run.model.load_state_dict(other.state_dict())
-    quiet = run.transport.sequence == before
+    run._model.load_state_dict(other.state_dict())
+    quiet = run._transport.sequence == before
     refused = ""
     try:
         torch.save(handles, "/dev/null")
     except NotImplementedError as error:
         refused = str(error)
-    exported = export(run)
+    exported = run.export()
     return closed(run, (kinds, quiet, refused, unlike(exported["model"], other.state_dict()) if rank == 0 else []))
 
 
@@ -323,7 +325,7 @@ def test_state_dicts_of_an_attached_model_ask_nobody(crew):
     for kinds, quiet, refused, far in crew(2).run(loads_whole_state_dict):
         assert kinds == ["TableHandle", "Tensor"]
         assert quiet
-        assert "armillary.export" in refused
+        assert "run.export()" in refused
         assert far == []
 
 
@@ -342,21 +344,21 @@ def save_on_a_full_disk(rank, world, folder):
     """The second save dies on rank 1: its file may not grow beyond 300 bytes (a real refusal by the system)."""
     run = begin(world, "adam")
     train(run, range(1))
-    good = save(run, folder)
-    first = export(run)
+    good = run.save(folder)
+    first = run.export()
     train(run, range(1, 2))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
-        text = raised(lambda: save(run, folder))
+        text = raised(lambda: run.save(folder))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    load(run, good)
-    far = unlike(first, export(run))
-    last = save(run, folder)
+    run.load(good)
+    far = unlike(first, run.export())
+    last = run.save(folder)
     return closed(run, (text, str(good), str(last), far))
 
 
@@ -366,18 +368,18 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank_and_the_last_checkpoint
         assert "File too large" in text
         assert far == []
         assert good != last
-    assert str(latest(tmp_path)) == last
+    assert str(latest_checkpoint(tmp_path)) == last
     assert sorted(path.name for path in tmp_path.iterdir()) == [Path(good).name, Path(last).name]
 
 
 def save_apart(rank, world, folder):
     run = begin(world, "sgd", DENSE)  # owned rows would notice at the next look-up
     train(run, range(1))
-    texts = [raised(lambda: save(run, folder / str(rank)))]
-    run.transport.step += rank
-    texts.append(raised(lambda: save(run, folder)))
-    run.transport.step -= rank
-    texts.append(raised(lambda: save(run, folder, loop={"bad": object()} if rank == 1 else {})))
+    texts = [raised(lambda: run.save(folder / str(rank)))]
+    run._transport.step += rank
+    texts.append(raised(lambda: run.save(folder)))
+    run._transport.step -= rank
+    texts.append(raised(lambda: run.save(folder, loop={"bad": object()} if rank == 1 else {})))
     return closed(run, texts)
 
 
@@ -392,9 +394,9 @@ def test_ranks_that_disagree_on_what_to_save_are_told_and_nothing_is_written(cre
 
 def load_bad(rank, world, path, optimizer):
     run = begin(world, optimizer, seed=4)
-    before = export(run)
-    text = raised(lambda: load(run, path))
-    far = unlike(before, export(run))
+    before = run.export()
+    text = raised(lambda: run.load(path))
+    far = unlike(before, run.export())
     return closed(run, (text, far))
 
 
@@ -419,7 +421,7 @@ def unmarked(path):
     [(truncated, "bytes"), (flipped, "checksum"), (unmarked, "not a whole checkpoint")],
 )
 def test_a_harmed_checkpoint_is_refused_by_every_rank_and_the_run_stays_as_it_was(crew, tmp_path, harm, words):
-    path, _ = crew(2).run(train_and_save, tmp_path, "adam", OWNED, "exact", range(1))[0]
+    path, _ = crew(2).run(train_and_save, tmp_path, "adam", OWNED, EXACT, range(1))[0]
     harm(Path(path))
     for text, far in crew(2).run(load_bad, path, "adam"):
         assert words in text
@@ -433,7 +435,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_overwritten(crew, tmp_p
     torch.save({**model.state_dict(), "bias": torch.zeros(99)}, tmp_path / "wide.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save(nn.Linear(1, 1), tmp_path / "pickled.pt")
-    path, _ = crew(2).run(train_and_save, tmp_path / "c", "adam", OWNED, "exact", range(1))[0]
+    path, _ = crew(2).run(train_and_save, tmp_path / "c", "adam", OWNED, EXACT, range(1))[0]
     cases = {
         (tmp_path / "cut.pt", "adam"): "misses ['bias']",
         (tmp_path / "wide.pt", "adam"): "'bias' was saved with shape (99,), the model has (23,)",
@@ -455,7 +457,7 @@ def stray_parameter(rank, world, folder):
         [*(p for p in model.parameters() if p.requires_grad), nn.Parameter(torch.ones(2))], lr=0.1
     )
     run = attach(plan_for(model, world, OWNED, DENSE), model, optimizer)
-    return closed(run, raised(lambda: save(run, folder)))
+    return closed(run, raised(lambda: run.save(folder)))
 
 
 def test_an_optimizer_over_more_than_the_model_is_refused(crew, tmp_path):
@@ -472,21 +474,21 @@ def test_fewer_than_one_checkpoint_cannot_be_kept():
 
 
 def test_every_counts_steps_or_seconds_whichever_is_first():
-    every = Every(steps=3, last_seconds=100.0)
+    every = CheckpointEvery(steps=3, last_seconds=100.0)
     assert [step for step in range(10) if every.is_due(step, 1e9)] == [3, 6, 9]
-    every = Every(seconds=60.0, last_seconds=100.0)
+    every = CheckpointEvery(seconds=60.0, last_seconds=100.0)
     assert [now for now in (100.0, 159.0, 160.0, 200.0) if every.is_due(1, now)] == [160.0, 200.0]
-    assert not Every().is_due(1000, 1e9)
+    assert not CheckpointEvery().is_due(1000, 1e9)
     with pytest.raises(ValueError, match="negative"):
-        Every(steps=-1)
+        CheckpointEvery(steps=-1)
 
 
 def other_clocks(rank, world):
     run = begin(world, "sgd")
-    late = Every(seconds=1e6)
+    late = CheckpointEvery(seconds=1e6)
     if rank == 1:
         late.last_seconds = -1e9
-    early = Every(seconds=1e6)
+    early = CheckpointEvery(seconds=1e6)
     if rank == 0:
         early.last_seconds = -1e9
     return closed(run, (late.due(run, 1), early.due(run, 1), early.due(run, 2)))

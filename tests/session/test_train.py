@@ -15,7 +15,7 @@ from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.planning.look_ahead import looking_ahead
 from armillary.runtime.transport import Transport
-from armillary.session.checkpoint import latest
+from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import Wishes, assumptions_of
 from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
 from armillary.session.folder import open_folder, run_folder
@@ -161,7 +161,7 @@ def nan_job(rank, workers, folder):
     with pytest.raises(FloatingPointError) as caught:
         for _ in events:
             pass
-    return str(caught.value), str(latest(Path(folder) / "checkpoints"))
+    return str(caught.value), str(latest_checkpoint(Path(folder) / "checkpoints"))
 
 
 def test_a_loss_that_is_not_finite_names_rank_step_and_the_last_good_checkpoint(crew, tmp_path):

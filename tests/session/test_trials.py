@@ -14,7 +14,6 @@ from armillary.runtime.watch.profiler import profile
 from armillary.session import trials
 from armillary.session.decide import Wishes, decide, first_batches, open_transport, subject_of
 from armillary.session.forced import forced
-from armillary.session.parallelize import fastest
 
 SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine
 
@@ -142,16 +141,16 @@ def test_what_is_far_behind_after_two_rounds_is_timed_no_more(monkeypatch):
 
 
 def tried_ahead(rank, workers, slowed):
-    """The same plan with look-ahead and without, by the public function."""
+    """The same plan with look-ahead and without."""
     task = find("language_model", small("language_model"))
     subject = subject_of(task, 0)
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
     plain = forced(seen, Choice("owned_rows"))
-    ahead = [replace(group, look_ahead="ids") if group.placement == "row_sharded" else group for group in plain.groups]
+    ahead = [replace(group, look_ahead="ids") if group.layout == "row_sharded" else group for group in plain.groups]
     plans = {"plain": plain, "ahead": replace(plain, groups=tuple(ahead))}
     batches = first_batches(task, workers, 2, 0)[rank::workers]
     with slower(slowed):
-        return fastest(plans, subject.model, subject.optimizer, batches, subject.loss)
+        return trials.fastest(plans, subject.model, subject.optimizer, subject.loss, batches, open_transport())
 
 
 @pytest.mark.parametrize(("slowed", "looks_ahead"), [(TOGETHER, False), ("look-ups", True)])
@@ -168,10 +167,9 @@ def without_batches(rank, workers):
     subject = subject_of(find("language_model", small("language_model")), 0)
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
     plans = {"plain": forced(seen, Choice("all_reduce"))}
+    few, transport = [subject.draw(workers)[0]][rank:], open_transport()
     with pytest.raises(ValueError, match="have no batch") as caught:
-        fastest(plans, subject.model, subject.optimizer, [subject.draw(workers)[0]][rank:], subject.loss)
-    with pytest.raises(ValueError, match="no plan to choose from"):
-        fastest({}, subject.model, subject.optimizer, [], subject.loss)
+        trials.fastest(plans, subject.model, subject.optimizer, subject.loss, few, transport)
     return str(caught.value)
 
 

@@ -48,7 +48,7 @@ def train(rank, workers, exchange, optimizer_name, who):
         optimizer.zero_grad()
         model(batch_of(rank, step, who)).backward()
         assert (model.shy.weight.grad is None) == (not users_of(step, who))
-        assert (run.tables["shy.weight"].parameter.grad is None) == (not users_of(step, who))
+        assert (run._engine.tables["shy.weight"].parameter.grad is None) == (not users_of(step, who))
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         batches = [batch_of(worker, step, who) for worker in range(workers)]
@@ -106,7 +106,7 @@ def accumulate(rank, workers, exchange):
 
     train_step(reference, truth, range(workers), both)
     far = differences(run, model, reference)
-    run.finish()
+    run._engine.finish()
     return far
 
 

@@ -94,7 +94,7 @@ def as_it_was(group):
 
 
 def lazy(group):
-    return dataclasses.replace(group, update="lazy")
+    return dataclasses.replace(group, departures=("lazy",))
 
 
 def test_a_plan_that_moves_touched_rows_only_is_not_called_exact(crew):

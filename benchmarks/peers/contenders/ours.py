@@ -14,5 +14,5 @@ def train(case: Case) -> Step:
 def train_ahead(case: Case) -> Step:
     model = case.model()
     optimizer = case.optimizer(model.parameters())
-    run = parallelize(model, optimizer, case.few(), case.loss, look_ahead=True)
+    run = parallelize(model, optimizer, case.few(), case.loss, prefetch=True)
     return plain_loop(case, model, optimizer, run.batches(case.batches()))

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from armillary.cli.find import find, small
+from armillary.facts.choice import Choice
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint
 from armillary.session.decide import Wishes
 from armillary.session.folder import read_kept
 from armillary.session.workload import Workload
@@ -47,7 +49,9 @@ Replicate = Annotated[
 Exchanges = Annotated[
     list[str],
     typer.Option(
-        "--exchange", metavar="NAME=PATTERN", help="Parameters that travel by this exchange, as owned_rows=emb.*."
+        "--exchange",
+        metavar="CHOICE=PATTERN",
+        help="Parameters that travel by this exchange, as 'owned_rows(owners=2)=emb.*'. Repeatable.",
     ),
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Carry out this plan.json instead of making one.")]
@@ -95,10 +99,13 @@ def wishes(
     Raises:
         ValueError: a file cannot be read, or a wish is not of the form that is wanted.
     """
-    constraints = dict.fromkeys(replicate, "replicated")
+    constraints: dict[str, Constraint] = dict.fromkeys(replicate, "replicated")
     for wish in exchanges:
-        name, pattern = _pair(wish, "--exchange")
-        constraints[pattern] = name
+        way, equals, pattern = wish.rpartition("=")
+        if not (way and equals and pattern):
+            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
+        choice = Choice.parse(way)
+        constraints[pattern] = choice if choice.options else choice.name
     plan = None if plan_file is None else read_plan(plan_file)
     if plan is not None and (constraints or lazy):
         raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")

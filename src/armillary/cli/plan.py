@@ -24,21 +24,10 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import (
-    Clip,
-    ClipBy,
-    Cut,
-    MicroBatches,
-    Mode,
-    Remedies,
-    Schedule,
-    Scheduled,
-    Slack,
-    Stages,
-)  # fmt: skip
+from armillary.cli.schedule_options import Schedule, scheduled
 from armillary.cli.show import as_json, decided_text
 from armillary.cli.workers import rank, run_in_workers
-from armillary.facts.plan import Forecast
+from armillary.facts.plan import SIMULTANEOUS, Forecast
 from armillary.facts.profile_table import aligned
 from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
@@ -61,15 +50,7 @@ def plan_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = "simultaneous",
-    mode: Mode = "",
-    slack: Slack = 0,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    cut: Cut = [],  # noqa: B006
-    remedy: Remedies = [],  # noqa: B006
-    clip: Clip = None,
-    clip_by: ClipBy = "",
+    schedule: Schedule = SIMULTANEOUS.name,
     topology_file: TopologyFile = None,
     profile_file: ProfileFile = None,
     out: Annotated[
@@ -83,11 +64,10 @@ def plan_command(
     With --topology nothing is measured and no worker is started: the file says what is planned for. With --profile the
     model is not run. `armillary measure` writes both files.
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
-        granted = asked.added_to(wishes(lazy, replicate, exchange, None, topology_file), workers)
+        granted = scheduled(schedule, wishes(lazy, replicate, exchange, None, topology_file))
         if profile_file is not None:
             granted = replace(granted, profile=read_profile(profile_file))
         subject = subject_of(task, seed)
@@ -104,7 +84,7 @@ def plan_command(
                 decided.plan.save(out)
         return 0
 
-    run_in_workers(asked.announced(workers) if topology_file is None else 1, body)
+    run_in_workers(workers if topology_file is None else 1, body)
 
 
 def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> tuple[Verdict, ...]:

@@ -13,8 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 from armillary.facts.plan import Forecast
-from armillary.facts.profile_table import aligned, bytes_text, count_text, seconds_text
+from armillary.facts.profile_table import bytes_text, count_text, seconds_text
+from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
+from armillary.session.report import Comparison, comparison_table
 
 __all__ = ["Line", "as_json", "comparison_text", "decided_text", "drain", "ended_text", "show"]
 
@@ -29,7 +31,10 @@ def decided_text(decided: Decided) -> str:
     speed = f"{link.bytes_per_second * 8 / 1e9:.2f} Gbit/s, {seconds_text(link.latency_seconds)} latency"
     machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
-    return f"{decided.profile}\n\nmachines: {machines}, {memory}\n\n{decided.plan}\n"
+    parts = [str(decided.profile), f"machines: {machines}, {memory}", str(decided.plan)]
+    if owns_loop(decided.plan.schedule):
+        parts.append(options_of(decided.plan).picture())
+    return "\n\n".join(parts) + "\n"
 
 
 def show(events: Iterable[Event], steps: int, unit: str, folder: Path) -> None:
@@ -115,26 +120,14 @@ def ended_text(ended: Ended, unit: str, folder: Path) -> str:
 
 def comparison_text(ended: Ended) -> str:
     """Forecast beside measured: bytes sent, memory and seconds of every group and of the whole step."""
-    total, rows = Forecast(), []
-    for line in ended.comparison:
-        rows.append((line.group, line.exchange, *_cells(line.forecast, line.measured)))
-        total = total + line.measured
-    measured = Forecast(total.sent_bytes, ended.resident_bytes, ended.step_seconds)
-    rows.append(("step", "", *_cells(ended.forecast, measured)))
-    pairs = ("sent kB/step", "memory MiB", "time ms")
-    header = ("forecast : measured", "exchange", *(cell for pair in pairs for cell in (pair, ":")))
+    sent = sum(line.measured.sent_bytes for line in ended.comparison)
+    measured = Forecast(sent, ended.resident_bytes, ended.step_seconds)
+    table = comparison_table((*ended.comparison, Comparison("step", "", ended.forecast, measured)))
     legend = (
         "per worker; memory of a group: its tensors between steps, of the step: the process at its peak, activations "
         "included;\ntime of a group: in flight, overlapping; of the step: from one to the next"
     )
-    return f"{aligned(header, rows, left=(0, 1))}\n{legend}"
-
-
-def _cells(forecast: Forecast, measured: Forecast) -> tuple[str, ...]:
-    units = (("sent_bytes", 1e3, 1), ("memory_bytes", 1 << 20, 1), ("seconds", 1e-3, 2))
-    return tuple(
-        f"{getattr(one, name) / unit:,.{digits}f}" for name, unit, digits in units for one in (forecast, measured)
-    )
+    return f"{table}\n{legend}"
 
 
 def drain(events: Iterable[Event]) -> Ended:

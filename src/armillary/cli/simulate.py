@@ -22,9 +22,11 @@ from armillary.cli.options import (
     workload_of,
 )  # fmt: skip
 from armillary.cli.scaling import Wanted, scale, scaling_text
+from armillary.cli.schedule_options import Schedule, chosen
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
-from armillary.facts.plan import Plan
+from armillary.facts.choice import Choice
+from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.profile_table import aligned
 from armillary.facts.topology import Topology
 from armillary.planning.planner import plan
@@ -71,6 +73,7 @@ def simulate_command(
     small: IsSmall = False,
     corpus: Corpus = "",
     options: Set = [],  # noqa: B006  typer copies it
+    schedule: Schedule = SIMULTANEOUS.name,
     out: Annotated[Path, typer.Option(help="Folder for the trace and the picture.")] = Path(),
     json: AsJson = False,
 ) -> None:
@@ -96,7 +99,7 @@ def simulate_command(
         else:
             task = workload_of(subject, options, corpus, small)
             links = machines(topology_file, gbit, latency_us).of(PROFILED_WORKERS if workers is None else workers)
-            scene = _of_workload(task, links, topology_file, profile_file)
+            scene = _of_workload(task, links, topology_file, profile_file, chosen(schedule))
         played = simulate(scene.plan, scene.case)
         files = _keep(played, scene, out)
         print(as_json(_summary(played)) if json else _text(played, files))
@@ -116,7 +119,9 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
     return _Scene(name, made, case, _said(case, topology, machines_file, profile_file is not None))
 
 
-def _of_workload(task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None) -> _Scene:
+def _of_workload(
+    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, schedule: Choice
+) -> _Scene:
     seen = min(topology.workers, PROFILED_WORKERS)
     subject = subject_of(task, seed=0)
     found = (
@@ -125,7 +130,7 @@ def _of_workload(task: Workload, topology: Topology, topology_file: Path | None,
         else read_profile(profile_file)
     )
     taken = assumptions_of(subject.optimizer)
-    made = plan(found, topology, assumptions=taken)
+    made = plan(found, topology, assumptions=taken, schedule=schedule)
     case = Case(found, topology, taken)
     return _Scene(task.name, made, case, _said(case, topology, topology_file, profile_file is not None))
 

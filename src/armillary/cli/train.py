@@ -24,23 +24,12 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import (
-    Clip,
-    ClipBy,
-    Cut,
-    MicroBatches,
-    Mode,
-    Remedies,
-    Schedule,
-    Scheduled,
-    Slack,
-    Stages,
-)  # fmt: skip
+from armillary.cli.schedule_options import Schedule, scheduled
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import rank, run_in_workers
+from armillary.facts.plan import SIMULTANEOUS
 from armillary.runtime.transport import Transport
-from armillary.session.checkpoint import latest
-from armillary.session.cyclic.train import train_cyclic
+from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.folder import CHECKPOINTS, run_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
@@ -60,15 +49,7 @@ def train_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = "simultaneous",
-    mode: Mode = "",
-    slack: Slack = 0,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    cut: Cut = [],  # noqa: B006
-    remedy: Remedies = [],  # noqa: B006
-    clip: Clip = None,
-    clip_by: ClipBy = "",
+    schedule: Schedule = SIMULTANEOUS.name,
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     trials: Trials = 0,
@@ -86,15 +67,14 @@ def train_command(
     Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
     """
     stem = Path(workload).stem
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
 
     def body() -> int:
         task = workload_of(workload, options, corpus, small)
-        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file, trials), workers)
+        granted = scheduled(schedule, wishes(lazy, replicate, exchange, plan_file, topology_file, trials))
         folder = folder_of_all(runs, stem, name, resume)
         count = task.steps if steps is None else steps
         settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, replan_every, granted)
-        events = train_cyclic(task, settings) if granted.owns_loop else train(task, settings)
+        events = train(task, settings)
         if not json and rank() == 0:
             show(events, count, task.unit, folder)
         elif (ended := drain(events)) and rank() == 0:
@@ -107,8 +87,7 @@ def train_command(
         chosen.append(run_folder(runs, stem, name, resume))
         return [] if name else ["--name", chosen[0].name]
 
-    processes = asked.announced(workers)
-    run_in_workers(processes, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
+    run_in_workers(workers, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
 
 
 def folder_of_all(runs: Path, stem: str, name: str, resume: bool) -> Path:
@@ -122,7 +101,7 @@ def folder_of_all(runs: Path, stem: str, name: str, resume: bool) -> Path:
 def how_to_go_on(workload: str, folder: Path) -> str:
     """What a user who pressed Ctrl-C wants to know."""
     with warnings.catch_warnings(action="ignore"):  # the one that Ctrl-C cut short is no news here
-        good = latest(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
+        good = latest_checkpoint(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
     if good is None:
         return "No checkpoint was written yet."
     return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"

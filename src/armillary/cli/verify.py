@@ -19,22 +19,12 @@ from armillary.cli.options import (
     wishes,
     workload_of,
 )  # fmt: skip
-from armillary.cli.schedule_options import (
-    Clip,
-    ClipBy,
-    Cut,
-    MicroBatches,
-    Mode,
-    Remedies,
-    Schedule,
-    Scheduled,
-    Slack,
-    Stages,
-)  # fmt: skip
+from armillary.cli.schedule_options import Schedule, scheduled
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
+from armillary.facts.plan import SIMULTANEOUS
 from armillary.runtime.transport import Transport
-from armillary.session.cyclic.verify import verify_cyclic
+from armillary.session.kernel_mode import ask_for_repeatable
 from armillary.session.verify import verify
 
 __all__ = ["verify_command"]
@@ -54,15 +44,7 @@ def verify_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = "simultaneous",
-    mode: Mode = "",
-    slack: Slack = 0,
-    stages: Stages = None,
-    micro_batches: MicroBatches = None,
-    cut: Cut = [],  # noqa: B006
-    remedy: Remedies = [],  # noqa: B006
-    clip: Clip = None,
-    clip_by: ClipBy = "",
+    schedule: Schedule = SIMULTANEOUS.name,
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
     json: AsJson = False,
@@ -70,14 +52,14 @@ def verify_command(
     """Trains WORKLOAD in one process and on the workers, in float64, and compares every tensor.
 
     Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
-    With --schedule both follow that schedule, and every bit must be equal (to rounding: delayed_all_reduce on three or
-    more workers, which gloo does not sum in their order, and tables kept by row).
+    With --schedule both follow that schedule, and every bit must be equal (to rounding: where gloo sums three or more
+    workers in an order of its own, and tables kept by row).
     """
-    asked = Scheduled(schedule, mode, slack, stages, micro_batches, cut, remedy, clip, clip_by)
+    ask_for_repeatable()  # before the first product here, and for the workers
 
     def body() -> int:
         task = workload_of(workload, options, corpus, not full)
-        granted = asked.added_to(wishes(lazy, replicate, exchange, plan_file, topology_file), workers)
+        granted = scheduled(schedule, wishes(lazy, replicate, exchange, plan_file, topology_file))
         transport = Transport()
         joined = None
         if one_batch and granted.owns_loop:
@@ -85,13 +67,10 @@ def verify_command(
         if one_batch:
             size = task.batch_size * transport.place.workers
             joined = workload_of(workload, [*options, f"batch_size={size}"], corpus, not full)
-        if granted.owns_loop:
-            found = verify_cyclic(task, wishes=granted, steps=steps, seed=seed)
-        else:
-            found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
+        found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
         if rank() == 0:
             print(as_json({**vars(found), "is_equal": found.is_equal}) if json else found, flush=True)
         transport.barrier()  # a rank that leaves with an exit code ends the others
         return 0 if found.is_equal else 1
 
-    run_in_workers(asked.announced(workers), body)
+    run_in_workers(workers, body)

@@ -3,14 +3,13 @@
 Source: data parallelism as in Horovod and DDP; the dense half of Parallax (Kim et al., EuroSys 2019, section 3.1).
 """
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from armillary.exchanges.exchange import DenseExchange, Place, dense_exchange
+from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State, parted
+from armillary.exchanges.place import Place
 from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
 
 __all__ = ["all_reduce"]
@@ -20,17 +19,14 @@ __all__ = ["all_reduce"]
 def all_reduce() -> DenseExchange:
     """The sum over workers, in one request; 2 (N - 1) / N of the bytes leave each rank, in 2 (N - 1) hops (ring)."""
 
-    def push(flat: Tensor, place: Place) -> Program[Tensor]:
-        total: Tensor = yield AllReduce(flat)
-        return total
+    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+        total = yield AllReduce(parcel.joined())
+        return parted(total, parcel.layout), state
 
-    def sent_bytes(nbytes: int, topology: Topology) -> list[float]:
-        return [2 * (topology.workers - 1) / topology.workers * nbytes] * topology.workers
+    def sent_bytes(layout: Layout, topology: Topology) -> list[float]:
+        return [2 * (topology.workers - 1) / topology.workers * layout.joined_bytes] * topology.workers
 
-    def legs(nbytes: int, topology: Topology) -> list[Leg]:
-        return [Leg("slowest", max(sent_bytes(nbytes, topology)), 2 * (topology.workers - 1), "AllReduce")]
+    def legs(layout: Layout, topology: Topology) -> list[Leg]:
+        return [Leg("slowest", max(sent_bytes(layout, topology)), 2 * (topology.workers - 1), "AllReduce")]
 
-    def oracle(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.stack(list(tensors)).sum(0)] * len(tensors)
-
-    return DenseExchange(push, 1, sent_bytes, legs, oracle)
+    return DenseExchange(push, 1, sent_bytes, legs)

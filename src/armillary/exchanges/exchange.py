@@ -4,57 +4,32 @@ An exchange is a value that holds functions. Its programs *ask* (`total = yield 
 network, so one text is read by the runtime (which starts the request, parks the program and resumes it with the
 answer), by `reference/lockstep` (N ranks in one process) and, through its byte prediction, by the planner.
 
-There are two kinds. A `DenseExchange` moves one flat tensor per worker and answers with the same flat tensor on every
-worker. A `RowExchange` moves rows of a table: `pull` brings the rows a look-up reads, `push` takes the gradients of
-those rows to whoever updates them. One more exchange is one more file that registers a factory here, with all that
-planning must know of it: when it is worth pricing (`offers`) and what it asks of the links (`legs`).
+There are two kinds. A `DenseExchange` moves one parcel per worker: the gradients of a group, or its weights. A
+`RowExchange` moves rows of a table: `pull` brings the rows a look-up reads, `push` takes the gradients of those rows to
+whoever updates them. One more exchange is one more file that registers a factory here, with all that planning must know
+of it: when it is worth pricing (`offers`), what it asks of the links (`legs`), and in what it is not exact (`departs`).
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from armillary.exchanges.leg import EarlyLegs, Leg, Legs
+from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.leg import EarlyLegs, Legs
 from armillary.exchanges.ownership import Ownership
+from armillary.exchanges.place import Place
 from armillary.facts.collectives import Program
+from armillary.facts.departure import checked
 from armillary.facts.parameter import ParameterFact
+from armillary.facts.registry import Registry
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic",
-    "Staying", "build_dense",
-    "build_row", "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
+    "DENSE", "ROW", "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic",
+    "Staying", "build_dense", "build_row", "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: its number, how many ranks there are, and how many share its node."""
-
-    rank: int
-    workers: int
-    workers_per_node: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.workers or self.workers % self.workers_per_node:
-            raise ValueError(f"exchange: no such place: {self}")
-
-    @property
-    def node(self) -> int:
-        return self.rank // self.workers_per_node
-
-    @property
-    def local_rank(self) -> int:
-        return self.rank % self.workers_per_node
-
-    @property
-    def nodes(self) -> int:
-        return self.workers // self.workers_per_node
 
 
 Counts = tuple[int, ...]  # one number per rank
@@ -82,23 +57,6 @@ class Pulled(NamedTuple):
 
     rows: Tensor
     ticket: Any
-
-
-class DenseExchange(NamedTuple):
-    """How the flat gradients of one bucket become their sum on every worker.
-
-    push(flat, place): flat (numel,) -> program that returns the sum over workers, shape (numel,).
-    requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
-    sent_bytes(nbytes, topology): payload bytes per rank, one number per rank.
-    legs(nbytes, topology): the same for the busiest link, with the messages it waits for.
-    oracle: the meaning seen from above: all workers' tensors -> what each of them ends up with.
-    """
-
-    push: Callable[[Tensor, Place], Program[Tensor]]
-    requests: int
-    sent_bytes: Callable[[int, Topology], list[float]]
-    legs: Callable[[int, Topology], list[Leg]]
-    oracle: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Staying(NamedTuple):
@@ -165,51 +123,56 @@ class Entry(NamedTuple):
         none of a baseline, which is taken only where it is demanded.
     owner_option: the option that names its owner (a rank, of a dense exchange, whose parameters then go one by one) or
         the number of its owners (of a row exchange); empty where there is none to choose.
+    departs: in what it is not exact, words of `facts/departure.py`; it is then taken only where it is demanded.
+    costs: one sentence on what that does.
     """
 
     make: Callable[..., Any]
     examples: tuple[Options, ...]
     offers: Offers = _plain
     owner_option: str = ""
+    departs: tuple[str, ...] = ()
+    costs: str = ""
 
 
-_DENSE: dict[str, Entry] = {}
-_ROW: dict[str, Entry] = {}
+DENSE: Registry[Entry] = Registry("dense exchange", "armillary.exchanges")
+ROW: Registry[Entry] = Registry("row exchange", "armillary.exchanges")
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
-def dense_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:
-    """Registers a factory of dense exchanges under its own name; arguments as in `Entry`."""
-    return partial(_register, _DENSE, (examples or ({},), offers, owner_option))
+def dense_exchange(
+    *examples: Options,
+    offers: Offers = _plain,
+    owner_option: str = "",
+    departs: tuple[str, ...] = (),
+    costs: str = "",
+) -> Callable[[Factory], Factory]:
+    """Registers a factory of dense exchanges under its own name; arguments as in `Entry`.
+
+    Raises:
+        ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
+    """
+    return partial(_register, DENSE, (examples or ({},), offers, owner_option, checked(departs), costs))
 
 
 def row_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:
     """Registers a factory of row exchanges under its own name; arguments as in `Entry`."""
-    return partial(_register, _ROW, (examples or ({},), offers, owner_option))
+    return partial(_register, ROW, (examples or ({},), offers, owner_option))
 
 
-def _register(entries: dict[str, Entry], fields: tuple[tuple[Options, ...], Offers, str], make: Factory) -> Factory:
-    entries[make.__name__] = Entry(make, *fields)
+def _register(shelf: Registry[Entry], fields: tuple[Any, ...], make: Factory) -> Factory:
+    shelf.register(make.__name__, Entry(make, *fields))
     return make
-
-
-@cache
-def _all_files() -> None:
-    package = importlib.import_module("armillary.exchanges")
-    for module in pkgutil.iter_modules(package.__path__, "armillary.exchanges."):
-        importlib.import_module(module.name)
 
 
 def dense_exchanges() -> Mapping[str, Entry]:
     """Every dense exchange there is, by name, in the order of names."""
-    _all_files()
-    return dict(sorted(_DENSE.items()))
+    return DENSE.all()
 
 
 def row_exchanges() -> Mapping[str, Entry]:
     """Every row exchange there is, by name, in the order of names."""
-    _all_files()
-    return dict(sorted(_ROW.items()))
+    return ROW.all()
 
 
 def build_dense(name: str, **options: Any) -> DenseExchange:
@@ -217,7 +180,7 @@ def build_dense(name: str, **options: Any) -> DenseExchange:
     Raises:
         ValueError: no such exchange; the message lists those that exist.
     """
-    made: DenseExchange = _build("dense", dense_exchanges(), name, options)
+    made: DenseExchange = DENSE[name].make(**options)
     return made
 
 
@@ -226,11 +189,5 @@ def build_row(name: str, **options: Any) -> RowExchange:
     Raises:
         ValueError: no such exchange; the message lists those that exist.
     """
-    made: RowExchange = _build("row", row_exchanges(), name, options)
+    made: RowExchange = ROW[name].make(**options)
     return made
-
-
-def _build(kind: str, entries: Mapping[str, Entry], name: str, options: Options) -> Any:
-    if name not in entries:
-        raise ValueError(f"exchange: no {kind} exchange {name!r}; there are {', '.join(sorted(entries))}")
-    return entries[name].make(**options)

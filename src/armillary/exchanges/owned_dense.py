@@ -9,15 +9,18 @@ Departure: the owner answers with the summed gradient, not the new value; same b
 on every worker, so clipping works.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import DenseExchange, Place, dense_exchange
+from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State, parted
+from armillary.exchanges.place import Place
 from armillary.facts.collectives import AllToAll, Program, Scope
+from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
@@ -36,7 +39,11 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
         local_aggregation: add up inside the node first.
     """
 
-    def push(flat: Tensor, place: Place) -> Program[Tensor]:
+    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+        total = yield from everywhere(parcel.joined(), place)
+        return parted(total, parcel.layout), state
+
+    def everywhere(flat: Tensor, place: Place) -> Program[Tensor]:
         head = owner % place.workers
         if not local_aggregation:
             total = yield from _sum_at(flat, head, place.rank, place.workers, "world")
@@ -54,8 +61,8 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
         answer = yield from _answer_from(total, shape, across, place.node, place.nodes, "rail")
         return (yield from _answer_from(answer, flat, aggregator, local, place.workers_per_node, "node"))
 
-    def sent_bytes(nbytes: int, topology: Topology) -> list[float]:
-        head = owner % topology.workers
+    def sent_bytes(layout: Layout, topology: Topology) -> list[float]:
+        head, nbytes = owner % topology.workers, layout.joined_bytes
         if not local_aggregation:
             return [
                 float((topology.workers - 1) * nbytes if rank == head else nbytes) for rank in range(topology.workers)
@@ -70,17 +77,15 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
             sent.append(float((peers + across) * nbytes))
         return sent
 
-    def legs(nbytes: int, topology: Topology) -> list[Leg]:
+    def legs(layout: Layout, topology: Topology) -> list[Leg]:
+        nbytes = layout.joined_bytes
         # An owner's link is busy twice: it receives everyone's tensor, then it sends the answers.
         if not local_aggregation:
             return [Leg("slowest", 2 * (topology.workers - 1) * nbytes, 2)]
         here = Leg("node", 2 * (topology.workers_per_node - 1) * nbytes, 2)
         return [here, Leg("rail", 2 * (topology.nodes - 1) * nbytes, 2)]
 
-    def oracle(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.stack(list(tensors)).sum(0)] * len(tensors)
-
-    return DenseExchange(push, 4 if local_aggregation else 2, sent_bytes, legs, oracle)
+    return DenseExchange(push, 4 if local_aggregation else 2, sent_bytes, legs)
 
 
 def _sum_at(flat: Tensor, head: int, me: int, ranks: int, scope: Scope) -> Program[Tensor]:

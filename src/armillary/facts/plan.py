@@ -1,6 +1,6 @@
-"""What was decided: which parameters travel together, by which exchange, in which order, at what predicted cost.
+"""What was decided: how ranks are arranged, which parameters travel together, by what, in which order, at what cost.
 
-The plan stands between the planner and the runtime, which never import one another. It is frozen, prints as a table,
+The plan stands between the planner and the runtime, which never import one another. It is frozen, prints as tables,
 goes to JSON and back, and says what model and machines it was made for. Groups are listed in the order in which their
 gradients arrive, which is the order in which every rank launches them (design law 8).
 
@@ -10,33 +10,25 @@ Source: the idea of a strategy as a message is AutoDist's (Zhang et al., 2020); 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from armillary.facts.plan_table import Line, plan_table
-from armillary.facts.topology import TURN_BYTES
+from armillary.facts.choice import Choice
+from armillary.facts.departure import DEPARTURES
+from armillary.facts.forecast import Forecast
+from armillary.facts.group import LOOK_AHEADS, Group
+from armillary.facts.mesh import Axis, Mesh
+from armillary.facts.plan_table import plan_table
+from armillary.facts.stage_plan import StagePlan
 
-__all__ = ["UPDATES", "Choice", "Forecast", "Group", "Plan", "model_fingerprint"]
+__all__ = ["FORMAT", "SIMULTANEOUS", "Choice", "Consensus", "Forecast", "Group", "Mean", "Plan", "model_fingerprint"]
 
-Placement = Literal["replicated", "row_sharded", "stage_sharded"]
+FORMAT = 2
+SIMULTANEOUS = Choice("simultaneous")
+
 Mean = Literal["workers", "weights"]
-Update = Literal["exact", "lazy", "stale", "stale_lazy"]
-LookAhead = Literal["none", "ids", "rows", "gradients"]
-
-UPDATES = {
-    "exact": "every row moves as in one process",
-    "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
-    "stale": "NOT exact: gradients are taken at weights at most one step old, see staleness in the picture",
-    "stale_lazy": "NOT exact: gradients are taken at rows at most one step old, and rows without gradient stay put",
-}
-
-LOOK_AHEADS = {
-    "ids": "in a loop over run.batches, ids of foreseen look-ups go two batches early, their rows right after the "
-    "step; exact",
-    "rows": "as ids, and rows that no rank touches at a step go before it; exact",
-    "gradients": "as rows, and gradients of rows that no rank reads in the next batch follow during it; exact",
-}
+Consensus = Literal["same", "anchor", "mean", "owners"]
 
 
 def model_fingerprint(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
@@ -46,113 +38,50 @@ def model_fingerprint(parameters: Iterable[tuple[str, tuple[int, ...], str]]) ->
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A name in a registry and its options: the only way a plan points at code."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        inner = ", ".join(f"{key}={value}" for key, value in self.options.items())
-        return f"{self.name}({inner})" if inner else self.name
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What one worker is expected to send, hold and spend for one group in one step.
-
-    sent_bytes: mean over workers. memory_bytes: of the fullest worker, between steps (weights, gradients, optimizer
-    state). seconds: requests, index work and the optimizer's pass, none of it hidden behind anything.
-    """
-
-    sent_bytes: float = 0.0
-    memory_bytes: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: "Forecast") -> "Forecast":
-        return Forecast(
-            self.sent_bytes + other.sent_bytes, self.memory_bytes + other.memory_bytes, self.seconds + other.seconds
-        )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters that cross the workers together.
-
-    `update` says which rows of a table the optimizer step moves (see `UPDATES`); a dense group is always exact.
-    `look_ahead` says what of a table's pulls leaves one batch early in a loop over `run.batches` (see `LOOK_AHEADS`).
-    `reason` is the planner's sentence for the reader.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    placement: Placement
-    exchange: Choice
-    update: Update = "exact"
-    forecast: Forecast = Forecast()
-    reason: str = ""
-    look_ahead: LookAhead = "none"
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether only rows with a gradient move, whatever the optimizer would do to the others."""
-        return self.update in ("lazy", "stale_lazy")
-
-    def __post_init__(self) -> None:
-        if not self.parameters:
-            raise ValueError(f"plan: group {self.name!r} holds no parameter")
-        if self.placement == "row_sharded" and len(self.parameters) != 1:
-            raise ValueError(f"plan: group {self.name!r} is row_sharded and must hold one table, got {self.parameters}")
-        if self.update not in UPDATES:
-            raise ValueError(f"plan: group {self.name!r}: update {self.update!r} is none of {sorted(UPDATES)}")
-        if self.look_ahead != "none" and (self.look_ahead not in LOOK_AHEADS or self.placement != "row_sharded"):
-            raise ValueError(
-                f"plan: group {self.name!r} is {self.placement}: look_ahead {self.look_ahead!r}; want none, or for a "
-                f"row_sharded group one of {sorted(LOOK_AHEADS)}"
-            )
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The decision for one model on `workers` workers.
+    """The decision for one model on the workers of a mesh.
 
     Args of note:
         groups: in launch order.
-        mean: "workers" divides the sum of gradients by the number of workers (as DDP does, a worker without data
-            counting as zero); "weights" divides by the sum of the weights the user declares each step.
-        workers_per_node: how ranks are packed into nodes, for the exchanges that merge inside a node first.
         model_fingerprint, topology_fingerprint: what the plan was made for; the runtime refuses another model.
+        workers_per_node: how ranks are packed into nodes, for the exchanges that merge inside a node first.
+        mean: "workers" divides the sum of gradients by the number of data coordinates (as DDP does, a worker without
+            data counting as zero); "weights" divides by the sum of the weights the user declares each step.
+        schedule: a registry name and options.
+        stages: one row a stage, in order; empty: one stage, all defaults.
+        consensus: what export, save and evaluate show while workers hold different weights. "same": they never do;
+            "owners": each stage as its owner has it; "mean": the mean over replicas; "anchor": what they agreed on
+            last.
         compute_seconds: forecast of one step without any exchange.
+        activation_bytes: of the fullest worker at the peak of a step.
         priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
-        picture: of a schedule other than simultaneous: worker by tick, with the staleness of the weights.
-        turn_bytes: what goes from rank to rank in pieces up to this long leaves at once; longer ones take turns on
-            the links (`runtime/pairwise.py`).
     """
 
-    workers: int
+    mesh: Mesh
     groups: tuple[Group, ...]
     model_fingerprint: str
     topology_fingerprint: str = ""
     workers_per_node: int = 1
     mean: Mean = "workers"
-    schedule: Choice = Choice("simultaneous")
+    schedule: Choice = SIMULTANEOUS
+    stages: tuple[StagePlan, ...] = ()
+    consensus: Consensus = "same"
     compute_seconds: float = 0.0
+    activation_bytes: float = 0.0
     notes: tuple[str, ...] = ()
     priced_with: Mapping[str, float] = field(default_factory=dict)
-    picture: str = ""
-    turn_bytes: int = TURN_BYTES
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"plan: want at least 1 worker, got {self.workers}")
         if self.workers_per_node < 1 or self.workers % self.workers_per_node:
             raise ValueError(f"plan: {self.workers} workers do not fill nodes of {self.workers_per_node}")
-        if self.turn_bytes < 0:
-            raise ValueError(f"plan: turn_bytes must not be negative, got {self.turn_bytes}")
-        if self.mean not in ("workers", "weights"):
-            raise ValueError(f"plan: mean {self.mean!r} is none of workers, weights")
+        if self.mean not in get_args(Mean):
+            raise ValueError(f"plan: mean {self.mean!r} is none of {', '.join(get_args(Mean))}")
+        if self.consensus not in get_args(Consensus):
+            raise ValueError(f"plan: consensus {self.consensus!r} is none of {', '.join(get_args(Consensus))}")
         seen: dict[str, str] = {}
         for group in self.groups:
+            if group.stage >= max(1, len(self.stages)):
+                raise ValueError(f"plan: group {group.name!r} is of stage {group.stage}; there are {len(self.stages)}")
             for parameter in group.parameters:
                 if parameter in seen:
                     raise ValueError(
@@ -161,8 +90,18 @@ class Plan:
                 seen[parameter] = group.name
 
     @property
+    def workers(self) -> int:
+        """How many ranks carry it out."""
+        return self.mesh.workers
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(parameter for group in self.groups for parameter in group.parameters)
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Every word that is true of some group; empty: the plan equals one process."""
+        return tuple(word for word in DEPARTURES if any(word in group.departures for group in self.groups))
 
     @property
     def looks_ahead(self) -> bool:
@@ -172,7 +111,7 @@ class Plan:
     @property
     def forecast(self) -> Forecast:
         """The whole step: bytes and memory add up; seconds are compute plus every exchange, none hidden."""
-        total = Forecast(seconds=self.compute_seconds)
+        total = Forecast(seconds=self.compute_seconds, peak_bytes=self.activation_bytes)
         for group in self.groups:
             total = total + group.forecast
         return total
@@ -194,40 +133,43 @@ class Plan:
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
     def __str__(self) -> str:
-        divisor = "the number of workers" if self.mean == "workers" else "the sum of declared weights"
+        divisor = "data coordinates" if self.mean == "workers" else "the sum of declared weights"
         machines = f", topology {self.topology_fingerprint}" if self.topology_fingerprint else ""
         title = (
-            f"plan for {self.workers} workers, {self.workers_per_node} a node, model {self.model_fingerprint}"
-            f"{machines}; schedule {self.schedule}; mean over {divisor}"
+            f"plan for {self.workers} workers ({self.mesh}), {self.workers_per_node} a node, model "
+            f"{self.model_fingerprint}{machines}; schedule {self.schedule}; mean over {divisor}"
         )
-        lines = [_line(group) for group in self.groups]
         ahead = [
             f"look-ahead {kind} ({meaning}): {', '.join(names)}"
             for kind, meaning in LOOK_AHEADS.items()
             if (names := [group.name for group in self.groups if group.look_ahead == kind])
         ]
-        table = plan_table(title, lines, self.compute_seconds, UPDATES, (*ahead, *self.notes))
-        return f"{table}\n\n{self.picture}" if self.picture else table
+        return plan_table(title, self.groups, self.stages, self.forecast, (*ahead, *self.notes))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps({"format": FORMAT, **asdict(self), "mesh": self.mesh.sizes}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        fields = json.loads(text)
-        groups = tuple(
-            Group(
-                **{
-                    **group,
-                    "parameters": tuple(group["parameters"]),
-                    "exchange": Choice(**group["exchange"]),
-                    "forecast": Forecast(**group["forecast"]),
-                }
+        """
+        Raises:
+            ValueError: the text is no plan, or one of another format; the message says what is missing.
+        """
+        given = _object(text)
+        if given.pop("format", 1) != FORMAT:
+            raise ValueError(
+                f"plan: this plan has another format than {FORMAT}, as older versions wrote it; plan again"
             )
-            for group in fields["groups"]
-        )
+        _refuse_other_fields("plan", given, cls)
         return cls(
-            **{**fields, "groups": groups, "schedule": Choice(**fields["schedule"]), "notes": tuple(fields["notes"])}
+            **{
+                **given,
+                "mesh": Mesh(tuple(Axis(name, size) for name, size in given["mesh"].items())),
+                "groups": tuple(_group(group) for group in given["groups"]),
+                "stages": tuple(_stage(stage) for stage in given.get("stages", ())),
+                "schedule": _choice(given.get("schedule", asdict(SIMULTANEOUS))),
+                "notes": tuple(given.get("notes", ())),
+            }
         )
 
     def save(self, path: str | Path) -> None:
@@ -238,7 +180,54 @@ class Plan:
         return cls.from_json(Path(path).read_text())
 
 
-def _line(group: Group) -> Line:
-    cost, exchange = group.forecast, str(group.exchange)
-    names = (group.name, group.parameters, group.placement, exchange, group.update)
-    return Line(*names, cost.sent_bytes, cost.memory_bytes, cost.seconds, group.reason)
+def _object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"plan: the text is no JSON ({error}); want what Plan.save wrote") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"plan: want a JSON object, as Plan.save writes it, got {type(given).__name__}")
+    return given
+
+
+def _refuse_other_fields(what: str, given: Mapping[str, Any], kind: type) -> None:
+    known = {one.name: one for one in fields(kind)}
+    if strange := sorted(set(given) - known.keys()):
+        raise ValueError(f"plan: {what} has no field {', '.join(strange)}; it has {', '.join(known)}")
+    needed = ("mesh", "groups", "model_fingerprint", "name", "parameters", "layout", "begins")
+    if missing := [name for name in needed if name in known and name not in given]:
+        raise ValueError(f"plan: {what} lacks {', '.join(missing)}")
+
+
+def _choice(given: Mapping[str, Any]) -> Choice:
+    _refuse_other_fields(f"choice {given.get('name', '')!r}", given, Choice)
+    return Choice(given["name"], given.get("options", {}))
+
+
+def _maybe(given: Mapping[str, Any] | None) -> Choice | None:
+    return None if given is None else _choice(given)
+
+
+def _forecast(given: Mapping[str, float]) -> Forecast:
+    _refuse_other_fields("forecast", given, Forecast)
+    return Forecast(**given)
+
+
+def _group(given: Mapping[str, Any]) -> Group:
+    _refuse_other_fields(f"group {given.get('name', '')!r}", given, Group)
+    return Group(
+        **{
+            **given,
+            "parameters": tuple(given["parameters"]),
+            "exchange": _maybe(given.get("exchange")),
+            "departures": tuple(given.get("departures", ())),
+            "forecast": _forecast(given.get("forecast", {})),
+        }
+    )
+
+
+def _stage(given: Mapping[str, Any]) -> StagePlan:
+    _refuse_other_fields(f"stage {given.get('begins', '')!r}", given, StagePlan)
+    chosen = {name: _choice(given[name]) for name in ("residency", "objective", "split") if name in given}
+    edges = {name: _maybe(given.get(name)) for name in ("edge", "edge_back")}
+    return StagePlan(**{**given, **chosen, **edges, "forecast": _forecast(given.get("forecast", {}))})

@@ -1,20 +1,20 @@
-"""A plan on paper: one line a group in launch order, compute and totals, what is exact and what is not, and the notes.
+"""A plan on paper: the groups in launch order, the stages if there are several, totals, what departs from exact, notes.
 
-Plain text, so that facts needs no library; one unit a column, so that numbers can be compared down the page.
+Plain text, so that facts needs no library; one unit a column, so that numbers can be compared down the page. A column
+stands only where some row differs from its default.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from armillary.facts.departure import DEPARTURES, EXACT
+from armillary.facts.forecast import Forecast
+from armillary.facts.group import Group
 from armillary.facts.profile_table import aligned
+from armillary.facts.stage_plan import StagePlan
 
-__all__ = ["Line", "plan_table"]
+__all__ = ["plan_table"]
 
-HEADER = (
-    *("group", "parameters", "placement", "exchange", "update"),
-    *("sent kB/step", "memory MiB", "time ms", "reason"),
-)
-LEFT = (0, 1, 2, 3, 4, 8)
 KB = 1000
 MIB = 1 << 20
 
@@ -24,51 +24,93 @@ LEGEND = (
 )
 
 
-class Line(NamedTuple):
-    """One line of the table. parameters: names in launch order."""
+class _Column(NamedTuple):
+    """A column of a table: its cells, those of the line of totals, and the cell that says nothing."""
 
-    name: str
-    parameters: tuple[str, ...]
-    placement: str
-    exchange: str
-    update: str
-    sent_bytes: float
-    memory_bytes: float
-    seconds: float
-    reason: str
+    head: str
+    cell: Callable[[Any], str]
+    total: str = ""
+    default: str | None = None
+    is_text: bool = True
 
 
 def plan_table(
-    title: str, lines: Sequence[Line], compute_seconds: float, meanings: Mapping[str, str], notes: Sequence[str]
+    title: str, groups: Sequence[Group], stages: Sequence[StagePlan], total: Forecast, notes: Sequence[str]
 ) -> str:
     """
     Args:
-        meanings: every kind of update there is and what it means, "exact" among them.
+        total: of the step, compute included.
     """
-    compute = ("compute", "", "", "", "", "", "", _ms(compute_seconds), "forward and backward")
-    count = sum(len(line.parameters) for line in lines)
-    sent, held = sum(line.sent_bytes for line in lines), sum(line.memory_bytes for line in lines)
-    seconds = compute_seconds + sum(line.seconds for line in lines)
-    total = ("step", str(count), "", "", "", _kb(sent), _mib(held), _ms(seconds), "")
-    body = aligned(HEADER, [*map(_cells, lines), compute, total], left=LEFT)
-    sections = [title, body, "\n".join([*_exactness(lines, meanings), LEGEND])]
+    sections = [title, _groups(groups, total)]
+    if stages:
+        sections.append(_stages(stages))
+    sections.append("\n".join([*_exactness(groups), LEGEND]))
     if notes:
         sections.append("\n".join(f"note: {note}" for note in notes))
     return "\n\n".join(sections)
 
 
-def _cells(line: Line) -> tuple[str, ...]:
-    figures = (_kb(line.sent_bytes), _mib(line.memory_bytes), _ms(line.seconds))
-    update = line.update if line.update == "exact" else line.update.upper()
-    return line.name, _members(line), line.placement, line.exchange, update, *figures, line.reason
+def _groups(groups: Sequence[Group], total: Forecast) -> str:
+    count = sum(len(group.parameters) for group in groups)
+    compute = total.seconds - sum(group.forecast.seconds for group in groups)
+    columns = [
+        _Column("group", lambda group: group.name, "step"),
+        _Column("parameters", _members, str(count)),
+        _Column("stage", lambda group: str(group.stage), "", "0", False),
+        _Column("layout", lambda group: group.layout),
+        _Column("exchange", lambda group: "schedule" if group.exchange is None else str(group.exchange)),
+        _Column("cadence", lambda group: group.cadence, "", "step"),
+        _Column("departures", lambda group: ", ".join(group.departures).upper() or "exact"),
+        _Column("sent kB/step", lambda group: _kb(group.forecast.sent_bytes), _kb(total.sent_bytes), None, False),
+        _Column("memory MiB", lambda group: _mib(group.forecast.memory_bytes), _mib(total.memory_bytes), None, False),
+        _Column("time ms", lambda group: _ms(group.forecast.seconds), _ms(total.seconds), None, False),
+        _Column("reason", lambda group: group.reason),
+    ]
+    kept = _kept(columns, groups)
+    shown = {"group": "compute", "time ms": _ms(compute), "reason": "forward and backward"}
+    between = tuple(shown.get(column.head, "") for column in kept)
+    return _table(kept, groups, [between, tuple(column.total for column in kept)])
 
 
-def _members(line: Line) -> str:
+def _stages(stages: Sequence[StagePlan]) -> str:
+    numbers = {id(stage): str(number) for number, stage in enumerate(stages)}
+    columns = [
+        _Column("stage", lambda stage: numbers[id(stage)]),
+        _Column("begins", lambda stage: stage.begins or "the model"),
+        _Column("residency", lambda stage: str(stage.residency), "", "keep"),
+        _Column("objective", lambda stage: str(stage.objective), "", "whole_model"),
+        _Column("edge", lambda stage: _said(stage.edge), "", ""),
+        _Column("edge back", lambda stage: _said(stage.edge_back), "", ""),
+        _Column("split", lambda stage: str(stage.split), "", "whole"),
+        _Column("activations MiB", lambda stage: _mib(stage.forecast.peak_bytes), "", None, False),
+        _Column("moved kB/step", lambda stage: _kb(stage.forecast.moved_bytes), "", "0.0", False),
+        _Column("compute ms", lambda stage: _ms(stage.forecast.seconds), "", None, False),
+        _Column("reason", lambda stage: stage.reason, "", ""),
+    ]
+    return _table(_kept(columns, stages), stages, [])
+
+
+def _said(choice: object) -> str:
+    return "" if choice is None else str(choice)
+
+
+def _kept(columns: Sequence[_Column], rows: Sequence[Any]) -> list[_Column]:
+    """Those in which some row says something."""
+    return [one for one in columns if one.default is None or any(one.cell(row) != one.default for row in rows)]
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[Any], foot: Sequence[tuple[str, ...]]) -> str:
+    body = [tuple(column.cell(row) for column in columns) for row in rows]
+    left = tuple(place for place, column in enumerate(columns) if column.is_text)
+    return aligned(tuple(column.head for column in columns), [*body, *foot], left=left)
+
+
+def _members(group: Group) -> str:
     """How many parameters, with the first and last to arrive; a table goes by the name of its group."""
-    if line.parameters == (line.name,):
+    if group.parameters == (group.name,):
         return "1"
-    first, last = line.parameters[0], line.parameters[-1]
-    return f"1: {first}" if len(line.parameters) == 1 else f"{len(line.parameters)}: {first} .. {last}"
+    first, last = group.parameters[0], group.parameters[-1]
+    return f"1: {first}" if len(group.parameters) == 1 else f"{len(group.parameters)}: {first} .. {last}"
 
 
 def _kb(count: float) -> str:
@@ -83,12 +125,13 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
 
 
-def _exactness(lines: Sequence[Line], meanings: Mapping[str, str]) -> list[str]:
-    """One line per kind of update that occurs: which groups, and what it means."""
+def _exactness(groups: Sequence[Group]) -> list[str]:
+    """One line for what is exact and one per departure that occurs: which groups, and what it means."""
+    meanings = {"exact": EXACT, **DEPARTURES}
     said = []
-    for update, meaning in meanings.items():
-        names = [line.name for line in lines if line.update == update]
+    for word, meaning in meanings.items():
+        names = [group.name for group in groups if word in (group.departures or ("exact",))]
         if names:
-            whose = "all groups" if len(names) == len(lines) else ", ".join(names)
-            said.append(f"{update} ({meaning}): {whose}")
+            whose = "all groups" if len(names) == len(groups) else ", ".join(names)
+            said.append(f"{word} ({meaning}): {whose}")
     return said

@@ -31,6 +31,8 @@ class Profile:
         parameters: in the model's own order, each once. batches: how many were read; the row facts are means
             over the `steps` complete steps among them.
         running: paths of modules that keep running statistics of the batches they see (BatchNorm).
+        splits: "exact" if loss and gradients of a batch were tried to be the means over its parts; "untried"; else why
+            they are not.
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -39,6 +41,7 @@ class Profile:
     workers: int = 1
     workers_per_node: int = 1
     running: tuple[str, ...] = ()
+    splits: str = "untried"
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.workers_per_node < 1 or self.workers % self.workers_per_node:

@@ -4,12 +4,13 @@ The reader wants to see which parameters are read by row, how many of their rows
 owners would share the load, and which stages cost what.
 """
 
+import math
 from collections.abc import Sequence
 
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.stage import StageFact
 
-__all__ = ["aligned", "bytes_text", "count_text", "seconds_text", "table"]
+__all__ = ["aligned", "bytes_text", "count_text", "enough_text", "seconds_text", "table"]
 
 WIDEST_NOTE = 60
 DENSE_SHOWN = 20  # the other dense parameters, smaller ones, are summed up in one line
@@ -22,6 +23,14 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def enough_text(count: float) -> str:
+    """The same, rounded up, so that as many bytes as it says are enough."""
+    unit = 1.0
+    while count / unit >= 1024:
+        unit *= 1024
+    return bytes_text(math.ceil(count / unit * 10 - 1e-9) / 10 * unit if unit > 1 else math.ceil(count))
 
 
 def count_text(count: float) -> str:

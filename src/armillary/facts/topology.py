@@ -17,6 +17,7 @@ from armillary.facts.processor import Processor, RowRate
 
 __all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology", "turn_bytes_on"]
 
+FORMAT = 2
 TURN_SECONDS = 2.7e-3  # pieces that cross in less do not take turns on a link (`runtime/pairwise.py`)
 TURN_BYTES = 32 << 10  # the same, where links are not known; those of 100 Mbit/s carry about as much in that time
 
@@ -152,15 +153,20 @@ class Topology:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Topology":
         """
         Raises:
-            TypeError, KeyError: the text is JSON, but of no topology.
+            ValueError: another format. TypeError, KeyError: the text is JSON, but of no topology.
         """
         fields = json.loads(text)
+        if fields.pop("format", 1) != FORMAT:
+            raise ValueError(
+                f'topology: want "format": {FORMAT}. If an older version wrote this file, measure again; if you did, '
+                "add the field"
+            )
         fields["requests"] = tuple(
             RequestLink(**{**measured, "link": Link(**measured["link"])}) for measured in fields.get("requests", ())
         )

@@ -10,13 +10,14 @@ from typing import NamedTuple
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.look_up import round_leg
-from armillary.facts.plan import Group, Mean
+from armillary.facts.layout import layout_of
+from armillary.facts.plan import Group
 from armillary.facts.topology import Topology
-from armillary.planning.buckets import bucket_bytes
 from armillary.planning.clock import Request
 from armillary.planning.leg_seconds import busy
 from armillary.planning.pricing import (
     Case,
+    coding_seconds,
     dense_update_seconds,
     foresight_seconds,
     idle_leg,
@@ -51,17 +52,16 @@ class Activities(NamedTuple):
     foresee_seconds: float = 0.0
 
 
-def activities(group: Group, mean: Mean, case: Case, foreseen: int = 0, pays: bool = True) -> Activities:
+def activities(group: Group, case: Case, foreseen: int = 0, pays: bool = True) -> Activities:
     """Of the busiest rank.
 
     Args:
-        mean: of the plan; with "weights" a bucket carries a weight.
         foreseen: how many tables of the plan look ahead. pays: whether this is their `payer`.
     """
-    topology, choice = case.topology, group.exchange
+    topology, choice = case.topology, group.own_exchange
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
-        work = row_work(facts[0], choice, group.update, case, group.look_ahead, pays)
+        work = row_work(facts[0], choice, group.is_lazy, case, group.look_ahead, pays)
         rounds = [round_leg(leg.messages, topology, foreseen) for leg in work.headers]
         headers = _requests(rounds, rounds, topology)
         pull = _requests(work.legs.pull, work.even_legs.pull, topology)
@@ -71,13 +71,20 @@ def activities(group: Group, mean: Mean, case: Case, foreseen: int = 0, pays: bo
         ahead, foresee = _requests(work.ahead, work.even_ahead, topology), foresight_seconds(work, case)
         after = index - before, row_update_seconds(work, case)
         return Activities(headers, pull, before, 0.0, push, *after, ahead, foresee)
-    nbytes, exchange = bucket_bytes(facts, mean == "weights"), build_dense(choice.name, **choice.options)
-    legs, sent = exchange.legs(nbytes, topology), exchange.sent_bytes(nbytes, topology)
+    exchange = build_dense(choice.name, **choice.options)
+    layout, due = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
+    legs, sent = exchange.legs(layout, topology), exchange.sent_bytes(layout, topology)
     hottest = sum(leg.link_bytes for leg in legs)
     share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
-    update = dense_update_seconds(nbytes, case)
-    return Activities((), (), 0.0, pack_seconds(nbytes, facts, case), _requests(legs, even, topology), 0.0, update)
+    push = tuple(_scaled(request, due) for request in _requests(legs, even, topology))
+    packing, update = pack_seconds(layout.joined_bytes, facts, case), dense_update_seconds(layout.joined_bytes, case)
+    return Activities((), (), 0.0, packing, push, due * coding_seconds(exchange, layout, case), update)
+
+
+def _scaled(request: Request, share: float) -> Request:
+    """In the mean over steps, of which a share makes it."""
+    return Request(*(share * value for value in request))
 
 
 def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:

@@ -5,25 +5,24 @@ where an exchange has an owner and none is named, each parameter goes whole to t
 which is how a naive parameter server places variables.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Group, Mean
+from armillary.facts.plan import Choice, Consensus, Forecast, Group
 from armillary.facts.topology import Topology
-from armillary.planning.buckets import arrival_of, bucket_bytes, buckets
+from armillary.planning.buckets import arrival_of, buckets
 from armillary.planning.candidates import Candidate, Question
 from armillary.planning.pricing import dense_forecast, idle_round
 
-__all__ = ["groups", "with_idle_round"]
+__all__ = ["consensus_of", "dense_group", "groups", "with_idle_round"]
 
 WHOLE = "read whole"
+UNKNOWN = Forecast()
 
 
-def groups(
-    chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean
-) -> tuple[Group, ...]:
+def groups(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question) -> tuple[Group, ...]:
     """
     Args:
         chosen, reasons: by parameter name, for every trained parameter.
@@ -33,11 +32,14 @@ def groups(
         one = chosen[fact.name]
         if one.choice.name in row_exchanges():
             reason = reasons[fact.name]
-            group = Group(fact.name, (fact.name,), one.placement, one.choice, one.update, one.forecast, reason)
+            group = Group(
+                fact.name, (fact.name,), one.layout, one.choice,
+                departures=one.departures, forecast=one.forecast, reason=reason,
+            )  # fmt: skip
             made.append((arrival_of(fact), group))
     for choice, facts in _alike(chosen, question):
         for members in buckets(facts, question.limits):
-            made.append((max(map(arrival_of, members)), _bucket(members, choice, reasons, question, mean)))
+            made.append((max(map(arrival_of, members)), _bucket(members, choice, reasons, question)))
     # Parameters without a gradient have no place in the order: they keep the model's.
     ordered = [group for _, group in sorted(made, key=lambda pair: pair[0])]
     return with_idle_round(_numbered(ordered), question.case.topology)
@@ -67,13 +69,26 @@ def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Ch
     return alike
 
 
-def _bucket(
-    members: Sequence[ParameterFact], choice: Choice, reasons: Mapping[str, str], question: Question, mean: Mean
-) -> Group:
+def _bucket(members: Sequence[ParameterFact], choice: Choice, reasons: Mapping[str, str], question: Question) -> Group:
     said = list(dict.fromkeys(_said(fact, reasons[fact.name], len(members)) for fact in members))
     names = tuple(fact.name for fact in members)
-    forecast = dense_forecast(bucket_bytes(members, mean == "weights"), choice, question.case, facts=members)
-    return Group("bucket", names, "replicated", choice, "exact", forecast, "; ".join(said))
+    return dense_group("bucket", names, choice, dense_forecast(members, choice, question.case), "; ".join(said))
+
+
+def dense_group(
+    name: str, parameters: tuple[str, ...], choice: Choice, forecast: Forecast = UNKNOWN, reason: str = ""
+) -> Group:
+    """A group with what its exchange says of itself: how often it pushes, and in what it is not exact."""
+    cadence = build_dense(choice.name, **choice.options).cadence
+    departures = dense_exchanges()[choice.name].departs
+    return Group(name, parameters, "replicated", choice, 0, cadence, departures, forecast, reason)
+
+
+def consensus_of(ordered: Iterable[Group]) -> Consensus:
+    """What the model is between two steps: with replicas that differ, their mean."""
+    dense = [group.own_exchange for group in ordered if group.own_exchange.name in dense_exchanges()]
+    alike = all(build_dense(one.name, **one.options).keeps_replicas_alike for one in dense)
+    return "same" if alike else "mean"
 
 
 def _said(fact: ParameterFact, reason: str, members: int) -> str:
@@ -93,7 +108,7 @@ def _numbered(ordered: Sequence[Group]) -> list[Group]:
 def with_idle_round(ordered: Sequence[Group], topology: Topology) -> tuple[Group, ...]:
     """The round that ends a step's look-ups is charged to the first row-sharded table."""
     charged = list(ordered)
-    places = [place for place, group in enumerate(charged) if group.placement == "row_sharded"]
+    places = [place for place, group in enumerate(charged) if group.layout == "row_sharded"]
     for place in places[:1]:
         round_ = idle_round(topology, len(places))
         charged[place] = replace(charged[place], forecast=charged[place].forecast + round_)

@@ -52,7 +52,7 @@ def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
 
 def counted(plan: Plan) -> str:
     """How many buckets, in words."""
-    count = sum(is_ownerless(group.exchange) for group in plan.groups)
+    count = sum(is_ownerless(group.own_exchange) for group in plan.groups)
     return f"{count} bucket{'s' * (count != 1)}"
 
 

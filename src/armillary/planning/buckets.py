@@ -8,12 +8,12 @@ the link starts early.
 Source: Li et al., PyTorch Distributed (VLDB 2020), gradient bucketing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from armillary.facts.parameter import ParameterFact
 
-__all__ = ["BucketLimits", "arrival_of", "bucket_bytes", "buckets", "default_limits"]
+__all__ = ["BucketLimits", "arrival_of", "buckets", "default_limits"]
 
 MIB = 1 << 20
 
@@ -32,12 +32,6 @@ def default_limits(backend: str) -> BucketLimits:
 def arrival_of(fact: ParameterFact) -> float:
     """Place in the order of arrival; infinite without a gradient."""
     return float("inf") if fact.arrival is None else float(fact.arrival)
-
-
-def bucket_bytes(members: Sequence[ParameterFact], is_weighted: bool) -> int:
-    """Behind the gradients a bucket carries a used flag per parameter and, with the mean over weights, a weight."""
-    item_bytes = members[0].bytes // max(1, members[0].elements)
-    return sum(fact.bytes for fact in members) + item_bytes * (len(members) + is_weighted)
 
 
 def buckets(facts: Iterable[ParameterFact], limits: BucketLimits) -> list[tuple[ParameterFact, ...]]:

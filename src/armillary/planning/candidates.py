@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, Placement, Update
+from armillary.facts.plan import Choice, Forecast
 from armillary.planning.buckets import BucketLimits
-from armillary.planning.constraints import Constraint, allows, placement_of
+from armillary.planning.constraints import Constraint, allows, layout_of
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 
@@ -42,37 +43,43 @@ class Candidate:
 
     parameter: str
     choice: Choice
-    update: Update
+    departures: tuple[str, ...]
     forecast: Forecast
 
     @property
-    def placement(self) -> Placement:
-        return placement_of(self.choice)
+    def layout(self) -> Layout:
+        return layout_of(self.choice)
 
     @property
     def is_row_sharded(self) -> bool:
-        return self.placement == "row_sharded"
+        return self.layout == "row_sharded"
 
 
 def candidate(fact: ParameterFact, choice: Choice, question: Question) -> Candidate:
     """One way, priced."""
     if choice.name in row_exchanges():
-        update: Update = "lazy" if fact.name in question.lazy else "exact"
-        return Candidate(fact.name, choice, update, row_forecast(fact, choice, update, question.case))
-    goes_alone = dense_exchanges()[choice.name].owner_option
-    part = 1.0 if goes_alone else min(1.0, fact.bytes / question.limits.bytes)
-    return Candidate(fact.name, choice, "exact", dense_forecast(fact.bytes, choice, question.case, part, [fact]))
+        is_lazy = fact.name in question.lazy
+        forecast = row_forecast(fact, choice, is_lazy, question.case)
+        return Candidate(fact.name, choice, ("lazy",) if is_lazy else (), forecast)
+    entry = dense_exchanges()[choice.name]
+    part = 1.0 if entry.owner_option else min(1.0, fact.bytes / question.limits.bytes)
+    return Candidate(fact.name, choice, entry.departs, dense_forecast([fact], choice, question.case, part))
 
 
 def candidates(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]:
-    """Every way that an exchange offers, and the one a constraint spells out if it is none of them. Dense ways come
-    first; among equals the first is taken.
+    """Every way that an exact exchange offers, and the one a constraint spells out if it is none of them: what departs
+    from exact is demanded or not taken. Dense ways come first; among equals the first is taken.
 
     On one worker nothing crosses, so nothing is offered by row.
     """
     demanded, topology = question.wanted.get(fact.name), question.case.topology
     exchanges = {**dense_exchanges(), **(row_exchanges() if fact.shardable and topology.workers > 1 else {})}
-    choices = [Choice(name, way) for name, entry in exchanges.items() for way in entry.offers(fact, topology)]
+    choices = [
+        Choice(name, way)
+        for name, entry in exchanges.items()
+        for way in entry.offers(fact, topology)
+        if not entry.departs or name == demanded
+    ]
     if isinstance(demanded, Choice) and demanded not in choices:
         choices.append(demanded)
     if isinstance(demanded, str) and not any(allows(demanded, choice) for choice in choices):

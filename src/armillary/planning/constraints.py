@@ -1,6 +1,6 @@
 """What the user demands of single parameters: honoured, or refused with the reason. Never ignored.
 
-A demand names a parameter (or one of its aliases, or a glob pattern) and says a placement ("replicated",
+A demand names a parameter (or one of its aliases, or a glob pattern) and says a layout ("replicated",
 "row_sharded"), an exchange by name, or an exchange with its options (a `Choice`).
 """
 
@@ -9,21 +9,22 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Placement
+from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
-__all__ = ["Constraint", "allows", "names_of", "placement_of", "resolve", "why_not_by_row"]
+__all__ = ["Constraint", "allows", "layout_of", "names_of", "resolve", "why_not_by_row"]
 
 Constraint = str | Choice
 
-PLACEMENTS = ("replicated", "row_sharded")
+LAYOUTS = ("replicated", "row_sharded")
 
 
-def placement_of(choice: Choice) -> Placement:
-    """Where an exchange keeps the parameter."""
+def layout_of(choice: Choice) -> Layout:
+    """How an exchange lays the parameter out over the workers."""
     is_split = choice.name in row_exchanges() and build_row(choice.name, **choice.options).placement != "replicated"
     return "row_sharded" if is_split else "replicated"
 
@@ -34,7 +35,7 @@ def allows(constraint: Constraint | None, choice: Choice) -> bool:
         return True
     if isinstance(constraint, Choice):
         return constraint == choice
-    return constraint == (placement_of(choice) if constraint in PLACEMENTS else choice.name)
+    return constraint == (layout_of(choice) if constraint in LAYOUTS else choice.name)
 
 
 def matching(pattern: str, profile: Profile) -> list[ParameterFact]:
@@ -88,11 +89,9 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
 def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) -> None:
     name = constraint.name if isinstance(constraint, Choice) else constraint
     exchanges = {**dense_exchanges(), **row_exchanges()}
-    if name not in exchanges and (isinstance(constraint, Choice) or name not in PLACEMENTS):
-        known = ", ".join((*PLACEMENTS, *sorted(exchanges)))
-        raise ValueError(
-            f"plan: {pattern!r} is to be {name!r}, which is no placement and no exchange; there are {known}"
-        )
+    if name not in exchanges and (isinstance(constraint, Choice) or name not in LAYOUTS):
+        known = ", ".join((*LAYOUTS, *sorted(exchanges)))
+        raise ValueError(f"plan: {pattern!r} is to be {name!r}, which is no layout and no exchange; there are {known}")
     if not isinstance(constraint, Choice):
         return
     build = build_row if name in row_exchanges() else build_dense

@@ -8,18 +8,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from armillary.facts.plan import UPDATES
-from armillary.facts.profile_table import bytes_text
+from armillary.facts.departure import DEPARTURES, EXACT
+from armillary.facts.profile_table import bytes_text, enough_text
 from armillary.facts.topology import Topology
 from armillary.planning.candidates import Candidate, Question, allowed
-from armillary.planning.cyclic_plan import pipeline_bytes
+from armillary.planning.staged_plan import staged_ways
 
-__all__ = ["Menu", "fit", "held_bytes", "menu", "refuse_misfit"]
+__all__ = ["Menu", "NothingFits", "fit", "held_bytes", "menu", "refuse_misfit"]
 
 Menu = Mapping[str, Sequence[Candidate]]
 
 MOST_WORKERS = 1024
 MOST_MICRO_BATCHES = 64
+
+
+class NothingFits(ValueError):
+    """No choice fits the memory of a rank; the message lists what would."""
 
 
 def menu(question: Question) -> dict[str, tuple[Candidate, ...]]:
@@ -73,9 +77,9 @@ def refuse_misfit(chosen: Mapping[str, Candidate], question: Question) -> None:
     largest = max(chosen.values(), key=lambda one: one.forecast.memory_bytes)
     by_itself = [*_more_workers(question), *_smaller_batch(needed, question)]
     remedies = [*_lazy(question), *_replaced(question), *(by_itself or _both(question)), *_stages(question)]
-    remedies.append(f"ranks with {bytes_text(needed)} of memory")
+    remedies.append(f"ranks with {enough_text(needed)} of memory")
     listing = "\n".join(f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1))
-    raise ValueError(
+    raise NothingFits(
         f"plan: nothing fits in {bytes_text(limit)} a rank; the smallest plan needs {bytes_text(needed)} (of it "
         f"{bytes_text(largest.forecast.memory_bytes)} for {largest.parameter!r} by {largest.choice}, activations "
         f"{bytes_text(_activations(question))}). Any of these would do:\n{listing}"
@@ -92,7 +96,7 @@ def _lazy(question: Question) -> list[str]:
     tables = [fact.name for fact in question.trained if fact.shardable and fact.name not in question.lazy]
     needed = _fits(replace(question, lazy=question.lazy.union(tables))) if tables else 0.0
     names = ", ".join(map(repr, tables))
-    return [f"lazy=[{names}] ({UPDATES['lazy']}): {bytes_text(needed)}"] if needed else []
+    return [f"lazy=[{names}] ({DEPARTURES['lazy']}): {bytes_text(needed)}"] if needed else []
 
 
 def _replaced(question: Question) -> list[str]:
@@ -101,7 +105,7 @@ def _replaced(question: Question) -> list[str]:
     wanted = {name: demand for name, demand in question.wanted.items() if name not in whole}
     needed = _fits(replace(question, wanted=wanted)) if whole else 0.0
     names = ", ".join(map(repr, whole))
-    return [f"placement row_sharded for {names}, by dropping the constraint: {bytes_text(needed)}"] if needed else []
+    return [f"layout row_sharded for {names}, by dropping the constraint: {bytes_text(needed)}"] if needed else []
 
 
 def _more_workers(question: Question) -> list[str]:
@@ -150,15 +154,12 @@ def _stages(question: Question) -> list[str]:
     case = question.case
     if case.topology.workers == 1:
         return []
-    try:
-        needed = pipeline_bytes(case)
-    except ValueError:
-        return []  # too few modules to cut between
-    if needed > case.topology.memory_bytes:
-        return []
     return [
-        f"placement stage_sharded, a stage a worker, by schedule cyclic(mode=pipeline) ({UPDATES['stale']}): "
-        f"{bytes_text(needed)} on the fullest worker"
+        f"layout stage_sharded, a stage a worker, by schedule {way.choice} "
+        f"({'; '.join(DEPARTURES[word] for word in way.departures) or EXACT}): {bytes_text(way.held_bytes)} on the "
+        f"fullest worker"
+        for way in staged_ways(case)
+        if way.held_bytes <= case.topology.memory_bytes
     ]
 
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from armillary.exchanges.exchange import RowExchange, RowTraffic
 from armillary.exchanges.leg import Leg, Legs
+from armillary.facts.group import LookAhead
 from armillary.facts.parameter import RowFacts
-from armillary.facts.plan import LookAhead
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.traffic import staying_share

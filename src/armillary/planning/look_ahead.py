@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import FORESEEN, round_leg
-from armillary.facts.plan import Forecast, Group, LookAhead, Plan
+from armillary.facts.group import LookAhead
+from armillary.facts.plan import Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
@@ -87,11 +88,11 @@ def _foreseeable(plan: Plan) -> list[str]:
 
 
 def _can_be_early(group: Group) -> bool:
-    return group.exchange.name in row_exchanges() and _exchange(group).pull_early is not None
+    return group.own_exchange.name in row_exchanges() and _exchange(group).pull_early is not None
 
 
 def _exchange(group: Group) -> RowExchange:
-    return build_row(group.exchange.name, **group.exchange.options)
+    return build_row(group.own_exchange.name, **group.own_exchange.options)
 
 
 def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
@@ -127,12 +128,12 @@ def with_outlook(groups: Sequence[Group], case: Case) -> tuple[Group, ...]:
 def _spoken(groups: Sequence[Group], foreseen: int, case: Case) -> Forecast:
     """The round in which the loop gets its batch, and what all headers of a step grow by: every one says which batches
     are expected."""
-    pulled = [group for group in groups if group.placement == "row_sharded"]
+    pulled = [group for group in groups if group.layout == "row_sharded"]
     idle, plain = (idle_leg(case.topology, len(pulled), count) for count in (foreseen, 0))
     grown = [(idle, plain)]
     for group in pulled:
         fact = case.profile.parameter(group.parameters[0])
-        for header in row_work(fact, group.exchange, group.update, case, group.look_ahead).headers:
+        for header in row_work(fact, group.own_exchange, group.is_lazy, case, group.look_ahead).headers:
             grown.append((round_leg(header.messages, case.topology, foreseen), header))
     more, less = [idle, *(leg for leg, _ in grown)], [leg for _, leg in grown]
     sent = sum(leg.link_bytes for leg in more) - sum(leg.link_bytes for leg in less)
@@ -142,7 +143,7 @@ def _spoken(groups: Sequence[Group], foreseen: int, case: Case) -> Forecast:
 def _foreseen(group: Group, case: Case, pays: bool) -> Group:
     """The forecast changes by what look-ahead changes of the table's own; rounds it was charged with stay in it."""
     fact = case.profile.parameter(group.parameters[0])
-    before = row_forecast(fact, group.exchange, group.update, case)
-    after = row_forecast(fact, group.exchange, group.update, case, group.look_ahead, pays)
+    before = row_forecast(fact, group.own_exchange, group.is_lazy, case)
+    after = row_forecast(fact, group.own_exchange, group.is_lazy, case, group.look_ahead, pays)
     more = Forecast(after.sent_bytes - before.sent_bytes, 0.0, after.seconds - before.seconds)
     return replace(group, forecast=group.forecast + more)

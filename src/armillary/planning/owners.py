@@ -61,7 +61,7 @@ def reprice(
         fact = case.profile.parameter(group.parameters[0])
         if fact.name not in tables or fact.rows is None:
             continue
-        before = candidate(fact, group.exchange, question)
+        before = candidate(fact, group.own_exchange, question)
         room = case.topology.memory_bytes - held + before.forecast.memory_bytes
         after = _better(before, _ways(fact, before, room, question), margin)
         held += after.forecast.memory_bytes - before.forecast.memory_bytes
@@ -76,7 +76,7 @@ def _question(plan: Plan, case: Case, constraints: Mapping[str, Constraint]) -> 
 
 
 def _owned(plan: Plan) -> list[Group]:
-    return [group for group in plan.groups if group.placement == "row_sharded"]
+    return [group for group in plan.groups if group.layout == "row_sharded"]
 
 
 def _ways(fact: ParameterFact, before: Candidate, room: float, question: Question) -> list[Candidate]:
@@ -113,7 +113,7 @@ def still_allowed(
 ) -> dict[str, Choice]:
     """Of `owners`, those that differ from the plan's and fit it: the same exchange, and none that is forbidden."""
     wanted = resolve(constraints, case.profile, case.topology)
-    present = {group.parameters[0]: group.exchange for group in _owned(plan)}
+    present = {group.parameters[0]: group.own_exchange for group in _owned(plan)}
     return {
         name: choice
         for name, choice in owners.items()
@@ -139,7 +139,7 @@ def with_owners(plan: Plan, case: Case, owners: Mapping[str, Choice], notes: Seq
 def _dealt(group: Group, case: Case, owners: Mapping[str, Choice]) -> Group:
     name = group.parameters[0]
     fact = case.profile.parameter(name)
-    if group.placement != "row_sharded" or fact.rows is None:
+    if group.layout != "row_sharded" or fact.rows is None:
         return group
-    choice, reason = owners.get(name, group.exchange), MOVED if name in owners else group.reason
-    return replace(group, exchange=choice, forecast=row_forecast(fact, choice, group.update, case), reason=reason)
+    choice, reason = owners.get(name, group.own_exchange), MOVED if name in owners else group.reason
+    return replace(group, exchange=choice, forecast=row_forecast(fact, choice, group.is_lazy, case), reason=reason)

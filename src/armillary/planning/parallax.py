@@ -11,13 +11,14 @@ said of nearly dense tables, whose threshold the paper leaves open and the price
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Placement
+from armillary.facts.plan import Choice
 
 __all__ = ["PLAIN", "parallax", "plain"]
 
-# The exchange that a placement means where nobody says more.
-PLAIN: Mapping[Placement, Choice] = MappingProxyType(
+# The exchange that a layout means where nobody says more.
+PLAIN: Mapping[Layout, Choice] = MappingProxyType(
     {"replicated": Choice("all_reduce"), "row_sharded": Choice("owned_rows")}
 )
 
@@ -28,5 +29,5 @@ def parallax(fact: ParameterFact) -> Choice:
 
 
 def plain(name: str) -> Choice:
-    """What a placement or an exchange means where it is only named."""
-    return next((choice for placement, choice in PLAIN.items() if placement == name), Choice(name))
+    """What a layout or an exchange means where it is only named."""
+    return next((choice for layout, choice in PLAIN.items() if layout == name), Choice(name))

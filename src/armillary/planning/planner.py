@@ -13,29 +13,31 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
+from armillary.facts.mesh import Mesh
+from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.assembly import groups
+from armillary.planning.assembly import consensus_of, groups
 from armillary.planning.bucket_sizes import by_clock, sizes
 from armillary.planning.buckets import default_limits
+from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
-from armillary.planning.cyclic_plan import plan_cyclic
-from armillary.planning.cyclic_tables import wished_tables
-from armillary.planning.delayed_plan import plan_delayed
 from armillary.planning.explanation import Verdict, reason, verdicts
-from armillary.planning.fitting import fit, menu, refuse_misfit
-from armillary.planning.look_ahead import with_prospect
+from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
+from armillary.planning.look_ahead import looking_ahead, with_prospect
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.schedules.chosen import LOOP_OWNERS
+from armillary.planning.savings import with_savings
+from armillary.planning.staged_plan import plan_staged
+from armillary.planning.staged_tables import wished_tables
+from armillary.planning.uncut_plan import plan_uncut
+from armillary.schedules.registry import SCHEDULES, owns_loop, read
 
 __all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "bucketings", "explain", "plan", "plan_by_rule"]
 
 NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
-SIMULTANEOUS = Choice("simultaneous")
 
 
 def plan(
@@ -47,27 +49,52 @@ def plan(
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
     schedule: Choice = SIMULTANEOUS,
+    prefetch: bool = False,
+    steps_by_run: bool = False,
+    micro_batches: int | None = None,
 ) -> Plan:
     """The cheapest plan that fits.
 
     Args:
-        constraints: name, alias or glob pattern -> placement, exchange name, or a `Choice` with options.
+        constraints: name, alias or glob pattern -> layout, exchange name, or a `Choice` with options.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         assumptions: what the optimizer keeps and how fast a rank's processor is.
-        schedule: "simultaneous"; or "cyclic" or "delayed_all_reduce" with their options (NOT exact): then nothing is
-            exchanged by row but the tables that constraints name (of cyclic only), and mean must be left alone.
+        schedule: by its registry name, as in Choice("ring", {"slack": 1}). Under one that owns the loop (`run.step`)
+            nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
+        prefetch: look-ups leave before their batch, in a loop over `run.batches`; see `looking_ahead`.
+        steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
+            Else a note says what it would bring.
+        micro_batches: of a step and data coordinate, where the caller cuts them; a batch of the profile is one of them.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
     case = Case(profile, topology, assumptions)
-    if schedule != SIMULTANEOUS:
-        by_row = {"constraints": constraints, "lazy": list(lazy)} if schedule.name != "cyclic" else {}
+    if owns_loop(schedule):
+        is_cut = SCHEDULES[schedule.name].is_cut
+        by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
         _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers"})
-        if schedule.name != "cyclic":
-            return plan_delayed(case, schedule)
-        return plan_cyclic(case, schedule, wished_tables(case, constraints, lazy))
-    return bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)[0]
+        if is_cut:
+            return plan_staged(case, schedule, wished_tables(case, constraints, lazy))
+        return plan_uncut(case, schedule)
+    read(schedule, topology.workers)
+    is_free = not constraints and mean == "workers"  # what a schedule that owns the loop cannot honour
+    may_take = is_free and steps_by_run and may_cut(case, micro_batches)
+    try:
+        plain = bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)[0]
+    except NothingFits:
+        ways = fitting(case, micro_batches) if may_take else []
+        if not ways:
+            raise
+        return ways[0].plan
+    if prefetch:
+        plain = looking_ahead(plain, profile, topology)
+    if not is_free or topology.workers == 1:
+        return plain
+    way = quickest(case, micro_batches) if may_take else None
+    if way is not None and step_seconds(plain, case) >= WORTH * way.seconds:
+        return way.plan
+    return noted(plain, case, micro_batches)
 
 
 def bucketings(
@@ -89,7 +116,8 @@ def bucketings(
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
     made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
-    return tuple(with_prospect(one, case) for one in made)
+    first, *others = (with_prospect(one, case) for one in made)
+    return with_savings(first, question), *others
 
 
 def plan_by_rule(
@@ -136,12 +164,11 @@ def explain(
 
 def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
     """wishes: name -> what was asked, empty where nothing was."""
-    if schedule.name not in LOOP_OWNERS:
-        raise ValueError(f"plan: schedule {schedule.name!r} is none of simultaneous, {', '.join(LOOP_OWNERS)}")
     if found := [name for name, asked in wishes.items() if asked]:
+        with_rows = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
         raise ValueError(
             f"plan: under schedule {schedule} nothing goes by row, nor by weight; {', '.join(found)} have no effect: "
-            f"drop them. Tables can be kept by row under cyclic, in mode one_device or pipeline"
+            f"drop them. Tables can be kept by row under {with_rows}"
         )
 
 
@@ -160,9 +187,11 @@ def _demanded_choice(constraint: Constraint | None) -> Choice:
 
 def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question: Question, mean: Mean) -> Plan:
     profile, topology = question.case.profile, question.case.topology
+    ordered = groups(chosen, reasons, question)
     return Plan(
-        workers=topology.workers,
-        groups=groups(chosen, reasons, question, mean),
+        mesh=Mesh.of(data=topology.workers),
+        groups=ordered,
+        consensus=consensus_of(ordered),
         model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in question.trained),
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
@@ -170,6 +199,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
         notes=_notes(chosen, question),
         priced_with=asdict(question.case.assumptions),
+        activation_bytes=sum(stage.activation_bytes for stage in profile.stages),
     )
 
 
@@ -182,7 +212,7 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
             f"row facts were taken with {seen[0]} workers in nodes of {seen[1]}; merged rows of {asked[0]} in nodes of "
             f"{asked[1]} are extrapolated"
         )
-    if whole := sorted(name for name in question.lazy if chosen[name].update == "exact"):
+    if whole := sorted(name for name in question.lazy if not chosen[name].departures):
         notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")
     if topology.workers > 1 and (written := [fact.name for fact in profile.parameters if fact.is_rewritten]):
         notes.append(

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import Place, build_dense, build_row
+from armillary.exchanges.exchange import DenseExchange, Place, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
+from armillary.facts.group import LookAhead
+from armillary.facts.layout import Layout, layout_of
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, LookAhead, Plan, Update
+from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.foreseen_legs import Shares, foreseen_legs
@@ -24,7 +26,8 @@ from armillary.planning.leg_seconds import leg_seconds
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
 
 __all__ = [
-    "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "dense_forecast",
+    "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "coding_seconds",
+    "dense_forecast",
     "dense_update_seconds", "fill_seconds", "foresight_seconds", "idle_leg", "idle_round", "index_seconds",
     "pack_seconds", "row_forecast", "row_update_seconds", "row_work",
 ]  # fmt: skip
@@ -107,19 +110,24 @@ class Case:
         return measured.merge.row_seconds + KEY_BYTES * measured.merge.byte_seconds
 
 
-def dense_forecast(
-    nbytes: int, choice: Choice, case: Case, buckets: float = 1.0, facts: Sequence[ParameterFact] = ()
-) -> Forecast:
-    """One bucket of `nbytes`. A part of a bucket pays for a part of its latency: `buckets` < 1.
-
-    Args:
-        facts: of the parameters in it; tables among them cost more than their bytes.
-    """
+def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
+    """One bucket of these parameters, in the mean over steps. A part of a bucket pays for a part of its latency:
+    `buckets` < 1."""
     slots, exchange = case.assumptions.optimizer_slots, build_dense(choice.name, **choice.options)
-    sent = exchange.sent_bytes(nbytes, case.topology)
-    links = leg_seconds(exchange.legs(nbytes, case.topology), case.topology, buckets)
-    seconds = links + pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, case)
-    return Forecast(sum(sent) / len(sent), (2 + slots) * nbytes, seconds)
+    layout, share = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
+    sent = exchange.sent_bytes(layout, case.topology)
+    links = leg_seconds(exchange.legs(layout, case.topology), case.topology, buckets)
+    nbytes = layout.joined_bytes
+    seconds = share * (links + coding_seconds(exchange, layout, case))
+    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, case)
+    copies = 2 + slots + (exchange.carries == "weights")  # weights are not sent from where they are
+    memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
+    return Forecast(share * sum(sent) / len(sent), memory, seconds)
+
+
+def coding_seconds(exchange: DenseExchange, layout: Layout, case: Case) -> float:
+    """What an exchange makes of the numbers of one push, besides packing them."""
+    return exchange.work(layout, case.topology) * layout.item_bytes / case.memory_bytes_per_second
 
 
 def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
@@ -165,7 +173,7 @@ class RowWork(NamedTuple):
 def row_work(
     fact: ParameterFact,
     choice: Choice,
-    update: Update,
+    is_lazy: bool,
     case: Case,
     look_ahead: LookAhead = "none",
     pays: bool = True,
@@ -213,20 +221,20 @@ def row_work(
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
         touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
-        has_window=update in ("lazy", "stale_lazy") or not case.assumptions.moves_quiet_rows,
+        has_window=is_lazy or not case.assumptions.moves_quiet_rows,
     )
 
 
 def row_forecast(
     fact: ParameterFact,
     choice: Choice,
-    update: Update,
+    is_lazy: bool,
     case: Case,
     look_ahead: LookAhead = "none",
     pays: bool = True,
 ) -> Forecast:
     """One table that is read by row, without the idle rounds; `look_ahead` and `pays` as in `row_work`."""
-    work = row_work(fact, choice, update, case, look_ahead, pays)
+    work = row_work(fact, choice, is_lazy, case, look_ahead, pays)
     links = leg_seconds([*work.headers, *work.ahead, *work.legs.pull, *work.legs.push], case.topology)
     even = (*work.headers, *work.even_ahead, *work.even_legs.pull, *work.even_legs.push)
     sent = sum(leg.link_bytes for leg in even)

@@ -62,7 +62,7 @@ def rivals(
             continue
     named = {name: sized[0] for name, sized in found.items()}
     for name, sized in found.items():
-        if name == CHOSEN or all(is_ownerless(group.exchange) for group in sized[0].groups):
+        if name == CHOSEN or all(is_ownerless(group.own_exchange) for group in sized[0].groups):
             named |= {f"{name} + {counted(other)}": other for other in sized[1:]}
     return named
 

@@ -22,6 +22,7 @@ from armillary.planning.activities import activities, idle_request, payer
 from armillary.planning.backward_pieces import OUTSIDE, backward_pieces
 from armillary.planning.clock import Clock, Flight, Request, Span
 from armillary.planning.pricing import Case
+from armillary.schedules.registry import owns_loop
 
 __all__ = ["LOOK_UPS", "Simulation", "simulate"]
 
@@ -81,7 +82,7 @@ def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
         overlap: False makes the processor wait for every request: what the plan's forecast adds up to.
 
     Raises:
-        ValueError: the plan is for another model, or its schedule is not simultaneous.
+        ValueError: the plan is for another model, or its schedule owns the loop.
     """
     _refuse_other(plan, case.profile)
     player = _Player(plan, case, overlap)
@@ -99,8 +100,11 @@ def _refuse_other(plan: Plan, profile: Profile) -> None:
             f"simulate: the plan was made for model {plan.model_fingerprint}, the profile is of "
             f"{profile.model_fingerprint}; give the profile.json that stands beside the plan, or plan again"
         )
-    if plan.schedule.name != "simultaneous":
-        raise ValueError(f"simulate: schedule {plan.schedule} is not simulated; give a plan with the simultaneous one")
+    if owns_loop(plan.schedule):
+        raise ValueError(
+            f"simulate: the plan's schedule is {plan.schedule}, which is not played yet; its forecast and picture "
+            f"stand in what armillary plan prints. Give a plan for a loop of your own (schedule simultaneous)"
+        )
 
 
 class _Sent(NamedTuple):
@@ -125,9 +129,7 @@ class _Player:
         self.clock = Clock()
         self.flights: list[Flight] = []
         ahead, paying = sum(group.look_ahead != "none" for group in plan.groups), payer(plan.groups)
-        self.does = {
-            group.name: activities(group, plan.mean, case, ahead, group.name == paying) for group in plan.groups
-        }
+        self.does = {group.name: activities(group, case, ahead, group.name == paying) for group in plan.groups}
         self.tables = sum(bool(does.pull) for does in self.does.values())
         self.foreseen = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
         self.late: dict[str, _Sent] = {}

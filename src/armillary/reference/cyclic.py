@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
+from armillary.reference.clipped import clip_gradients
+from armillary.schedules.clipping import Clip
 from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.remedies.remedy import Remedy, stale_share
@@ -106,7 +107,7 @@ class Reference:
         for parameter, total in totals.items():
             parameter.grad = total / self.schedule.micro_batches
         if self._clip is not None:
-            self._clip_gradients(self._clip)
+            clip_gradients(self.stages, self._clip, self._step, self._squares, self.drains)
         self._made_with = [dict(group) for group in self.optimizer.param_groups] if self.remedies else []
         with torch.autocast(self._device_type, enabled=False):
             self._step_stage_by_stage() if self.remedies else self.optimizer.step()
@@ -152,17 +153,6 @@ class Reference:
             for group, options in zip(self.optimizer.param_groups, usual):
                 group.update(options)
         self._before = means
-
-    def _clip_gradients(self, clip: Clip) -> None:
-        trained = [[p for p in stage.parameters() if p.grad is not None] for stage in self.stages]
-        squares = {j: square_of_stage(p.grad for p in own if p.grad is not None) for j, own in enumerate(trained)}
-        self._squares[self._step] = square_of_step(squares)
-        of = clip.step_of_norm(self._step, self.drains)
-        for j, own in enumerate(trained):
-            factor = clip.factor(squares[j] if of is None else self._squares[of])
-            for parameter in own:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad * factor
 
     def _gradients(self, micro_batch: int, batch: MicroBatch) -> tuple[Tensor, Iterable[tuple[nn.Parameter, Tensor]]]:
         """Loss of one micro-batch and its gradients, at the weights the schedule names; unused ones are left out."""

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from armillary.reference.clipped import clip_gradients
+from armillary.schedules.clipping import Clip
 from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
@@ -36,6 +38,7 @@ class WorkersReference:
         stages: the model, cut; each takes what the one before returns.
         loss: loss(output, target) -> scalar mean over one micro-batch.
         tables: which parameters are summed as tables, and whether their rows are lazy.
+        clip: of the mean gradient of every step.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class WorkersReference:
         loss: Callable[[Any, Any], Tensor],
         tables: Mapping[nn.Parameter, bool],
         seed: int = 0,
+        clip: Clip | None = None,
     ) -> None:
         self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
         self.tables = tables
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self._step = 0
+        self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._versions: dict[int, Weights] = {}
 
     def drain(self) -> None:
@@ -85,6 +90,8 @@ class WorkersReference:
             parameter.grad = total / (len(batches) * self.schedule.micro_batches)
         for parameter, total in means.items():
             parameter.grad = total / len(batches)
+        if self._clip is not None:
+            clip_gradients(self.stages, self._clip, self._step, self._squares, self.drains)
         self._step_but_quiet_rows()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1

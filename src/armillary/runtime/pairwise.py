@@ -19,10 +19,11 @@ posted at once, so ranks need not be at the same turn.
 Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +145,15 @@ class Pairwise:
         if self.courier is not None:
             self.jobs.put(None)
             self.courier.join(timeout=1.0)
+            self.courier = None
+
+    def give_up(self) -> None:
+        """As `close`, but what was asked for and not begun is dropped, and nobody waits."""
+        if self.courier is not None:
+            with contextlib.suppress(Empty):
+                while True:
+                    self.jobs.get_nowait()
+            self.jobs.put(None)
             self.courier = None
 
 

@@ -10,8 +10,8 @@ rank order.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program,
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
 from armillary.runtime.joined import can_join, joined, parted
+from armillary.runtime.open_groups import OpenGroups
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
 from armillary.runtime.process_group import start_process_group
@@ -34,11 +35,13 @@ Wait = Callable[[], Any]
 
 
 class Transport:
-    """This rank's connection to the others. It lives as long as the run; `close` gives its groups back.
+    """This rank's connection to the others. It lives as long as the run; `close` gives its groups back, `give_up` does
+    so without waiting for anybody.
 
     records: one per completed request, or part of one, since `take_records`, when `recording`.
     turn_bytes: pieces up to this long leave for another rank at once, longer ones take turns on the links
         (`pairwise.py`). `turn_bytes_on` gives it for a topology. Ranks need not agree on it.
+    process_group: the ranks that take part, in its order; without, all of the job.
     """
 
     def __init__(
@@ -47,43 +50,39 @@ class Transport:
         check_order: bool = False,
         timeout_seconds: float = 600.0,
         turn_bytes: int = TURN_BYTES,
+        process_group: Any = None,
     ):
         start_process_group(timeout_seconds)
-        workers = dist.get_world_size()
+        self.open_groups = OpenGroups(process_group, timeout_seconds)
+        workers = self.open_groups.workers
         if workers % workers_per_node:
-            raise ValueError(
-                f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again for this job"
-            )
-        self.place = Place(dist.get_rank(), workers, workers_per_node)
-        self.check_order, self.timeout_seconds = check_order, timeout_seconds
-        self.recording = False
-        self.step = 0
-        self.sequence = 0
+            raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
+        self.place = Place(self.open_groups.rank, workers, workers_per_node)
+        self.check_order, self.recording = check_order, False
+        self.step = self.sequence = 0
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
-        timeout = timedelta(seconds=timeout_seconds)
         self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
-        backends = {"cpu": "gloo"}
-        if "nccl" in str(dist.get_backend()):
-            backends["cuda"] = "nccl"
+        backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if "nccl" in str(dist.get_backend()) else {})
         for device, backend in backends.items():
-            self._open("world", device, backend, timeout)
+            self._open("world", device, backend)
         self._refuse_other_groups(workers_per_node)
         for device, backend in backends.items():
             if workers_per_node > 1:
-                self._open("node", device, backend, timeout)
-                self._open("rail", device, backend, timeout)
+                self._open("node", device, backend)
+                self._open("rail", device, backend)
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
-        self.order_group = dist.new_group(backend="gloo", timeout=timeout) if check_order else None
+        self.order_group = self.open_groups.new(range(workers)) if check_order else None
 
-    def _open(self, scope: Scope, device: str, backend: str, timeout: timedelta) -> None:
-        for ranks in members(
-            scope, self.place.workers, self.place.workers_per_node
-        ):  # every rank must take part in making every group
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+    def _open(self, scope: Scope, device: str, backend: str) -> None:
+        for ranks in self._members(scope):  # every rank must take part in making every group
+            group = self.open_groups.new(ranks, backend)
             if self.place.rank in ranks:
                 self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
+
+    def _members(self, scope: Scope) -> Sequence[Sequence[int]]:
+        return members(scope, self.place.workers, self.place.workers_per_node)
 
     def _refuse_other_groups(self, workers_per_node: int) -> None:
         """Ranks that go on to open different groups would wait for each other."""
@@ -180,23 +179,19 @@ class Transport:
         if isinstance(request, AllReduce):
             if on_host and ranks.workers > 2 and tensor.nbytes < LONG_BYTES:
                 return *self.pairwise.all_reduce(tensor, group, ranks), tensor
-            return dist.all_reduce(tensor, group=group, async_op=True).wait, tensor, tensor
+            return self.open_groups.noted(dist.all_reduce(tensor, group=group, async_op=True)), tensor, tensor
         if isinstance(request, AllGather):
             answer = tensor.new_empty((ranks.workers, *tensor.shape))
-            return (
-                dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True).wait,
-                answer,
-                tensor,
-            )
+            work = dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True)
+            return self.open_groups.noted(work), answer, tensor
         if on_host and request.is_even:
             return *self.pairwise.even_all_to_all(tensor, group, ranks), tensor
         if on_host:
             return *self.pairwise.all_to_all(tensor, request.send, request.receive, group, ranks), tensor
         answer = tensor.new_empty((sum(request.receive), *tensor.shape[1:]))
-        work = dist.all_to_all_single(
-            answer, tensor, list(request.receive), list(request.send), group=group, async_op=True
-        )
-        return work.wait, answer, tensor
+        receive, send = list(request.receive), list(request.send)
+        work = dist.all_to_all_single(answer, tensor, receive, send, group=group, async_op=True)
+        return self.open_groups.noted(work), answer, tensor
 
     def _record(self, parts: Sequence[tuple[Request, str]], ranks: Place, began: float) -> None:
         """Parts of one request take time by their bytes, one after another."""
@@ -208,22 +203,33 @@ class Transport:
             self.records.append(Record(self.step, label, kind, began - self.origin_seconds, took, mine))
             began += took
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, requests are not counted: they belong to no step."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
     def take_records(self) -> tuple[Record, ...]:
         """The records so far; forgets them."""
         taken, self.records = tuple(self.records), []
         return taken
 
     def _lost(self, request: Request, label: str, error: RuntimeError) -> RuntimeError:
+        told = self.open_groups.told()
+        first = f" The first error was on {told}" if told else ""
         return RuntimeError(
             f"rank {self.place.rank}: {type(request).__name__} of {label!r} at step {self.step} failed: a peer "
             "has stopped, or did not join in time. Look for the first error among the ranks; if ranks ran out of data, "
-            f"use run.batches. ({error})"
+            f"use run.batches. ({error}){first}"
         )
 
     def _refuse_other_orders(self, request: Request, label: str) -> None:
         everyones: list[Any] = [None] * self.place.workers
         dist.all_gather_object(everyones, asked(self.sequence, label, request), group=self.order_group)
-        trouble = disagreement(everyones, members(request.scope, self.place.workers, self.place.workers_per_node))
+        trouble = disagreement(everyones, self._members(request.scope))
         if trouble:
             raise RuntimeError(f"ranks out of order: {trouble}")
 
@@ -238,7 +244,7 @@ class Transport:
         if self.place.workers == 1:
             return
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole, src=root, group=self._group("world", whole))
+        dist.broadcast(whole, group_src=root, group=self._group("world", whole))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
@@ -249,8 +255,7 @@ class Transport:
         queued there the other way; with megabytes in both directions a message then waits for what it has nothing to
         do with (ring of 2 workers, 1 Gbit/s: 429 ms a step, with lanes 382).
         """
-        timeout = timedelta(seconds=self.timeout_seconds)
-        self.lanes = {is_up: dist.new_group(backend="gloo", timeout=timeout) for is_up in (False, True)}
+        self.lanes = {is_up: self.open_groups.new(range(self.place.workers)) for is_up in (False, True)}
 
     def _lane(self, tensor: Tensor, is_up: bool) -> Any:
         on_host = self.lanes and tensor.device.type == "cpu"
@@ -259,12 +264,12 @@ class Transport:
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Any:
         """Starts a message; the handle's wait() returns when the peer has it. Do not touch `tensor` before."""
         lane = self._lane(tensor, self.place.rank < peer)
-        return dist.isend(tensor.detach().contiguous(), peer, group=lane, tag=tag)
+        return dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
 
     def receive(self, into: Tensor, peer: int, tag: int = 0) -> Any:
         """Posts a receive; the handle's wait() returns when `into` is filled."""
         assert into.is_contiguous(), f"{tuple(into.shape)} is not contiguous"
-        return dist.irecv(into, peer, group=self._lane(into, peer < self.place.rank), tag=tag)
+        return dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -281,8 +286,15 @@ class Transport:
 
     def close(self) -> None:
         """Gives the groups back; the default process group stays the user's."""
-        self.pairwise.close()
-        for group in (*self.lanes.values(), *(group for group, _ in self.groups.values())):
-            dist.destroy_process_group(group)
+        self._end(self.pairwise.close, self.open_groups.close)
+
+    def give_up(self) -> None:
+        """As `close`, but without a request and without waiting, whatever is under way."""
+        self._end(self.pairwise.give_up, self.open_groups.give_up)
+
+    def _end(self, *ends: Callable[[], None]) -> None:
+        for end in ends:
+            end()
         self.lanes.clear()
         self.groups.clear()
+        self.order_group = None

@@ -33,7 +33,7 @@ def when_final(tensor: Tensor, owner: Owner, told: Callable[[Owner, Tensor], Non
         if here is None:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} got a gradient that nobody exchanges any more: its run and its "
-                "optimizer are gone. Keep one of them as long as you train; call run.detach() to train without"
+                "optimizer are gone. Keep one of them as long as you train; call run.close() to train without"
             )
         told(here, leaf)
 

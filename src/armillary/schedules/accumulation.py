@@ -4,14 +4,20 @@ On one device it needs less memory than cyclic scheduling and has no delay: the 
 face.
 """
 
+from armillary.facts.mesh import DATA
+from armillary.facts.profile_table import bytes_text
 from armillary.schedules.action import one_pass
-from armillary.schedules.registry import register
+from armillary.schedules.activations import peak_on_one_device
+from armillary.schedules.method import Method, Options, Planned
+from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.weights_held import kept_copies
 
-__all__ = ["accumulation"]
+__all__ = ["DEFAULT_MICRO_BATCHES", "accumulation"]
+
+DEFAULT_MICRO_BATCHES = 2  # which no number of processes suggests
 
 
-@register({"micro_batches": 3, "stages": 2}, {"micro_batches": 4, "stages": 2, "workers": 2})
 def accumulation(micro_batches: int, stages: int = 1, workers: int = 1) -> Schedule:
     """`micro_batches` per step in all, the same number on each worker, in order.
 
@@ -26,3 +32,32 @@ def accumulation(micro_batches: int, stages: int = 1, workers: int = 1) -> Sched
         for worker in range(workers)
     )
     return Schedule("accumulation", 2 * stages * each, rows, ((0,) * stages,) * micro_batches)
+
+
+def _defaults(given: Options, workers: int) -> Options:
+    """Uncut, unless the user says where to cut."""
+    return {"micro_batches": DEFAULT_MICRO_BATCHES, **({} if given.get("points") else {"stages": 1})}
+
+
+def _notes(planned: Planned) -> list[str]:
+    held = bytes_text(peak_on_one_device(planned.schedule, planned.stages))
+    return [f"activations at the peak: {held}, those of one micro-batch of {planned.options.micro_batches}"]
+
+
+SCHEDULES.register(
+    "accumulation",
+    Method(
+        table=lambda options: accumulation(options.micro_batches, options.stages),
+        knows=frozenset({"micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
+        examples=({"workers": 1, "micro_batches": 3}, {"workers": 2, "micro_batches": 4}),
+        axis=DATA,
+        is_side_by_side=True,
+        is_even=True,
+        has_rows=True,
+        defaults=_defaults,
+        copies=kept_copies,
+        peak=lambda options, stages: peak_on_one_device(options.schedule(), stages),
+        pace=lambda options, stages: sum(stages) * options.micro_batches,
+        notes=_notes,
+    ),
+)

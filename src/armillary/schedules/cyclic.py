@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from armillary.schedules.action import Action, Kind, Row
-from armillary.schedules.registry import register
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["cyclic"]
 
 
-@register({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}, {"workers": 3, "costs": [[1, 2], [2, 5], [1, 1]]})
 def cyclic(
     workers: int, stages: int | None = None, slack: int = 0, costs: Sequence[Sequence[float]] | None = None
 ) -> Schedule:

@@ -9,17 +9,11 @@ differ from K; `slack` is ours.
 """
 
 from armillary.schedules.action import Action
-from armillary.schedules.registry import register
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["cyclic_pipeline"]
 
 
-@register(
-    {"stages": 3, "micro_batches": 3},
-    {"stages": 3, "micro_batches": 2},
-    {"stages": 2, "micro_batches": 4, "slack": 1},
-)
 def cyclic_pipeline(stages: int, micro_batches: int, slack: int = 0) -> Schedule:
     """K stages on K workers, M micro-batches a step.
 

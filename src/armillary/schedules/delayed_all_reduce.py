@@ -1,72 +1,79 @@
 """Data parallelism one step late: a step begins while the gradients of the last one are being reduced.
 
 The rule of cyclic data parallelism with slack >= N, by a collective instead of a ring: its honest rival. The model is
-not cut, so every model and every loss will do.
+not cut, so every model and every loss will do. Plain data parallelism is exact and hides what it sends behind its
+backward only; the ring is at most as late. The notes say which of them is better, with the numbers.
 
 Source: Pipe-SGD (Li et al., 2018) with width two; delayed parameter update (ZeRO-Offload, Ren et al., 2021).
 """
 
-from dataclasses import dataclass
-from typing import Any
-
-from armillary.facts.plan import Choice
+from armillary.facts.mesh import DATA
+from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.schedules.action import one_pass
-from armillary.schedules.clipping import Clip
-from armillary.schedules.registry import register
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.messages import ring_messages
+from armillary.schedules.method import Method, Planned
+from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.ring import DOMINATED_WORKERS
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["BY", "DelayedOptions", "delayed_all_reduce"]
-
-BY = Choice("all_reduce")  # the exchange that the schedule is named after
+__all__ = ["delayed_all_reduce"]
 
 
-@register({"workers": 2, "stages": 2})
 def delayed_all_reduce(workers: int, stages: int = 1) -> Schedule:
     """All workers at the same tick, all weights one step old."""
     rows = tuple(one_pass(worker, stages, start=0) for worker in range(workers))
     return Schedule("delayed_all_reduce", 2 * stages, rows, ((1,) * stages,) * workers)
 
 
-@dataclass(frozen=True)
-class DelayedOptions:
-    """
-    Args of note:
-        clip_norm: that a step's mean gradient keeps at most, exactly as one process clips; None: it is not clipped.
-        bucket_bytes: of gradients that travel together; 0: the planner's default.
+def _notes(planned: Planned) -> list[str]:
+    notes = ["NOT exact: every gradient is taken at weights one step old, and applied one step after it was made"]
+    if planned.workers == 1:
+        return [*notes, "one worker has nobody to wait for: schedule simultaneous is exact, and as fast"]
+    return [*notes, _beside_plain(planned), _beside_ring(planned)]
 
-    Raises:
-        ValueError: no worker, a norm that is not positive, or a negative bucket.
-    """
 
-    micro_batches: int  # one a worker
-    clip_norm: float | None = None
-    bucket_bytes: int = 0
+def _beside_plain(planned: Planned) -> str:
+    needed, backward = planned.exchange_seconds, planned.backward_seconds
+    compute = backward + planned.forward_seconds
+    late, plain = max(0.0, needed - compute), max(0.0, needed - backward)
+    figures = (
+        f"exchange and update take {seconds_text(needed)} a step. Here they have the whole step to hide behind, "
+        f"{seconds_text(compute)}: {seconds_text(late)} at least remain; plain data parallelism, exact, has its "
+        f"backward, {seconds_text(backward)}: {seconds_text(plain)} at least remain"
+    )
+    return figures if plain > late else f"{figures}. It has room enough, then, and is the better plan"
 
-    def __post_init__(self) -> None:
-        if self.micro_batches < 1 or self.bucket_bytes < 0:
-            raise ValueError(
-                f"schedule: delayed_all_reduce wants 1 worker or more and bucket_bytes >= 0, got {self.micro_batches} "
-                f"and {self.bucket_bytes}"
-            )
-        _ = self.clip  # refuses what is no norm
 
-    @property
-    def clip(self) -> Clip | None:
-        return None if self.clip_norm is None else Clip(self.clip_norm)
+def _beside_ring(planned: Planned) -> str:
+    """The ring of as many equal stages as workers, at slack 0, whatever the model can be cut into."""
+    workers, reduced = planned.workers, planned.exchange_bytes
+    ring = cyclic(workers)
+    weights = reduced * workers / (2 * (workers - 1))
+    sent = [0.0] * workers
+    for message in ring_messages(ring):
+        sent[message.sender] += weights / workers
+    figures = (
+        f"sent per worker and step: {bytes_text(reduced)} here; {bytes_text(sum(sent) / workers)} round a cyclic ring "
+        f"of {workers} equal stages, {bytes_text(max(sent))} by its busiest worker, where {ring.stale_share:.0%} of "
+        f"the pairs of micro-batch and stage read weights one step old, not all"
+    )
+    if workers in DOMINATED_WORKERS and max(sent) > reduced:
+        return f"{figures}. With {workers} workers this is the better plan where bandwidth is what costs"
+    return f"{figures}. With {workers} workers the ring is the better plan, where it can be cut into equal stages"
 
-    @property
-    def mode(self) -> str:
-        """What a table calls it, where cyclic schedules have a mode."""
-        return "delayed_all_reduce"
 
-    def schedule(self) -> Schedule:
-        return delayed_all_reduce(self.micro_batches)
-
-    def picture(self) -> str:
-        """Who does what when."""
-        return str(self.schedule())
-
-    def as_options(self) -> dict[str, Any]:
-        """What a plan writes down."""
-        said = {"clip_norm": self.clip_norm, "bucket_bytes": self.bucket_bytes}
-        return {name: value for name, value in said.items() if value}
+SCHEDULES.register(
+    "delayed_all_reduce",
+    Method(
+        table=lambda options: delayed_all_reduce(options.micro_batches),
+        knows=frozenset({"clip_norm", "bucket_bytes"}),
+        axis=DATA,
+        is_cut=False,
+        is_even=True,
+        keeps_own_statistics=True,
+        implied=lambda given, workers: {"micro_batches": workers},
+        notes=_notes,
+        follows=("micro_batches",),
+    ),
+)

@@ -4,14 +4,16 @@ Source: Huang et al., GPipe, 2019. Departure: backwards run in the order of the 
 reversed, so that gradients are summed in micro-batch order.
 """
 
+from armillary.facts.profile_table import bytes_text
 from armillary.schedules.action import Action
-from armillary.schedules.registry import register
+from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
+from armillary.schedules.method import Planned
+from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["gpipe"]
 
 
-@register({"stages": 3, "micro_batches": 4})
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """K stages on K workers, M micro-batches a step; bubble (K - 1) / (M + K - 1)."""
     half = micro_batches + stages - 1
@@ -21,3 +23,22 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
         for stage in range(stages)
     )
     return Schedule("gpipe", 2 * half, rows, ((0,) * stages,) * micro_batches)
+
+
+def _notes(planned: Planned) -> list[str]:
+    _, flush = utilisation(planned)
+    most = fullest_stage(planned.options, planned.stages)
+    return [
+        f"utilisation of {planned.options.stages} devices: {flush:.0%} with this cut, the bubble included",
+        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]
+
+
+SCHEDULES.register(
+    "gpipe",
+    pipeline_method(
+        table=lambda options: gpipe(options.stages, options.micro_batches),
+        pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
+        notes=_notes,
+    ),
+)

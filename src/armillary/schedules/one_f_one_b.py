@@ -3,14 +3,16 @@
 Source: PipeDream-Flush (Narayanan et al., 2021); the same bubble as GPipe.
 """
 
+from armillary.facts.profile_table import bytes_text
 from armillary.schedules.action import Action
-from armillary.schedules.registry import register
+from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
+from armillary.schedules.method import Planned
+from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["one_f_one_b"]
 
 
-@register({"stages": 3, "micro_batches": 4})
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """K stages on K workers, M micro-batches a step; bubble (K - 1) / (M + K - 1)."""
     rows = tuple(
@@ -28,3 +30,23 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 def _forward(micro_batch: int, stage: int, stages: int) -> int:
     """At once while the pipeline fills, then every second tick."""
     return stage + micro_batch if micro_batch < stages - stage else stage + 2 * micro_batch
+
+
+def _notes(planned: Planned) -> list[str]:
+    _, flush = utilisation(planned)
+    most = fullest_stage(planned.options, planned.stages)
+    return [
+        f"utilisation of {planned.options.stages} devices: {flush:.0%} with this cut, the bubble included; stage j "
+        f"keeps {planned.options.stages} - j micro-batches where gpipe keeps {planned.options.micro_batches}",
+        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]
+
+
+SCHEDULES.register(
+    "one_f_one_b",
+    pipeline_method(
+        table=lambda options: one_f_one_b(options.stages, options.micro_batches),
+        pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
+        notes=_notes,
+    ),
+)

@@ -1,52 +1,89 @@
-"""The schedules there are, by name: one more schedule is one more file that registers a factory here."""
+"""The schedules there are, by name, and a plan's schedule with nothing left open."""
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from armillary.schedules.schedule import Schedule
+from armillary.facts.choice import Choice
+from armillary.facts.plan import Plan
+from armillary.facts.registry import Registry
+from armillary.schedules.method import Method, ScheduleOptions
 
-__all__ = ["Entry", "build", "register", "schedules"]
+__all__ = ["SCHEDULES", "options_of", "owns_loop", "read"]
 
-Factory = TypeVar("Factory", bound=Callable[..., Schedule])
+SCHEDULES: Registry[Method] = Registry("schedule", "armillary.schedules")
 
-
-class Entry(NamedTuple):
-    """A registered factory, and sets of options that its contract tests use."""
-
-    make: Callable[..., Schedule]
-    examples: tuple[Mapping[str, Any], ...]
+RECOMPUTE = "recompute"
 
 
-_ENTRIES: dict[str, Entry] = {}
+def owns_loop(choice: Choice) -> bool:
+    """Whether training steps are taken by `run.step` under it.
 
-
-def register(*examples: Mapping[str, Any]) -> Callable[[Factory], Factory]:
-    """Registers a factory under its own name."""
-
-    def enter(make: Factory) -> Factory:
-        _ENTRIES[make.__name__] = Entry(make, examples)
-        return make
-
-    return enter
-
-
-def schedules() -> Mapping[str, Entry]:
-    """Every schedule there is, by name."""
-    package = importlib.import_module("armillary.schedules")
-    for module in pkgutil.iter_modules(package.__path__, "armillary.schedules."):
-        importlib.import_module(module.name)
-    return _ENTRIES
-
-
-def build(name: str, **options: Any) -> Schedule:
-    """
     Raises:
-        ValueError: no such schedule, the message lists those that exist; or its options make no possible
-            table.
+        ValueError: no such schedule.
     """
-    entries = schedules()
-    if name not in entries:
-        raise ValueError(f"schedule: no schedule {name!r}; there are {', '.join(sorted(entries))}")
-    return entries[name].make(**options)
+    return SCHEDULES[choice.name].owns_loop
+
+
+def read(choice: Choice, workers: int) -> ScheduleOptions:
+    """What is not said follows from the schedule and the number of processes; lists become tuples, as JSON has none.
+
+    Raises:
+        ValueError: no such schedule, an unknown option, or numbers that do not go together.
+    """
+    method = SCHEDULES[choice.name]
+    if strange := sorted(set(choice.options) - method.knows):
+        known = ", ".join(sorted(method.knows)) or "no options"
+        raise ValueError(f"schedule: {choice.name} has no {', '.join(strange)}; it may have {known}")
+    given: dict[str, Any] = {key: _frozen(value) for key, value in choice.options.items()}
+    if "points" in given:
+        given["points"] = tuple(map(_path, given["points"]))
+    implied = method.implied(given, workers)
+    for name, value in implied.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"schedule: {choice.name} on {workers} processes has {name}={value}, got {given[name]}; drop {name}, "
+                f"or take another number of processes"
+            )
+    stages = len(given.get("costs", ())) or len(given.get("points", ())) + 1
+    filled = {**method.defaults(given, workers), **implied, **given}
+    if filled.get("clip_norm") is not None:
+        filled.setdefault("clip_by", "global")
+    if method.is_cut:
+        filled.setdefault("stages", stages if stages > 1 else filled.get("micro_batches", 1))
+    return ScheduleOptions(choice.name, method, **filled)
+
+
+def options_of(plan: Plan) -> ScheduleOptions:
+    """A plan's schedule; where it is cut and which stages are recomputed stand in the plan's stage table.
+
+    Raises:
+        ValueError: options that do not go together, or that contradict the stage table.
+    """
+    choice, stages = plan.schedule, plan.stages
+    if not stages:
+        return read(choice, plan.workers)
+    said: dict[str, Any] = {"stages": len(stages)}
+    if points := [stage.begins for stage in stages[1:]]:
+        said["points"] = points
+    if again := [number for number, stage in enumerate(stages) if stage.residency.name == RECOMPUTE]:
+        said["recompute"] = again
+    for name, value in said.items():
+        if _frozen(found := choice.options.get(name, value)) != _frozen(value):
+            raise ValueError(f"plan: schedule {choice} has {name}={found}, the stage table says {value}; drop {name}")
+    return read(Choice(choice.name, {**choice.options, **said}), plan.workers)
+
+
+def _path(point: Any) -> str:
+    """Of a module; a chain's modules are numbers, which are typed without quotes.
+
+    Raises:
+        ValueError: no path, such as 1.10 without quotes, which reads as 1.1.
+    """
+    if not isinstance(point, str | int):
+        raise ValueError(
+            f"schedule: points are paths of modules, got {point!r}; put it in quotes, as in points=['1.10']"
+        )
+    return str(point)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value

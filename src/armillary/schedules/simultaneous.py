@@ -1,14 +1,33 @@
 """Plain data parallelism: all workers run the same stage at the same tick, with the newest weights."""
 
+from armillary.facts.mesh import DATA
 from armillary.schedules.action import one_pass
-from armillary.schedules.registry import register
+from armillary.schedules.method import Method
+from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["simultaneous"]
 
 
-@register({"workers": 3, "stages": 2}, {"workers": 1})
 def simultaneous(workers: int, stages: int = 1) -> Schedule:
     """N workers, K stages, one micro-batch a worker; every forward waits for the step before it."""
     rows = tuple(one_pass(worker, stages, start=0) for worker in range(workers))
     return Schedule("simultaneous", 2 * stages, rows, ((0,) * stages,) * workers)
+
+
+SCHEDULES.register(
+    "simultaneous",
+    Method(
+        table=lambda options: simultaneous(options.micro_batches),
+        knows=frozenset(),
+        examples=({"workers": 3}, {"workers": 1}),
+        axis=DATA,
+        owns_loop=False,
+        is_cut=False,
+        is_even=True,
+        keeps_own_statistics=True,
+        has_rows=True,
+        implied=lambda given, workers: {"micro_batches": workers},
+        follows=("micro_batches",),
+    ),
+)

@@ -1,9 +1,11 @@
 """Puts a plan to work on a model and its optimizer; the user's training loop stays as it was.
 
 `attach` refuses what it cannot carry out, before the first step: a plan for another model or number of workers, ranks
-that hold different plans or models, an optimizer that mixes rows on a row-sharded table.
+that hold different plans or models, an optimizer that mixes rows on a row-sharded table. What it refuses is left as it
+was.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,16 +15,26 @@ from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.agreement import begin_alike
-from armillary.runtime.hybrid.bucket import Bucket
-from armillary.runtime.hybrid.executor import DenseUnit, Executor, RowUnit
+from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
+from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.transport import Transport
+from armillary.runtime.watch.probe import Loss
+from armillary.schedules.registry import options_of, owns_loop
+from armillary.session.all_or_nothing import all_or_nothing
+from armillary.session.engines.owned_loop import OwnedLoop
+from armillary.session.engines.user_loop import UserLoop
+from armillary.session.found_inf import agree_on_found_inf
 from armillary.session.materialise import begin_optimizer_state, materialise
 from armillary.session.misfit import misfit, refuse_on_every_rank
+from armillary.session.owned_misfit import owned_misfit
 from armillary.session.run import Run
 from armillary.session.tables import make_table, put_handle
+from armillary.session.train_job import TrainJob
 
-__all__ = ["attach"]
+__all__ = ["attach", "attach_over"]
+
+TIMEOUT_SECONDS = 600.0
 
 
 def attach(
@@ -30,68 +42,118 @@ def attach(
     model: nn.Module,
     optimizer: Optimizer,
     *,
+    loss: Loss | None = None,
+    example: Any = None,
+    seed: int = 0,
+    first_step: int = 0,
     scaler: Any = None,
+    timeout: float | None = None,
     check_order: bool = False,
+    process_group: Any = None,
     topology: Topology | None = None,
-    transport: Transport | None = None,
 ) -> Run:
-    """Carries out `plan`: from now on every backward ends with final gradients on every worker.
+    """Carries out `plan`: from now on every backward ends with final gradients on every worker. Every rank must call
+    it; all begin with rank 0's model.
 
     Args:
         plan: made for this model and number of workers.
         model: an ordinary module on this rank; row-sharded tables in it become handles that are read by row. It may
             be on the meta device: then it gets its values here (see `materialise`).
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
+        loss: loss(model, batch) -> scalar mean over one micro-batch, for `run.step`; a loop of your own needs none.
+        example: a micro-batch, to cut the model with, or to try the loss on; nothing is trained on it.
+        seed: with step, micro-batch and stage, fixes the random numbers of dropout and the like under `run.step`.
+        first_step: of a resumed run: how many steps were taken before.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
+        timeout: seconds that a rank waits for another; ten minutes if nobody says.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
+        process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
             time. Without, as on links of 100 Mbit/s.
-        transport: connections to use, where several runs take turns: with the plan's nodes, the topology's turns if
-            one is given, and made to check orders if this run shall. Without, the run has its own.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
-    if transport is None:
-        transport = Transport(plan.workers_per_node, check_order, turn_bytes=turn_bytes_on(topology))
+    job = TrainJob(model, optimizer, loss, example, seed, first_step, scaler)
+    seconds = TIMEOUT_SECONDS if timeout is None else timeout
+    transport = Transport(plan.workers_per_node, check_order, seconds, turn_bytes_on(topology), process_group)
+    try:
+        return attach_over(transport, plan, job)
+    except BaseException:
+        transport.give_up()
+        raise
+
+
+def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool = True) -> Run:
+    """As `attach`, over connections that are there.
+
+    Args:
+        owns_transport: whether the run's end is theirs; not where several runs take turns.
+    """
+    transport.step = job.first_step
+    if owns_loop(plan.schedule):
+        return Run(_owned_loop(plan, job, transport), (), owns_transport)
+    model, optimizer = job.model, job.optimizer
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     begin_optimizer_state(optimizer)
-    complaint = _other_way(plan, check_order, topology, transport)
-    complaint = complaint or misfit(plan, trainable, optimizer, transport.place.workers)
+    complaint = _other_nodes(plan, transport) or misfit(plan, trainable, optimizer, transport.place.workers)
     refuse_on_every_rank("attach", plan, complaint, transport)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
+    with all_or_nothing(model, optimizer):
+        engine = _user_loop(plan, job, transport, shards)
+    undo: list[Callable[[], None]] = []
+    if job.scaler is not None:
+        undo.append(agree_on_found_inf(job.scaler, transport))
+    return Run(engine, undo, owns_transport)
+
+
+def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
+    complaint = _other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
+    refuse_on_every_rank("attach", plan, complaint, transport)
+    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
+    if options_of(plan).method.is_cut:
+        transport.open_lanes()
+    with all_or_nothing(job.model, job.optimizer):
+        return OwnedLoop(plan, job, transport)
+
+
+def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
+    """shards: this rank's rows of the tables that have no values yet."""
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
     units: list[DenseUnit | RowUnit] = []
     held: dict[str, Held] = {}
+    originals: dict[str, nn.Parameter] = {}
     for group in plan.groups:
-        if group.exchange.name in row_exchanges():
+        if group.own_exchange.name in row_exchanges():
             name = group.parameters[0]
-            table, held[name] = make_table(group, trainable[name], optimizer, transport, shards.get(name))
-            put_handle(model.modules(), trainable[name], table)
+            originals[name] = trainable[name]
+            table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
+            put_handle(job.model.modules(), trainable[name], table)
             units.append(RowUnit(group.name, table))
         else:
-            bucket = Bucket([trainable[name] for name in group.parameters], plan.mean == "weights")
-            exchange = build_dense(group.exchange.name, **group.exchange.options)
-            units.append(DenseUnit(group.name, bucket, exchange))
+            members = {name: trainable[name] for name in group.parameters}
+            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
+            units.append(dense_unit(group.name, members, exchange, transport.place))
     executor = Executor(units, transport, plan.mean)
-    return Run(plan, model, optimizer, executor, held, scaler)
+    try:
+        engine = UserLoop(plan, job, executor, held, originals)
+    except BaseException:
+        executor.release()
+        raise
+    for parameter in originals.values():  # whose rows are elsewhere now
+        if not parameter.is_meta:
+            parameter.data = parameter.data.new_empty(0)
+    return engine
 
 
-def _other_way(plan: Plan, check_order: bool, topology: Topology | None, transport: Transport) -> str:
-    """In what those connections are not made for this run, with the remedy; empty if they are."""
-    turn_bytes = transport.pairwise.turn_bytes
-    wanted = {
-        "workers_per_node": plan.workers_per_node,
-        "turn_bytes": turn_bytes if topology is None else topology.turn_bytes,
-        "check_order": check_order,
-    }
-    there = {
-        "workers_per_node": transport.place.workers_per_node,
-        "turn_bytes": turn_bytes,
-        "check_order": transport.check_order and check_order,  # one that checks unasked only takes longer
-    }
+def _other_nodes(plan: Plan, transport: Transport) -> str:
+    """That those connections are made for other nodes than the plan's, with the remedy; empty if they are not."""
+    wanted, there = plan.workers_per_node, transport.place.workers_per_node
     if wanted == there:
         return ""
-    arguments = ", ".join(f"{name}={value}" for name, value in wanted.items())
-    return f"the transport given has {there}, this run wants {wanted}; make it with Transport({arguments})"
+    return (
+        f"the transport given has nodes of {there}, the plan wants nodes of {wanted}; make it with "
+        f"Transport(workers_per_node={wanted})"
+    )

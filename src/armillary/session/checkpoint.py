@@ -1,4 +1,4 @@
-"""Saves and resumes a run, and exports it to plain PyTorch.
+"""Saves a run.
 
 A checkpoint is one folder per step, written by all workers at once: each writes its contiguous block of the rows of
 every table and of its optimizer state, rank 0 all the rest. It does not know the plan: it opens on any number of
@@ -6,6 +6,7 @@ workers and under any other plan. `state_dict()` never communicates; everything 
 """
 
 import io
+import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,21 +17,27 @@ import torch
 
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
-from armillary.runtime.saving.checkpoint import Marker, RowIndex, latest, mark, new_folder, next_serial, prune
-from armillary.runtime.saving.optimizer_state import by_name, parameter_names, table_state
+from armillary.runtime.saving.checkpoint import (
+    Marker,
+    RowIndex,
+    latest_checkpoint,
+    mark,
+    new_folder,
+    next_serial,
+    prune,
+)
 from armillary.runtime.saving.row_blocks import equal_spans, to_spans
 from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, digest, sync_folder
 from armillary.runtime.saving.saved import REST
-from armillary.session.every import Every
-from armillary.session.export import export
-from armillary.session.load import load
+from armillary.session.every import CheckpointEvery
+from armillary.session.exchange_state import index_of_ranks, own_tensors, write_ranks
+from armillary.session.job import Job
 from armillary.session.row_tensors import RowTensor, row_tensors
-from armillary.session.run import Run
 
-__all__ = ["Every", "export", "latest", "load", "save"]
+__all__ = ["CheckpointEvery", "latest_checkpoint", "save"]
 
 
-def save(run: Run, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
+def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
     """Collective, between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the
     disk, and the newest; an error at any moment leaves the older ones as they were.
 
@@ -47,14 +54,15 @@ def save(run: Run, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     if keep < 1:
         raise ValueError(f"save: want to keep at least 1 checkpoint, got {keep}")
     transport = run.transport
-    run.executor.look_ups.serve_until("idle")
     trouble = FirstError("save")
     with trouble.kept():
         _refuse_unloadable(loop)
-        names = parameter_names(run.model, run.optimizer, run.tables)
+        names = run.names
     trouble.agree(transport)
     _refuse_disagreement(run, (transport.step, str(folder), keep, names))
+    run.settle()
     tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
+    own = own_tensors(run)
     loops = transport.share(loop)
     path = folder
     with trouble.kept():
@@ -63,17 +71,20 @@ def save(run: Run, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     trouble.agree(transport)
     path = Path(transport.share(path)[0])
     records: list[FileRecord] = []
-    with trouble.kept():
+    with run.rest() as rest, trouble.kept():
         if run.rank == 0:
-            records.append(_write_rest(run, path / REST, names, loops))
+            records.append(_write_rest(run, path / REST, {**rest, "loops": loops, "present": own.present}))
     records += _write_rows(run, path, tensors, trouble)
+    records += write_ranks(run, path, own.tensors, trouble)
     trouble.agree(transport, f"{path} is unfinished and will not be loaded; older checkpoints are as they were")
     files = tuple(record for theirs in transport.share(records) for record in theirs)
     with trouble.kept():
         if run.rank == 0:
+            index = {**_index(run, tensors), **index_of_ranks(own.tensors, run.workers)}
             marker = Marker(
-                transport.step, next_serial(folder), run.workers, files, _index(run, tensors), _aliases(run)
-            )
+                transport.step, next_serial(folder), run.workers, files, index, _aliases(run),
+                plan=json.loads(run.plan.to_json()), departures=tuple(run.plan.departures),
+            )  # fmt: skip
             mark(path, marker)
             prune(folder, keep)
     trouble.agree(transport)
@@ -93,7 +104,7 @@ def _refuse_unloadable(loop: dict[str, Any]) -> None:
         ) from error
 
 
-def _refuse_disagreement(run: Run, mine: tuple[Any, ...]) -> None:
+def _refuse_disagreement(run: Job, mine: tuple[Any, ...]) -> None:
     everyones = run.transport.share(mine)
     for what, theirs in zip(("step", "folder", "keep", "optimizer parameters"), zip(*everyones, strict=True)):
         if any(other != theirs[0] for other in theirs):
@@ -105,7 +116,7 @@ def _file_name(rank: int, workers: int) -> str:
     return f"rows-{rank:05d}-of-{workers:05d}.safetensors"
 
 
-def _write_rows(run: Run, folder: Path, tensors: list[RowTensor], trouble: FirstError) -> list[FileRecord]:
+def _write_rows(run: Job, folder: Path, tensors: list[RowTensor], trouble: FirstError) -> list[FileRecord]:
     """This rank's blocks of every row tensor. After an error it goes on taking part, without writing."""
     layouts = {}
     for tensor in tensors:
@@ -129,18 +140,9 @@ def _write_rows(run: Run, folder: Path, tensors: list[RowTensor], trouble: First
     return records
 
 
-def _write_rest(run: Run, path: Path, names: list[str], loops: list[dict[str, Any]]) -> FileRecord:
-    """Everything that is not cut by row. The optimizer goes by parameter name."""
-    model = {key: value for key, value in run.model.state_dict().items() if not isinstance(value, TableHandle)}
-    optimizer = by_name(run.optimizer.state_dict(), names)
-    for name, table in run.tables.items():
-        rest = table_state(table, run.optimizer, run.held.get(name, {})).rest
-        optimizer["state"].pop(name, None)
-        if rest:
-            optimizer["state"][name] = rest
-    content = {
-        "model": model, "optimizer": optimizer, "optimizer_class": type(run.optimizer).__name__, "loops": loops,
-    }  # fmt: skip
+def _write_rest(run: Job, path: Path, rest: Mapping[str, Any]) -> FileRecord:
+    """Everything that is not cut by row or by rank. The optimizer goes by parameter name."""
+    content = {**rest, "optimizer_class": type(run.optimizer).__name__}
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -149,7 +151,7 @@ def _write_rest(run: Run, path: Path, names: list[str], loops: list[dict[str, An
     return FileRecord(path.name, path.stat().st_size, digest(path))
 
 
-def _index(run: Run, tensors: list[RowTensor]) -> dict[str, RowIndex]:
+def _index(run: Job, tensors: list[RowTensor]) -> dict[str, RowIndex]:
     index = {}
     for tensor in tensors:
         spans = equal_spans(tensor.table.shape[0], run.workers)
@@ -159,7 +161,7 @@ def _index(run: Run, tensors: list[RowTensor]) -> dict[str, RowIndex]:
     return index
 
 
-def _aliases(run: Run) -> dict[str, str]:
+def _aliases(run: Job) -> dict[str, str]:
     """Other names under which the model's state_dict holds a table (tied weights)."""
     handles = {key: value for key, value in run.model.state_dict().items() if isinstance(value, TableHandle)}
     return {key: handle.reader.name for key, handle in handles.items() if key != handle.reader.name}

@@ -25,7 +25,7 @@ from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
-from armillary.schedules.chosen import LOOP_OWNERS
+from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.events import Decided
 from armillary.session.rank_zero import by_rank_zero
@@ -42,13 +42,15 @@ class Wishes:
     """What the user wants of the plan, whatever the prices say.
 
     Args of note:
-        constraints: parameter name or pattern -> placement or exchange.
+        constraints: parameter name or pattern -> layout or exchange.
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
         schedule, mean: of the plan to make.
         trials: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
-        look_ahead: whether plans that look ahead are among them, the loop being one over `run.batches` then.
+        look_ahead: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
+        prefetch: whether the plan shall look ahead where none are timed.
+        steps_by_run, micro_batches: as in `plan`.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -60,21 +62,24 @@ class Wishes:
     mean: Mean = "workers"
     trials: int = 0
     look_ahead: bool = False
+    prefetch: bool = False
+    steps_by_run: bool = False
+    micro_batches: int | None = None
 
     @property
     def owns_loop(self) -> bool:
         """Whether the plan, given or to be made, has a schedule that owns the loop."""
-        return (self.plan.schedule if self.plan is not None else self.schedule).name in LOOP_OWNERS
+        return owns_loop(self.plan.schedule if self.plan is not None else self.schedule)
 
 
-def open_transport() -> Transport:
-    """A transport that knows how ranks are packed into nodes."""
-    alone = Transport()
+def open_transport(process_group: Any = None) -> Transport:
+    """A transport that knows how ranks are packed into nodes; of these ranks, or of all."""
+    alone = Transport(process_group=process_group)
     per_node = workers_per_node(alone)
     if per_node == 1:
         return alone
     alone.close()
-    return Transport(per_node)
+    return Transport(per_node, process_group=process_group)
 
 
 @dataclass(frozen=True)
@@ -99,13 +104,13 @@ def subject_of(workload: Workload, seed: int) -> Subject:
     return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
 
 
-def decide(subject: Subject, wishes: Wishes) -> Decided:
+def decide(subject: Subject, wishes: Wishes, process_group: Any = None) -> Decided:
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
         ValueError: a wish cannot be granted, or nothing fits.
     """
-    transport = open_transport()
+    transport = open_transport(process_group)
     topology = wishes.topology or measure(transport)
     found = wishes.profile or _profiled(subject, topology, transport)
 
@@ -130,12 +135,13 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
     wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean}
     if wishes.trials < 2 or wishes.owns_loop:
         made = make_plan(
-            found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule, **wanted
-        )
+            found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
+            prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run, micro_batches=wishes.micro_batches, **wanted,
+        )  # fmt: skip
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
     case = Case(found, topology, taken)
-    if wishes.look_ahead:
+    if wishes.look_ahead or wishes.prefetch:
         plans = with_look_ahead(plans, case)
     return {name: plan.to_json() for name, plan in at_once(best(plans, case, wishes.trials), case).items()}
 

@@ -1,38 +1,67 @@
-"""Evaluates a model on the held-out split: every rank takes its share, the sums are added up over ranks."""
+"""Evaluates a model on held-out data: every rank takes its share, the sums are added up over ranks."""
 
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from armillary.session.job import Job
-from armillary.session.workload import Workload
+from armillary.runtime.transport import Transport
 
-__all__ = ["evaluate"]
+__all__ = ["Measure", "Shown", "evaluated"]
+
+Measure = Callable[[nn.Module, Any], Mapping[str, float]]
 
 
-def evaluate(workload: Workload, run: Job, seed: int, batches: int | None = None) -> dict[str, float]:
-    """The workload's metrics over the held-out split, or over the first `batches` of every rank.
+class Shown(Protocol):
+    """What evaluation needs of whatever carries a plan out."""
 
-    Every rank must call it and every rank gets the same answer. A rank that is done serves the look-ups of the others.
-    The model is left in training mode; nothing of this appears in the trace.
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def newest(self) -> AbstractContextManager[None]:
+        """Inside, the model holds the newest weights."""
+
+    def finish(self) -> None:
+        """Waits for all ranks, and serves them meanwhile."""
+
+
+def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str, float]:
+    """What `measure(model, batch)` says of every rank's batches, added up: the same totals on every rank.
+
+    A rank that is done serves the look-ups of the others.
 
     Raises:
-        ValueError: no rank has a held-out batch.
+        ValueError: no rank has a batch.
     """
-    is_recording, run.transport.recording = run.transport.recording, False
-    run.model.eval()
     mine: dict[str, float] = {}
-    with torch.no_grad():
-        for batch in islice(workload.batches("held_out", run.rank, run.workers, seed), batches):
-            for name, value in workload.evaluate(run.model, batch).items():
-                mine[name] = mine.get(name, 0.0) + value
-    run.finish()
-    run.model.train()
-    run.transport.recording = is_recording
+    with run.transport.unrecorded(), run.newest():
+        with _evaluating(run.model), torch.no_grad():
+            for batch in batches:
+                for name, value in measure(run.model, batch).items():
+                    mine[name] = mine.get(name, 0.0) + value
+        run.finish()
+        everyones = run.transport.share(mine)
     totals: dict[str, float] = {}
-    for theirs in run.transport.share(mine):
+    for theirs in everyones:
         for name, value in theirs.items():
             totals[name] = totals.get(name, 0.0) + value
     if not totals:
-        raise ValueError(f"evaluate: {workload.name} gave no held-out batch to any of {run.workers} workers")
-    return dict(workload.report(totals))
+        raise ValueError(f"evaluate: no batch on any of {run.transport.place.workers} ranks")
+    return totals
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module is put back into the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

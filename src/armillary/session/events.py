@@ -7,7 +7,7 @@ from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
-from armillary.session.tally import Comparison
+from armillary.session.report import Comparison
 
 __all__ = [
     "Decided", "Ended", "Evaluated", "Event", "Progress", "Remeasured", "Replanned", "Resumed", "Saved", "Warned",

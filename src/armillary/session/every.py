@@ -5,14 +5,25 @@ Clocks of workers differ, and a rank that saves alone waits for ever; so rank 0'
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from armillary.session.job import Job
+from armillary.runtime.transport import Transport
 
-__all__ = ["Every"]
+__all__ = ["CheckpointEvery"]
+
+
+class Run(Protocol):
+    """Whose checkpoints they are."""
+
+    @property
+    def _transport(self) -> Transport: ...
+
+    @property
+    def rank(self) -> int: ...
 
 
 @dataclass(eq=False)
-class Every:
+class CheckpointEvery:
     """Begins when it is made. steps, seconds: whichever comes first; 0 is never."""
 
     steps: int = 0
@@ -28,12 +39,12 @@ class Every:
         by_step = self.steps > 0 and step > 0 and step % self.steps == 0
         return by_step or 0 < self.seconds <= now_seconds - self.last_seconds
 
-    def due(self, run: Job, step: int) -> bool:
+    def due(self, run: Run, step: int) -> bool:
         """Collective where seconds count (one number per call): the same answer on every rank, after `step` steps."""
         now = time.monotonic()
         is_due = self.is_due(step, now)
         if self.seconds > 0:
-            is_due = bool(run.transport.agree_largest([float(is_due and run.rank == 0)])[0])
+            is_due = bool(run._transport.agree_largest([float(is_due and run.rank == 0)])[0])
         if is_due:
             self.last_seconds = now
         return is_due

@@ -6,7 +6,7 @@ that see the same data learn as much as one, which nothing else would reveal, so
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.source import leaves
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "device_of", "placed", "shard", "stream_seed"]
+__all__ = ["Feed", "alike_ranks", "device_of", "opened", "shard", "stream_seed", "together"]
 
 Item = TypeVar("Item")
 
@@ -99,11 +99,29 @@ class Feed:
         return cls(workload, place, seed, state["epoch"], drawn)
 
 
-def placed(feed: Feed) -> Iterator[tuple[Batch, dict[str, int]]]:
-    """Every batch with the place in the data after it. A loop that looks ahead holds a batch while the feed has drawn
-    others; what it saves is the place of the one it holds."""
-    for batch in feed:
-        yield batch, feed.state()
+def opened(
+    workload: Workload, mine: Sequence[int], count: int, seed: int, left: Mapping[str, Any] | None = None
+) -> list[Feed]:
+    """A feed for each micro-batch that this rank hands in, of `count` in a step.
+
+    Args:
+        left: the place that `together` gave to an earlier part of the training, on this rank or another.
+    """
+    if left is None:
+        return [Feed(workload, (number, count), seed) for number in mine]
+    states = left.get("feeds", [])
+    if len(states) != len(mine):
+        states = [left["feed"]] * len(mine)
+    return [Feed.resume(workload, (number, count), seed, state) for number, state in zip(mine, states, strict=True)]
+
+
+def together(feeds: Sequence[Feed]) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
+    """A step's batches, one of each feed, with the place in the data after them. A loop that looks ahead holds a batch
+    while the feed has drawn others; what it saves is the place of the one it holds."""
+    while True:
+        batches = [next(feed) for feed in feeds]
+        states = [feed.state() for feed in feeds]
+        yield batches, {"feed": states[0], **({"feeds": states} if len(states) > 1 else {})}
 
 
 def alike_ranks(batch: Batch, transport: Transport) -> list[tuple[int, ...]]:

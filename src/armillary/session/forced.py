@@ -8,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
+from armillary.facts.group import Layout
+from armillary.facts.mesh import Mesh
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Group, Placement, Plan, model_fingerprint
+from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.profile import Profile
+from armillary.planning.assembly import consensus_of, dense_group
 from armillary.planning.parallax import PLAIN
 
 __all__ = ["fingerprint_of", "forced"]
@@ -32,10 +35,16 @@ def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Pla
     groups = [_table(fact, exchange) for fact in by_row]
     for dtype, members in _by_dtype(rest).items():
         names = tuple(fact.name for fact in members)
-        groups.append(Group(f"dense {dtype}", names, "replicated", dense, reason="asked for"))
+        groups.append(dense_group(f"dense {dtype}", names, dense, reason="asked for"))
     arrival = {fact.name: math.inf if fact.arrival is None else fact.arrival for fact in trained}
     groups.sort(key=lambda group: max(arrival[name] for name in group.parameters))
-    return Plan(profile.workers, tuple(groups), fingerprint_of(profile), workers_per_node=workers_per_node)
+    return Plan(
+        Mesh.of(data=profile.workers),
+        tuple(groups),
+        fingerprint_of(profile),
+        workers_per_node=workers_per_node,
+        consensus=consensus_of(groups),
+    )
 
 
 def fingerprint_of(profile: Profile) -> str:
@@ -44,10 +53,10 @@ def fingerprint_of(profile: Profile) -> str:
 
 
 def _table(fact: ParameterFact, exchange: Choice) -> Group:
-    placement: Placement = "replicated"
+    layout: Layout = "replicated"
     if build_row(exchange.name, **exchange.options).placement == "row_sharded":
-        placement = "row_sharded"
-    return Group(fact.name, (fact.name,), placement, exchange, reason="asked for")
+        layout = "row_sharded"
+    return Group(fact.name, (fact.name,), layout, exchange, reason="asked for")
 
 
 def _by_dtype(facts: Iterable[ParameterFact]) -> dict[str, list[ParameterFact]]:

@@ -18,12 +18,13 @@ from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_s
 from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
-from armillary.session.run import Run
+from armillary.session.engines.user_loop import UserLoop
+from armillary.session.exchange_state import fill_ranks
 
 __all__ = ["load"]
 
 
-def load(run: Run, path: str | Path) -> dict[str, Any]:
+def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
     state_dict or of {"model": state_dict, "optimizer": state_dict}.
 
@@ -54,6 +55,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
         _fill_model(run, saved.model, trouble)
         if named is not None:
             _fill_optimizer(run, named, trouble)
+        fill_ranks(run, saved, trouble)
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
     run.executor.norms.forget()
@@ -63,7 +65,7 @@ def load(run: Run, path: str | Path) -> dict[str, Any]:
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
 
 
-def _refuse_other_model(run: Run, saved: Mapping[str, Any]) -> None:
+def _refuse_other_model(run: UserLoop, saved: Mapping[str, Any]) -> None:
     mine = run.model.state_dict()
     missing, extra = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
     if missing or extra:
@@ -77,7 +79,7 @@ def _refuse_other_model(run: Run, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _optimizer_by_name(run: Run, saved: Saved) -> dict[str, Any] | None:
+def _optimizer_by_name(run: UserLoop, saved: Saved) -> dict[str, Any] | None:
     """The saved optimizer by parameter name, checked against the run's; None if there is none to load."""
     if saved.optimizer is None:
         return None
@@ -99,7 +101,7 @@ def _optimizer_by_name(run: Run, saved: Saved) -> dict[str, Any] | None:
     return named
 
 
-def _drop_gradients(run: Run) -> None:
+def _drop_gradients(run: UserLoop) -> None:
     """Gradients of before belong to other values; so do the rows a window may still hold."""
     run.executor.deferral.catch_up()
     run.optimizer.zero_grad(set_to_none=True)
@@ -110,7 +112,7 @@ def _drop_gradients(run: Run) -> None:
             table.parameter.data = table.shard[:0].clone()
 
 
-def _fill_model(run: Run, saved: Mapping[str, Any], trouble: FirstError) -> None:
+def _fill_model(run: UserLoop, saved: Mapping[str, Any], trouble: FirstError) -> None:
     mine = run.model.state_dict()
     whole = {}
     filled: set[str] = set()  # a tied table has several keys
@@ -130,7 +132,7 @@ def _fill_model(run: Run, saved: Mapping[str, Any], trouble: FirstError) -> None
         run.model.load_state_dict(whole, strict=False)
 
 
-def _fill_optimizer(run: Run, named: Mapping[str, Any], trouble: FirstError) -> None:
+def _fill_optimizer(run: UserLoop, named: Mapping[str, Any], trouble: FirstError) -> None:
     """Tables get the rows this rank holds: in the optimizer's own state, or beside it where it sees a window."""
     names = parameter_names(run.model, run.optimizer, run.tables)
     state: dict[str, dict[str, Any]] = {}
@@ -156,7 +158,9 @@ def _fill_optimizer(run: Run, named: Mapping[str, Any], trouble: FirstError) -> 
         run.optimizer.load_state_dict(by_index({**named, "state": state}, names, run.optimizer))
 
 
-def _table_entry(run: Run, table: RowTable, entry: str, stored: Tensor | StoredRows, trouble: FirstError) -> Tensor:
+def _table_entry(
+    run: UserLoop, table: RowTable, entry: str, stored: Tensor | StoredRows, trouble: FirstError
+) -> Tensor:
     dtype = table.shard.dtype if stored.dtype.is_floating_point else stored.dtype  # as torch.optim casts
     rows = torch.zeros(table.shard.shape, dtype=dtype, device=table.shard.device)
     _fill_shard(run, rows, table, stored, trouble)
@@ -173,7 +177,7 @@ def _fill_whole(into: Tensor, stored: StoredRows) -> None:
         into[first:last].copy_(stored.read(first, last))
 
 
-def _fill_shard(run: Run, into: Tensor, table: RowTable, stored: Tensor | StoredRows, trouble: FirstError) -> None:
+def _fill_shard(run: UserLoop, into: Tensor, table: RowTable, stored: Tensor | StoredRows, trouble: FirstError) -> None:
     """The rows this rank holds of a table or of its optimizer state. Of files cut by row, each rank reads its block."""
     if table.is_pulled and isinstance(stored, StoredRows):
         spans = equal_spans(table.shape[0], run.workers)

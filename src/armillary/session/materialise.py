@@ -45,7 +45,7 @@ def materialise(model: nn.Module, optimizer: Optimizer, plan: Plan, transport: T
     blanks = {
         group.parameters[0]: _blank(group.parameters[0], parameters[group.parameters[0]], group.exchange, transport)
         for group in plan.groups
-        if group.placement == "row_sharded" and parameters[group.parameters[0]].is_meta
+        if group.layout == "row_sharded" and parameters[group.parameters[0]].is_meta
     }
     whole = {name: parameter for name, parameter in parameters.items() if parameter.is_meta and name not in blanks}
     for parameter in whole.values():

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import RowExchange, build_dense, build_row, row_exchanges
+from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
+from armillary.planning.assembly import consensus_of
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
 from armillary.runtime.transport import Transport
 
@@ -61,19 +62,26 @@ def refuse_on_every_rank(who: str, plan: Plan, complaint: str, transport: Transp
 
 def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
     yield from other_job(plan, trainable, workers)
-    if plan.schedule.name != "simultaneous":
-        yield f"schedule {plan.schedule} owns the loop; carry it out with armillary.drive"
     if set(plan.parameters) != set(trainable):
         return
     for group in plan.groups:
-        if group.exchange.name in row_exchanges():
+        if group.own_exchange.name in row_exchanges():
             yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
         else:
             yield from _dense_complaints(group, trainable)
+    if plan.consensus != (consensus := consensus_of(plan.groups)):
+        yield f"the plan's consensus is {plan.consensus!r}; under its exchanges it is {consensus!r}: edit the plan"
 
 
 def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    build_dense(group.exchange.name, **group.exchange.options)
+    choice = group.own_exchange
+    cadence = build_dense(choice.name, **choice.options).cadence  # refuses a name that there is not
+    said, told = (group.departures, group.cadence), (dense_exchanges()[choice.name].departs, cadence)
+    if said != told:
+        yield (
+            f"group {group.name!r} by {choice} says departures {said[0]} and cadence {said[1]!r}, the exchange says "
+            f"{told[0]} and {told[1]!r}; edit the plan, or plan with a constraint"
+        )
     kinds = sorted({f"{_dtype(trainable[name])} on {trainable[name].device}" for name in group.parameters})
     if len(kinds) > 1:
         yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
@@ -82,10 +90,10 @@ def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> It
 def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
     """What speaks against exchanging a parameter by row as a group says."""
     name, kind = group.parameters[0], type(optimizer).__name__
-    exchange: RowExchange = build_row(group.exchange.name, **group.exchange.options)
-    if group.placement != exchange.placement:
+    exchange: RowExchange = build_row(group.own_exchange.name, **group.own_exchange.options)
+    if group.layout != exchange.placement:
         yield (
-            f"group {group.name!r} is {group.placement}, but {group.exchange} is for {exchange.placement} tables; edit "
+            f"group {group.name!r} is {group.layout}, but {group.exchange} is for {exchange.placement} tables; edit "
             "the plan"
         )
     if len(group.parameters) > 1:
@@ -108,9 +116,9 @@ def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, 
     if group.look_ahead not in ("rows", "gradients"):
         return ""
     if exchange.pull_early is None:
-        return f"group {group.name!r}: {group.exchange} cannot send rows before the step; set look_ahead='ids'"
+        return f"group {group.name!r}: {group.own_exchange} cannot send rows before the step; set look_ahead='ids'"
     if group.look_ahead == "gradients" and exchange.part is None:
-        return f"group {group.name!r}: {group.exchange} cannot send gradients in two parts; set look_ahead='rows'"
+        return f"group {group.name!r}: {group.own_exchange} cannot send gradients in two parts; set look_ahead='rows'"
     if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
         return ""
     return (

@@ -16,15 +16,15 @@ from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.row_blocks import equal_spans, from_spans, to_spans
 from armillary.runtime.transport import Transport
+from armillary.session.engines.user_loop import UserLoop
 from armillary.session.row_tensors import row_tensors
-from armillary.session.run import Run
 
 __all__ = ["move", "unfinished"]
 
 GRADIENT = ".grad"  # no name of an optimizer's entry
 
 
-def unfinished(run: Run) -> str:
+def unfinished(run: UserLoop) -> str:
     """What speaks against moving rows now, on this rank; empty between two steps."""
     executor = run.executor
     if executor.is_open or executor.is_owing or executor.is_settled:
@@ -33,7 +33,7 @@ def unfinished(run: Run) -> str:
     return f"what was read of {', '.join(waiting)} waits for its backward" if waiting else ""
 
 
-def move(run: Run, owners: Mapping[str, Choice]) -> None:
+def move(run: UserLoop, owners: Mapping[str, Choice]) -> None:
     """Collective, between two steps on every rank (`unfinished`). Needs memory for one moving table twice.
 
     Args:
@@ -48,7 +48,7 @@ def move(run: Run, owners: Mapping[str, Choice]) -> None:
                 _move(run, table, owners[name])
 
 
-def _move(run: Run, table: RowTable, choice: Choice) -> None:
+def _move(run: UserLoop, table: RowTable, choice: Choice) -> None:
     exchange, trouble = build_row(choice.name, **choice.options), FirstError("replan")
     parts = _parts(run, table)
     arrived: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ def _move(run: Run, table: RowTable, choice: Choice) -> None:
     run.executor.look_ups.deal_anew()
 
 
-def _parts(run: Run, table: RowTable) -> dict[str, Tensor]:
+def _parts(run: UserLoop, table: RowTable) -> dict[str, Tensor]:
     """Everything with the table's rows, the same on every rank: "" is the table, the others go by the optimizer's
     names."""
     tensors = row_tensors({table.name: table}, run.held, run.optimizer, run.transport)

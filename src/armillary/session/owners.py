@@ -27,15 +27,17 @@ def choose_owners(plan: Plan, profile: Profile, transport: Transport, memory_byt
     notes: list[str] = []
     groups: list[Group] = []
     for group in plan.groups:
-        option = row_exchanges()[group.exchange.name].owner_option if group.exchange.name in row_exchanges() else ""
-        if not option or option in group.exchange.options or plan.workers == 1:
+        option = (
+            row_exchanges()[group.own_exchange.name].owner_option if group.own_exchange.name in row_exchanges() else ""
+        )
+        if not option or option in group.own_exchange.options or plan.workers == 1:
             groups.append(group)
             continue
         found = _search(group, option, profile, transport, memory_bytes)
         table = str(found).replace("\n", "\n    ")
         notes.append(f"{group.parameters[0]}: owners searched, {found.chosen} of {plan.workers} chosen\n    {table}")
-        options = {**group.exchange.options, option: found.chosen}
-        groups.append(replace(group, exchange=Choice(group.exchange.name, options)))
+        options = {**group.own_exchange.options, option: found.chosen}
+        groups.append(replace(group, exchange=Choice(group.own_exchange.name, options)))
     return replace(plan, groups=tuple(groups), notes=(*plan.notes, *notes))
 
 
@@ -47,7 +49,7 @@ def _search(group: Group, option: str, profile: Profile, transport: Transport, m
     fewest = min(transport.place.workers, max(1, math.ceil(2 * fact.bytes / memory_bytes)))
 
     def seconds(owners: int) -> float:
-        exchange = build_row(group.exchange.name, **{**group.exchange.options, option: owners})
+        exchange = build_row(group.own_exchange.name, **{**group.own_exchange.options, option: owners})
         return row_seconds(transport, exchange, rows, row_numel, distinct)
 
     start = max(fewest, min(transport.place.nodes, transport.place.workers))

@@ -1,35 +1,24 @@
-"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; its parts, and the
-choice among plans by timing them."""
+"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and its parts."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Choice, Mean, Plan
+from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.watch.probe import Loss
-from armillary.session import trials
 from armillary.session.attach import attach
-from armillary.session.decide import Subject, Wishes, open_transport
-from armillary.session.decide import decide as measured_and_planned
+from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, open_transport
 from armillary.session.events import Decided
 from armillary.session.run import Run
 
-__all__ = ["Asked", "decide", "fastest", "measure", "parallelize"]
-
-
-class Asked(TypedDict, total=False):
-    """Of the plan to make, as keyword arguments; what they mean stands in `plan`."""
-
-    constraints: Mapping[str, Constraint]
-    lazy: Sequence[str]
-    mean: Mean
-    schedule: Choice
+__all__ = ["auto_plan", "measure", "parallelize"]
 
 
 def measure() -> Topology:
@@ -46,73 +35,87 @@ def parallelize(
     batches: Iterable[Any],
     loss: Loss,
     *,
-    look_ahead: bool = False,
-    **asked: Unpack[Asked],
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Sequence[str] = (),
+    mean: Mean = "workers",
+    schedule: Choice = SIMULTANEOUS,
+    prefetch: bool = False,
+    autotune: int = 0,
+    steps_by_run: bool = False,
+    micro_batches: int | None = None,
+    scaler: Any = None,
+    timeout: float | None = None,
+    check_order: bool = False,
+    process_group: Any = None,
 ) -> Run:
     """Plans for this job and attaches the plan; the training loop stays as it was. Every rank must call it.
 
-    Nothing is timed. For more, take the steps one by one: `decide`, `looking_ahead`, `fastest`, `attach`.
-
     Args:
-        batches, loss, asked: as in `decide`.
-        look_ahead: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
-            training, bit for bit. Without, the plan's notes say what it would bring.
+        batches, loss, and all up to micro_batches: as in `auto_plan`.
+        scaler, timeout, check_order, process_group: as in `attach`.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
     """
-    decided = decide(model, optimizer, batches, loss, **asked)
-    plan = looking_ahead(decided.plan, decided.profile, decided.topology) if look_ahead else decided.plan
-    return attach(plan, model, optimizer, topology=decided.topology)
+    subject = Subject(model, optimizer, loss, _drawn(batches))
+    wishes = Wishes(
+        constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
+        steps_by_run=steps_by_run, micro_batches=micro_batches,
+    )  # fmt: skip
+    decided = decide(subject, wishes, process_group)
+    return attach(
+        decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
+        scaler=scaler, timeout=timeout, check_order=check_order, process_group=process_group,
+    )  # fmt: skip
 
 
-def decide(
-    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, **asked: Unpack[Asked]
-) -> Decided:
-    """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
-    `attach`, `drive`, `looking_ahead`, `fastest` and `replan` want them. Model and optimizer stay as they were. Every
-    rank must call it. (What ranks measure and profile each for themselves differs, and so would their plans.)
-
-    Args:
-        batches: a few, at least one per worker, as one worker sees them; rank 0's are looked at, none is trained on.
-        loss: loss(model, batch) -> scalar tensor.
-        asked: constraints, lazy, mean, schedule, as in `plan`; mean "weights": the loop declares them (`run.weigh`).
-
-    Raises:
-        ValueError: too few batches, or a constraint or schedule that cannot be honoured.
-    """
-    few = list(batches)
-    return measured_and_planned(Subject(model, optimizer, loss, lambda _: few), Wishes(**asked))
-
-
-def fastest(
-    plans: Mapping[str, Plan],
+def auto_plan(
     model: nn.Module,
     optimizer: Optimizer,
     batches: Iterable[Any],
     loss: Loss,
     *,
-    topology: Topology | None = None,
-) -> Plan:
-    """The plan whose steps are the shortest in this job, timed on copies of the model for a dozen steps each; its notes
-    hold the figures. Every rank must call it, before `attach`; model and optimizer stay as they were.
-
-    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
-    plans = {"plain": decided.plan, "ahead": ahead}
-    plan = fastest(plans, model, optimizer, batches, loss, topology=decided.topology)
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Sequence[str] = (),
+    mean: Mean = "workers",
+    schedule: Choice = SIMULTANEOUS,
+    prefetch: bool = False,
+    autotune: int = 0,
+    steps_by_run: bool = False,
+    micro_batches: int | None = None,
+) -> Decided:
+    """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
+    `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
+    measure and profile each for themselves differs, and so would their plans.)
 
     Args:
-        plans: by name. Those that look ahead are timed in a loop over `run.batches`, the others in a plain one.
-        batches: a few of this rank, two at least: trained on by turns, on the copies.
+        batches: as one worker sees them; two a worker are drawn, one at least, and none is trained on. A loader does.
         loss: loss(model, batch) -> scalar tensor.
-        topology: as in `attach`; give both the same.
+        constraints, lazy, mean, schedule, steps_by_run, micro_batches: as in `plan`; under mean "weights" the loop
+            declares them (`run.weigh`).
+        prefetch: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
+            training, bit for bit. Without, the plan's notes say what it would bring.
+        autotune: how many of the best plans are timed in this job, on copies of the model for a dozen steps each; the
+            fastest is taken, and its notes hold the figures. Fewer than 2: none.
 
     Raises:
-        ValueError: there is no plan, a rank has no batch, or a plan does not fit.
+        ValueError: too few batches, or a constraint or schedule that cannot be honoured.
     """
-    if not plans:
-        raise ValueError("fastest: no plan to choose from; give one or more, by name")
-    transport = open_transport()
-    chosen = trials.fastest(plans, model, optimizer, loss, list(batches), transport, topology)
-    transport.close()
-    return chosen
+    wishes = Wishes(
+        constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
+        steps_by_run=steps_by_run, micro_batches=micro_batches,
+    )  # fmt: skip
+    return decide(Subject(model, optimizer, loss, _drawn(batches)), wishes)
+
+
+def _drawn(batches: Iterable[Any]) -> Callable[[int], list[Any]]:
+    """As many as a profile for so many workers reads, each drawn once: the iterable may be endless."""
+    source, drawn = iter(batches), list[Any]()
+
+    def draw(workers: int) -> list[Any]:
+        drawn.extend(islice(source, max(0, PROFILED_STEPS * workers - len(drawn))))
+        if not drawn:
+            raise ValueError("parallelize: batches gave nothing; give a few, at least one per worker")
+        return drawn
+
+    return draw

@@ -15,14 +15,14 @@ from armillary.facts.profile import Profile
 from armillary.planning.traffic import merged_rows
 from armillary.runtime.hybrid.row_samples import KEPT_STEPS, Asked
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, merged, row_facts
-from armillary.session.run import Run
+from armillary.session.engines.user_loop import UserLoop
 
 __all__ = ["Looked", "imbalance", "looked_up", "remeasured", "sampled"]
 
 Looked = Mapping[str, Sequence[Lookups]]  # by table: one per worker and step, worker w's are [w::workers]
 
 
-def sampled(run: Run) -> dict[str, dict[int, Lookups]]:
+def sampled(run: UserLoop) -> dict[str, dict[int, Lookups]]:
     """What this rank asked of each table in the sampled steps it read it in: table -> step -> look-ups."""
     found: dict[str, dict[int, Lookups]] = {}
     for step, tables in run.executor.look_ups.samples.steps.items():

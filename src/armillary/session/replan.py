@@ -16,11 +16,11 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.owners import MARGIN, Repriced, reprice, still_allowed, with_owners
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.pricing import Case, assumptions_behind
+from armillary.session.engines.user_loop import UserLoop
 from armillary.session.events import Remeasured, Replanned
 from armillary.session.move import move, unfinished
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.remeasure import Looked, imbalance, looked_up, remeasured, sampled
-from armillary.session.run import Run
 
 __all__ = ["owners_of", "replan", "restore_owners"]
 
@@ -34,7 +34,7 @@ class _Decided(NamedTuple):
 
 
 def replan(
-    run: Run,
+    run: UserLoop,
     profile: Profile,
     topology: Topology,
     *,
@@ -75,7 +75,9 @@ def replan(
     return Replanned(steps[0], found.tables, Profile.from_json(found.profile), run.plan, remark)
 
 
-def _decided(run: Run, looked: Looked, case: Case, constraints: Mapping[str, Constraint], margin: float) -> _Decided:
+def _decided(
+    run: UserLoop, looked: Looked, case: Case, constraints: Mapping[str, Constraint], margin: float
+) -> _Decided:
     if not looked:
         return _Decided((), case.profile.to_json(), run.plan.to_json())
     seen = Case(remeasured(case.profile, looked, run.transport.place), case.topology, case.assumptions)
@@ -87,7 +89,7 @@ def _decided(run: Run, looked: Looked, case: Case, constraints: Mapping[str, Con
     return _Decided(tables, seen.profile.to_json(), plan.to_json())
 
 
-def _told(one: Repriced, run: Run, looked: Looked, profile: Profile) -> Remeasured:
+def _told(one: Repriced, run: UserLoop, looked: Looked, profile: Profile) -> Remeasured:
     rows = profile.parameter(one.table).rows
     assert rows is not None, one
     return Remeasured(
@@ -104,13 +106,13 @@ def _told(one: Repriced, run: Run, looked: Looked, profile: Profile) -> Remeasur
 def owners_of(plan: Plan, tables: Iterable[str], profile: Profile) -> dict[str, Any]:
     """Who owns the rows of these tables, and the facts that decided it, for a checkpoint: plain values, read by
     `restore_owners`."""
-    choices = {name: plan.group_of(name).exchange for name in sorted(tables)}
+    choices = {name: plan.group_of(name).own_exchange for name in sorted(tables)}
     kept = {name: {"name": choice.name, "options": dict(choice.options)} for name, choice in choices.items()}
     return {"workers": plan.workers, "tables": kept, "profile": profile.to_json()}
 
 
 def restore_owners(
-    run: Run, kept: Mapping[str, Any], profile: Profile, topology: Topology, constraints: Mapping[str, Constraint]
+    run: UserLoop, kept: Mapping[str, Any], profile: Profile, topology: Topology, constraints: Mapping[str, Constraint]
 ) -> Replanned | None:
     """Collective, between two steps: gives tables the owners that an earlier part of this run left them with. None,
     and nothing done, where that was on another number of workers or changes nothing.

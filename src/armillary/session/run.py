@@ -1,77 +1,108 @@
-"""What `attach` returns: the few things a training loop may want to say to the runtime.
+"""A plan at work: what `attach` returns, and all that a training loop may want of it.
 
-Nothing here is needed by a plain loop. `no_sync` accumulates gradients, `weigh` declares how much this rank's batch
-counts, `batches` keeps ranks together when their data run out at different times, `finish` serves the others at the
-end.
+    with armillary.attach(plan, model, optimizer) as run:
+        for batch in run.shard(loader):
+            ...                          # the loop as it was
+
+When the block ends, the model is plain again on every rank, with the newest weights, and nothing of the run is left in
+the process. An exception leaves at once, without a word to other ranks but the error itself.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from armillary.facts.plan import Plan
-from armillary.facts.trace import Trace
-from armillary.runtime.hybrid.executor import Executor
-from armillary.runtime.hybrid.late_step import LateSteps
-from armillary.runtime.hybrid.look_ahead import DEPTH
-from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window, options_of
-from armillary.runtime.hybrid.table import RowTable
-from armillary.session.source import Source, leaves
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint
+from armillary.planning.owners import MARGIN
+from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.transport import Transport
+from armillary.session.checkpoint import save
+from armillary.session.engines.owned_loop import OwnedLoop
+from armillary.session.engines.user_loop import UserLoop
+from armillary.session.evaluate import Measure, evaluated
+from armillary.session.events import Replanned
+from armillary.session.export import export
+from armillary.session.feed import shard
+from armillary.session.load import load
+from armillary.session.reload import reload
+from armillary.session.replan import replan
+from armillary.session.report import Report, report_of
 
 __all__ = ["Run"]
 
-Batch = TypeVar("Batch")
+Item = TypeVar("Item")
 
 
 class Run:
-    """A plan at work. `held` keeps the optimizer state of tables whose optimizer sees a window only."""
+    """Every rank makes the same calls, but for `weigh`, `shard`, `batches` and `no_sync`, which ask nobody.
+
+    Raises (every method):
+        RuntimeError: the run is closed.
+    """
 
     def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: Optimizer,
-        executor: Executor,
-        held: dict[str, Held],
-        scaler: Any,
-    ):
-        self.plan, self.model, self.optimizer = plan, model, optimizer
-        self.executor, self.held = executor, held
-        self.transport = executor.transport
-        self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
-        self.known = {parameter for unit in executor.units for parameter in unit.parameters}
-        self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
-        self._refuse_new_options()
-        self._undo = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        executor.deferral.late_steps = LateSteps(self)
-        executor.deferral.stopped |= {t.name for t in self._windows() if not executor.deferral.late_steps.can_split(t)}
-        if scaler is not None:
-            self._share_found_inf(scaler)
+        self, engine: UserLoop | OwnedLoop, undo: Sequence[Callable[[], None]], owns_transport: bool = True
+    ) -> None:
+        """undo: what else must be taken back at the end; asks nobody."""
+        self._running, self._undo, self._owns_transport = engine, undo, owns_transport
+        self._closed = ""  # why
+        self._rank, self._workers, self._plan = engine.rank, engine.workers, engine.plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._running.plan
 
     @property
     def rank(self) -> int:
-        return self.transport.place.rank
+        return self._rank
 
     @property
     def workers(self) -> int:
-        return self.transport.place.workers
+        return self._workers
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    @property
+    def _engine(self) -> UserLoop | OwnedLoop:
+        if self._closed:
+            raise RuntimeError(f"rank {self._rank}: the run {self._closed}; attach again to go on")
+        return self._running
+
+    @property
+    def _transport(self) -> Transport:
+        return self._engine.transport
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._engine.model
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._engine.optimizer
+
+    def step(self, micro_batches: Sequence[Any]) -> list[StepLosses]:
+        """One training step: forward, backward and the optimizer's step over this rank's micro-batches, with the mean
+        of their gradients.
+
+        Returns:
+            Of every step that is complete by now, its number and the losses of its micro-batches.
+
+        Raises:
+            ValueError: nobody gave the loss to `attach`, or another number of micro-batches is wanted.
+        """
+        return self._engine.step(micro_batches)
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
-        before, self.executor.is_syncing = self.executor.is_syncing, False
-        try:
-            yield
-        finally:
-            self.executor.is_syncing = before
+        return self._engine.no_sync()
 
     def weigh(self, weight: float) -> None:
         """Declares the weight of this rank's next backward, for example its number of tokens.
@@ -80,165 +111,173 @@ class Run:
             ValueError: the plan's mean is over workers, the weight is negative, or gradients of another weight have
                 accumulated.
         """
-        if self.plan.mean != "weights":
-            raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
-        if weight < 0:
-            raise ValueError(f"run.weigh: rank {self.rank}: want a weight >= 0, got {weight}")
-        if self.executor.is_owing and weight != self.executor.weight:
-            raise ValueError(
-                f"run.weigh: rank {self.rank}: gradients accumulated with weight {self.executor.weight} are not yet "
-                f"exchanged, got {weight}; declare one weight for all batches that accumulate"
-            )
-        self.executor.weight = float(weight)
+        self._engine.weigh(weight)
 
-    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+    def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
         """The loader's batches, as many as the longest rank has.
 
         A rank whose data have run out repeats its last batch with weight zero, so that the loop, the optimizer and the
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that
-        are not). A loop that saves its place in the data must then save that of the batch it holds: iterate over
-        pairs of a batch and its place.
+        If the plan looks ahead, the loader may be three batches ahead of the loop. A loop that saves its place in the
+        data must then save that of the batch it holds: iterate over pairs of a batch and its place.
 
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        ahead = self.executor.look_ups.look_ahead
-        source = Source(loader, DEPTH if ahead.is_on else 0)
-        batch: Batch | None = source.take()
-        if batch is None:
-            raise ValueError(f"run.batches: rank {self.rank} has no batch; give every rank at least one")
-        last = batch
-        ahead.begin()
-        try:
-            while True:
-                last = batch if batch is not None else last
-                if not self._is_any(batch is not None):
-                    return
-                self.executor.stand_by(batch is None)
-                if ahead.is_on:
-                    ahead.turn(self.executor.look_ups.moved, self.executor.look_ups.outlook)
-                    ahead.foresee(leaves(last), leaves(source.glance()))
-                yield last
-                batch = source.take() if batch is not None else None
-        finally:
-            ahead.stop()
-            self.executor.stand_by(False)
+        return self._engine.batches(loader)
 
-    def _is_any(self, mine: bool) -> bool:
-        """Whether it is true of any rank; ranks that are still evaluating are served meanwhile."""
-        look_ups = self.executor.look_ups
-        if not look_ups.pulled:
-            return bool(self.transport.agree_largest([float(mine)])[0])
-        look_ups.serve_until("idle", float(mine))
-        look_ups.look_ahead.close(look_ups.foreseen)
-        return any(look_ups.weights)
+    def shard(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """This rank's share of a loader that gives the same batches on every rank; an incomplete last round is
+        dropped. Ranks that hold stages of one replica share one data coordinate: each gets everything."""
+        engine = self._engine
+        if isinstance(engine, OwnedLoop) and not engine.has_own_data:
+            return iter(batches)
+        return shard(batches, engine.rank, engine.workers)
 
-    def finish(self) -> None:
-        """Serves the other ranks' look-ups until every rank has called this. Call it when training is over."""
-        self.executor.look_ups.serve_until("finished")
-        self.executor.deferral.catch_up()
-        self.transport.barrier()
+    def evaluate(self, batches: Iterable[Any], measure: Measure) -> dict[str, float]:
+        """Adds up what `measure(model, batch)` says of this rank's batches, over batches and ranks: the same totals on
+        every rank. The model is in evaluation mode, without gradients, and holds the newest weights; afterwards its
+        modules are in the mode they were in.
 
-    def take_trace(self) -> Trace:
-        """The requests since recording began or the last call; set `run.transport.recording = True` first."""
-        return Trace(self.rank, self.transport.take_records())
+        Raises:
+            ValueError: no rank has a batch.
+        """
+        return evaluated(self._engine, batches, measure)
 
-    def detach(self) -> None:
-        """Stops exchanging. Tables stay handles; export first if the plain model is wanted."""
-        for handle in self._undo:
-            handle.remove()
-        for remove in self.executor.removals:
-            remove()
+    def report(self) -> Report:
+        """Forecast beside measured, per worker and step since attach; it prints."""
+        with self._aside() as engine:
+            return report_of(engine)
 
-    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
-        """With a closure the gradients are there only when it returns."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._ready_for_step()
-            return None
+    def save(self, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
+        """Between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the disk, and
+        the newest; an error at any moment leaves the older ones as they were.
 
-        def closed() -> Any:
-            value = closure()
-            self._ready_for_step()
-            return value
+        Args:
+            folder: seen by every worker (a shared file system if they run on several machines).
+            loop: what this rank's loop wants back on resume (scheduler and scaler state_dicts, random state, place in
+                the data): plain values and tensors. Each rank gives its own.
+            keep: how many of the newest checkpoints in `folder` stay.
 
-        return (args[0], closed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+        Raises:
+            ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
+        """
+        with self._aside() as engine:
+            return save(engine, folder, loop=loop, keep=keep)
 
-    def _ready_for_step(self) -> None:
-        if self.executor.is_open:
-            raise RuntimeError(
-                f"rank {self.rank}: a backward ended in an error and its exchange is half done; start again from a "
-                "checkpoint"
-            )
-        self._refuse_strangers()
-        self._refuse_new_options()
-        if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
-            self.executor.settle()
-        if self._is_watched():
-            self.executor.deferral.join()
-        with torch.no_grad():
-            for table in self.tables.values():
-                table.hand_gradient_over()
-            self.executor.deferral.mark()
-            for table in self._windows():
-                open_window(table, self.optimizer, self.held[table.name])
+    def load(self, path: str | Path | None) -> dict[str, Any]:
+        """Between two steps. Loads a checkpoint folder of any plan and number of workers, or a file that `torch.save`
+        made of a model's state_dict or of {"model": state_dict, "optimizer": state_dict}. None, which is what
+        `latest_checkpoint` says of a first start, loads nothing.
 
-    def _after_step(self, *_: Any) -> None:
-        with torch.no_grad():
-            for table in self._windows():
-                close_window(table, self.optimizer, self.held[table.name])
-            for table in self.tables.values():
-                if table.gradient is not None:
-                    table.show_gradient(table.gradient)
-        self.executor.after_step()
+        Returns:
+            What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for
+            counters and schedulers, not for random streams. Empty from a plain file.
 
-    def _is_watched(self) -> bool:
-        """Whether somebody else's hooks run with the step: they may look at all rows it moves."""
-        mine = {handle.id for handle in self._undo}
-        hooks = {**self.optimizer._optimizer_step_pre_hooks, **self.optimizer._optimizer_step_post_hooks}
-        return bool(set(hooks) - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        Raises:
+            ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
+            RuntimeError: a rank could not read it.
+        """
+        if path is None:
+            return {}
+        with self._aside() as engine:
+            return load(engine, path) if isinstance(engine, UserLoop) else reload(engine, path)
 
-    def _refuse_strangers(self) -> None:
-        """Parameters that learn but are not in the plan would drift apart on the ranks."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self.known:
-                    name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
-                    raise ValueError(
-                        f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
-                        "gradient but is not in the plan (unfrozen after attach?); plan again and attach anew"
-                    )
+    def export(self) -> dict[str, Any] | None:
+        """Between two steps.
 
-    def _refuse_new_options(self) -> None:
-        """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that."""
-        for table in self._windows():
-            group = options_of(self.optimizer, table.parameter)
-            if group is None or any(one.is_lazy for one in self.plan.groups if table.name in one.parameters):
-                continue
-            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
-            if self.options.setdefault(table.name, options) != options:
-                if not leaves_untouched_rows(self.optimizer, group):
-                    raise ValueError(
-                        f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which "
-                        "rows move that get no gradient; set them before attach, or plan with update='lazy'"
-                    )
-                self.options[table.name] = options
+        Returns:
+            On rank 0, copies on the CPU: {"model": state_dict, "optimizer": state_dict}, which the user's own classes
+            load by `load_state_dict` and `torch.save` writes. None on the other ranks.
 
-    def _windows(self) -> list[RowTable]:
-        return [table for table in self.tables.values() if table.has_window]
+        Raises:
+            ValueError: the optimizer holds a parameter that the model does not.
+        """
+        with self._aside() as engine:
+            return export(engine)
 
-    def _share_found_inf(self, scaler: Any) -> None:
-        """Makes every rank skip a step that any rank's gradients (or owned rows) made non-finite."""
-        unscale = scaler._unscale_grads_
+    def rebalance(
+        self,
+        profile: Profile,
+        topology: Topology,
+        *,
+        constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+        margin: float = MARGIN,
+    ) -> Replanned:
+        """Between two steps: measures anew what rows are read, and moves tables to other owners where that is clearly
+        better. `run.plan` is the plan in force afterwards. Weights and optimizer state move bit for bit.
 
-        def unscale_alike(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-            found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
-            largest = self.transport.agree_largest([max((float(value) for value in found.values()), default=0.0)])
-            for value in found.values():
-                value.fill_(largest[0])
-            return found
+        Args:
+            profile, topology: what the plan was made from; or of the last call's answer.
+            constraints: as in `plan`. A table may be pinned to its owners by naming its exchange with all options.
+            margin: share of its present seconds that a table must be forecast to save to be moved.
 
-        scaler._unscale_grads_ = unscale_alike
+        Raises:
+            ValueError: ranks are at different steps, the topology is of another job, or nobody priced the plan.
+        """
+        with self._aside() as engine:
+            if not isinstance(engine, UserLoop):
+                raise ValueError(
+                    f"run.rebalance: under schedule {engine.plan.schedule.name} tables stay with the owners that the "
+                    "plan gave them; plan again with other constraints, save, and load under that plan"
+                )
+            return replan(engine, profile, topology, constraints=constraints, margin=margin)
+
+    def close(self, *, gather: bool = True) -> list[StepLosses]:
+        """Ends the run, on every rank. What is under way is finished; then the model is plain, with the newest whole
+        weights on every rank, the optimizer holds its parameters with their state, and nothing of the run is left: no
+        hook, thread or group. Closing twice does nothing.
+
+        Args:
+            gather: False leaves out the tables whose rows are spread over the ranks. They stay in the model and say so
+                when they are read; the optimizer no longer holds them.
+
+        Returns:
+            The losses of the steps of which no call of `step` told them.
+        """
+        if self._closed:
+            return []
+        engine = self._engine
+        told = engine.drained()
+        engine.finish()
+        engine.undo(gather)
+        self._let_go("was closed")
+        if self._owns_transport:
+            engine.transport.close()
+        return told
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends the run on this rank alone: no request is made, ranks that wait for this one hear why."""
+        if self._closed:
+            return
+        engine, why = self._engine, f"ended on rank {self._rank} with {type(error).__name__}: {error}"
+        engine.transport.open_groups.tell(f"{type(error).__name__}: {error}")
+        engine.give_up(why)
+        self._let_go(why)
+        if self._owns_transport:
+            engine.transport.give_up()
+
+    def _let_go(self, why: str) -> None:
+        for undo in self._undo:
+            undo()
+        self._closed = why
+
+    @contextmanager
+    def _aside(self) -> Iterator[UserLoop | OwnedLoop]:
+        """Requests made inside belong to no step."""
+        engine = self._engine
+        with engine.transport.unrecorded():
+            yield engine
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._give_up(error)

@@ -33,7 +33,7 @@ def make_table(
     """
     options = options_of(optimizer, parameter)
     assert options is not None, group.name
-    exchange = build_row(group.exchange.name, **group.exchange.options)
+    exchange = build_row(group.own_exchange.name, **group.own_exchange.options)
     has_window = group.is_lazy or (steps_by_row(optimizer, options) and leaves_untouched_rows(optimizer, options))
     fields: dict[str, Any] = {
         "name": group.parameters[0], "has_window": has_window, "requires_grad": True,

@@ -6,30 +6,38 @@ a test collects them. Every rank iterates over it alike; only rank 0 writes file
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from armillary.facts.collectives import summed
+from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
+from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.schedules.random_stream import seed_streams
+from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.attach import attach
-from armillary.session.checkpoint import latest, load, save
+from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import decide, subject_of
-from armillary.session.evaluate import evaluate
+from armillary.session.engines.user_loop import UserLoop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
-from armillary.session.every import Every
-from armillary.session.feed import Feed, alike_ranks, device_of, placed, stream_seed
+from armillary.session.every import CheckpointEvery
+from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.replan import owners_of, replan, restore_owners
+from armillary.session.replan import owners_of, restore_owners
+from armillary.session.report import compare
+from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
 from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, Settings
-from armillary.session.tally import Tally, compare, held_bytes, reset_peak_memory, resident_bytes
+from armillary.session.tally import Tally
 from armillary.session.workload import Batch, Workload, baseline
 
 __all__ = ["activations_of", "train"]
@@ -43,9 +51,13 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
     subject = subject_of(workload, settings.seed)
-    decided = decide(subject, replace(settings.wishes, look_ahead=True))
-    run = attach(decided.plan, subject.model, subject.optimizer, topology=decided.topology)
-    by_rank_zero(run.transport, lambda: open_folder(settings.folder))
+    decided = decide(subject, replace(settings.wishes, look_ahead=not settings.wishes.owns_loop))
+    loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
+    run = attach(
+        decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
+        seed=settings.seed, topology=decided.topology,
+    )  # fmt: skip
+    by_rank_zero(run._transport, lambda: open_folder(settings.folder))
     if run.rank == 0:
         keep_decision(settings.folder, decided)
     yield decided
@@ -55,24 +67,38 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         training.advance()
         yield from training.look_around()
     yield from training.end()
-    run.transport.close()
+    run.close(gather=False)
+
+
+def _finite_loss(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
+    """Refused before anything of it is exchanged."""
+    loss = workload.loss(model, batch)
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss is {value}")
+    return loss
 
 
 class Training:
-    """A run from its first step, or the one it resumes at, to its last. Sums are of this rank, since last told.
+    """A run from its first step, or the one it resumes at, to its last. Sums are of this rank, since last told; losses
+    may lag behind the steps.
 
-    drawn: its batches, each with the place after it; reached: the place after the one trained on last.
+    drawn: its micro-batches by step, with the place after them; reached: the place after those trained on last.
     """
 
     def __init__(self, workload: Workload, settings: Settings, run: Run, decided: Decided):
         self.workload, self.settings, self.run = workload, settings, run
-        self.place = (run.rank, run.workers)
-        self.drawn = self._drawn(Feed(workload, self.place, settings.seed))
-        self.reached: dict[str, int] = {}
+        self.job = run._engine
+        options = options_of(run.plan)
+        self.count = options.total(run.workers)  # micro-batches of a step, those of all ranks
+        self.mine = options.handed_in(run.rank, run.workers)
+        self.counts_samples = options.method.axis == DATA or run.rank == 0
+        self.drawn = self._drawn(None)
+        self.reached: dict[str, Any] = {}
         self.resident_bytes = 0.0  # before training, without the plan's tensors
-        self.every = Every(settings.every_steps, settings.every_seconds)
+        self.every = CheckpointEvery(settings.every_steps, settings.every_seconds)
         self.step = self.first_step = self.told_step = 0
-        self.loss_sum = self.samples = 0.0
+        self.loss_sum = self.loss_count = self.samples = 0.0
         self.since = time.perf_counter()
         self.moved: set[str] = set()  # tables that are no longer with the owners first planned
         self.saves = 0
@@ -81,59 +107,75 @@ class Training:
     def carry_out(self, decided: Decided) -> None:
         """What is measured from here on is held against this plan."""
         self.decided = decided
-        self.tally = Tally(decided.plan)
-        self.forecast = decided.plan.forecast + activations_of(decided.profile)
+        self.tally = self.job.tally = Tally(decided.plan)
+        activations = activations_of(decided.profile).memory_bytes
+        of_step = decided.plan.activation_bytes or activations
+        self.forecast = decided.plan.forecast + Forecast(memory_bytes=of_step)
         self.plan_step = self.step
         self.total_samples = self.train_seconds = self.peak_bytes = 0.0
 
-    def _drawn(self, feed: Feed) -> Iterator[tuple[Batch, dict[str, int]]]:
-        """Through the run only where the plan looks ahead, since that costs a round a step."""
-        return self.run.batches(placed(feed)) if self.run.plan.looks_ahead else placed(feed)
+    def _drawn(self, left: Mapping[str, Any] | None) -> Iterator[tuple[Sequence[Batch], dict[str, Any]]]:
+        """Through the run only where the plan looks ahead, since that costs a round a step.
+
+        Args:
+            left: the place that an earlier part of this training saved.
+        """
+        feeds = opened(self.workload, self.mine, self.count, self.settings.seed, left)
+        return self.run.batches(together(feeds)) if self.run.plan.looks_ahead else together(feeds)
 
     def begin(self) -> Iterator[Event]:
         """Resumes where a checkpoint left off, if asked to, and looks whether ranks draw the same data."""
-        path = latest(self.settings.checkpoints) if self.settings.resume else None
+        path = latest_checkpoint(self.settings.checkpoints) if self.settings.resume else None
         if path is not None:
-            state = load(self.run, path)
+            state = self.run.load(path)
             self.step = self.first_step = self.told_step = self.plan_step = int(state["step"])
-            self.drawn = self._drawn(Feed.resume(self.workload, self.place, self.settings.seed, state["feed"]))
+            self.drawn = self._drawn(state)
             yield Resumed(self.step, path)
             yield from self._restore(state.get("owners"))
-        first = next(self.workload.batches("train", *self.place, self.settings.seed), None)
-        for same in alike_ranks(first, self.run.transport):
+        places = [(micro_batch, self.count, self.settings.seed) for micro_batch in self.mine]
+        first = [next(self.workload.batches("train", *place), None) for place in places]
+        for same in alike_ranks(first, self.job.transport) if options_of(self.run.plan).method.axis == DATA else []:
             ranks = ", ".join(map(str, same))
             yield Warned(f"ranks {ranks} draw the same training data; batches() must give each worker its own share")
         reset_peak_memory()
-        self.resident_bytes = resident_bytes()[0] - sum(held_bytes(self.run).values())
-        self.run.transport.recording = True
+        self.resident_bytes = resident_bytes()[0] - sum(self.job.held_bytes().values())
+        self.job.transport.take_records()  # of before the first step
         self.since = time.perf_counter()
 
     def advance(self) -> None:
         """One optimizer step."""
-        seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.run.model))
-        batch, self.reached = next(self.drawn)
-        self.run.optimizer.zero_grad(set_to_none=True)
-        loss = self.workload.loss(self.run.model, batch)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise FloatingPointError(self._not_finite(value))
-        loss.backward()
-        self.run.optimizer.step()
+        seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.job.model))
+        batches, self.reached = next(self.drawn)
+        try:
+            finished = self.run.step(batches)
+        except FloatingPointError as error:
+            raise FloatingPointError(self._said(str(error), self.step)) from None
+        self._learn_of(finished)
         self.step += 1
-        self.loss_sum += value
-        self.samples += self.workload.samples(batch)
+        if self.counts_samples:
+            self.samples += sum(map(self.workload.samples, batches))
 
-    def _not_finite(self, value: float) -> str:
-        good = latest(self.settings.checkpoints)
+    def _learn_of(self, finished: Sequence[StepLosses]) -> None:
+        for one in finished:
+            value = sum(float(loss) for loss in one.losses) / len(one.losses)
+            if not math.isfinite(value):
+                raise FloatingPointError(self._said(f"the loss is {value}", one.step))
+            self.loss_sum += value
+            self.loss_count += 1
+
+    def _said(self, fault: str, step: int) -> str:
+        good = latest_checkpoint(self.settings.checkpoints)
         remedy = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
         return (
-            f"rank {self.run.rank}: the loss is {value} at step {self.step}; {remedy}. Lower the learning rate, or "
-            "look at this rank's batch"
+            f"rank {self.run.rank}: {fault} at step {step}; {remedy}. Lower the learning rate, or look at this rank's "
+            "batch"
         )
 
     def look_around(self) -> Iterator[Event]:
         """What is due after a step: progress, a glance at held-out data, a checkpoint."""
         is_last = self.step == self.settings.steps
+        if is_last:
+            self._learn_of(self.job.drained())
         if self.step % PROGRESS_STEPS == 0 or is_last:
             yield self._told(self._progress())
         glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
@@ -160,33 +202,34 @@ class Training:
         """Adds up what all ranks did since the last time; outside the trace."""
         seconds = time.perf_counter() - self.since
         steps, workers = self.step - self.told_step, self.run.workers
-        sent = self.tally.add(self.run.take_trace().records, steps)
-        mine = torch.tensor([self.loss_sum, self.samples, sent], dtype=torch.float64)
-        self.run.transport.recording = False
-        loss_sum, samples, sent = self.run.transport.complete(summed(mine), "progress").tolist()
-        self.run.transport.recording = True
+        before = self.tally.sent_bytes
+        self.job.count()
+        sums = [self.loss_sum, self.loss_count, self.samples, self.tally.sent_bytes - before]
+        mine = torch.tensor(sums, dtype=torch.float64)
+        with self.job.transport.unrecorded():
+            loss_sum, count, samples, sent = self.job.transport.complete(summed(mine), "progress").tolist()
         self.train_seconds += seconds
         self.total_samples += samples
-        self.loss_sum = self.samples = 0.0
+        self.loss_sum = self.loss_count = self.samples = 0.0
         self.told_step, self.since = self.step, time.perf_counter()
-        return Progress(self.step, loss_sum / workers / steps, samples / seconds, sent / workers / steps)
+        mean = loss_sum / count if count else math.nan
+        return Progress(self.step, mean, samples / seconds, sent / workers / steps)
 
     def _evaluate(self, batches: int | None) -> dict[str, float]:
         """Its time and memory are not those of training."""
         began = time.perf_counter()
         self.peak_bytes = max(self.peak_bytes, resident_bytes()[1])
-        metrics = evaluate(self.workload, self.run, self.settings.seed, batches)
+        held_out = self.workload.batches("held_out", self.run.rank, self.run.workers, self.settings.seed)
+        totals = self.run.evaluate(islice(held_out, batches), self.workload.evaluate)
         reset_peak_memory()
         self.since += time.perf_counter() - began
-        return metrics
+        return dict(self.workload.report(totals))
 
     def _replan(self) -> Iterator[Event]:
         """Before the checkpoint, which tells a resumed run whose the rows are."""
         began = time.perf_counter()
-        self.run.transport.recording = False
         facts, wanted = self.decided, self.settings.wishes.constraints
-        event = replan(self.run, facts.profile, facts.topology, constraints=wanted)
-        self.run.transport.recording = True
+        event = self.run.rebalance(facts.profile, facts.topology, constraints=wanted)
         self.since += time.perf_counter() - began
         yield event
         yield from self._moved(event, {one.table for one in event.tables if one.has_moved})
@@ -196,7 +239,8 @@ class Training:
         wishes, facts = self.settings.wishes, self.decided
         if owners is None or wishes.plan is not None:
             return
-        event = restore_owners(self.run, owners, facts.profile, facts.topology, wishes.constraints)
+        assert isinstance(self.job, UserLoop)
+        event = restore_owners(self.job, owners, facts.profile, facts.topology, wishes.constraints)
         if event is not None:
             yield event
             yield from self._moved(event, set(owners["tables"]))
@@ -216,27 +260,25 @@ class Training:
 
     def _save(self) -> Saved:
         began = time.perf_counter()
-        self.run.transport.recording = False
-        loop: dict[str, Any] = {"step": self.step, "feed": self.reached}
+        loop: dict[str, Any] = {"step": self.step, **self.reached}
         if self.moved:
             loop["owners"] = owners_of(self.run.plan, self.moved, self.decided.profile)
-        path = save(self.run, self.settings.checkpoints, loop=loop, keep=self.settings.keep)
-        self.run.transport.recording = True
+        path = self.run.save(self.settings.checkpoints, loop=loop, keep=self.settings.keep)
         self.since += time.perf_counter() - began
         return Saved(self.step, path)
 
     def end(self) -> Iterator[Event]:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
-        comparison = compare(self.run, self.tally)
+        comparison = compare(self.job, self.tally)
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(None)
-        held = sum(held_bytes(self.run).values())
-        peak = self.run.transport.agree_largest([max(held, self.peak_bytes - self.resident_bytes)])[0]
+        held = sum(self.job.held_bytes().values())
+        peak = self.job.transport.agree_largest([max(held, self.peak_bytes - self.resident_bytes)])[0]
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         steps = max(self.step - self.plan_step, 1)
         seconds = self.train_seconds or math.inf
-        simple = by_rank_zero(self.run.transport, lambda: baseline(self.workload))
+        simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
         ended = Ended(self.step, metrics, simple, comparison, self.forecast, seconds / steps, rate, peak)
         if self.run.rank == 0:

@@ -25,9 +25,10 @@ from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.untouched import untouched
-from armillary.session.attach import attach
+from armillary.session.attach import attach_over
 from armillary.session.run import Run
 from armillary.session.source import WATCHED_DRAWS
+from armillary.session.train_job import TrainJob
 
 __all__ = ["fastest"]
 
@@ -71,8 +72,7 @@ def fastest(
         turns = _turns({name: steps for name, (_, steps) in running.items()}, transport)
         for run, steps in running.values():
             steps.close()
-            run.finish()
-            run.detach()
+            run.close(gather=False)
         for used in shared.values():
             used.close()
     winner = _winner(turns)
@@ -135,7 +135,7 @@ def _running(
 ) -> tuple[Run, Steps]:
     """A copy under that plan, warm, and its steps."""
     mine, stepper = copy.deepcopy((model, optimizer))
-    run = attach(plan, mine, stepper, transport=transport)
+    run = attach_over(transport, plan, TrainJob(mine, stepper), owns_transport=False)
     steps = _steps(run, mine, stepper, loss, batches)
     learned = WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0  # steps of which nothing is foreseen yet
     for _ in range(learned + WARM_STEPS):

@@ -89,7 +89,7 @@ class Visit:
             self._look_up(due, None)
         raise RuntimeError(
             f"{self.label}: a look-up of {name} came after the {len(self.order)} that the example made; a forward must "
-            f"look up its row-sharded tables in one order, and none more often than the example does. Give drive an "
+            f"look up its row-sharded tables in one order, and none more often than the example does. Give attach an "
             f"example that makes all look-ups, or plan {name} without rows"
         )
 

@@ -77,7 +77,7 @@ class OwnedTable:
         if not leaves_untouched_rows(optimizer, then):
             raise ValueError(
                 f"rank {self.table.place.rank}: {self.table.name}: the optimizer's options are now {kept}, with which "
-                "rows move that get no gradient; set them before drive, or plan the table lazy"
+                "rows move that get no gradient; set them before attach, or plan the table lazy"
             )
         self.known = kept
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from armillary.exchanges.parcel import parted
 from armillary.facts.collectives import AllReduce, Request
 from armillary.runtime.hybrid.bucket import Bucket
 
@@ -34,13 +35,13 @@ class TwinBucket:
     def launch(self, requests: Requests, scale: float) -> None:
         """Waits for what is under way, and sends what `free` holds: the one takes the other's place."""
         self.total = None if self.wait is None else self.wait()
-        self.wait = requests.start(AllReduce(self.free.seal(scale, 1.0)), self.label)
+        self.wait = requests.start(AllReduce(self.free.seal(scale).joined()), self.label)
         self.free, self.sent = self.sent, self.free
 
     def show(self) -> None:
         """`.grad` of every parameter becomes the mean of the step before; None, if there is none or nobody used it."""
         if self.total is not None:
-            self.free.withdraw(self.total)
+            self.free.withdraw(parted(self.total, self.free.layout))
             return
         for parameter in self.free.parameters:
             parameter.grad = None
@@ -48,7 +49,7 @@ class TwinBucket:
     def show_last(self) -> None:
         """The same with what is under way."""
         if self.wait is not None:
-            self.sent.withdraw(self.wait())
+            self.sent.withdraw(parted(self.wait(), self.sent.layout))
 
     def settle(self) -> None:
         """Waits for what is under way; whoever waits for it later finds it there."""

@@ -107,5 +107,5 @@ class ZeroLoop:
             raise RuntimeError(
                 f"zero_ring: worker {self.ring.worker}: {path or 'the model'} reads weights of stage {stage}, which "
                 f"are not here: a worker holds one stage at a time. Evaluate inside newest(); in training, let "
-                f"every module be called in its own stage only, or take mode ring"
+                f"every module be called in its own stage only, or take ring"
             )

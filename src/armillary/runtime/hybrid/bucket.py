@@ -1,8 +1,7 @@
 """The gradients of one dense group side by side in one flat tensor, so that they cross the workers in one exchange.
 
-Behind the gradients stands one number per parameter, 1 where this rank used it: their sums tell a parameter that no
-rank used (its gradient stays None) from one that some did (the others count as zero). With the mean over weights, one
-more number carries the weight of this rank's batch.
+Behind them is room for the parcel's tail, so that both may travel as one tensor without a copy. The flags of use tell a
+parameter that no rank used (its gradient stays None) from one that some did (the others count as zero).
 """
 
 from collections.abc import Sequence
@@ -10,22 +9,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Bucket"]
+from armillary.exchanges.parcel import Parcel
+from armillary.facts.layout import Layout
+
+__all__ = ["Bucket", "layout_beside"]
+
+
+def layout_beside(
+    parameters: Sequence[nn.Parameter], names: Sequence[str] = (), align: int = 1, is_guarded: bool = False
+) -> Layout:
+    """That of these parameters, all of one dtype; by number where they have no names."""
+    shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    return Layout(tuple(names) or tuple(map(str, range(len(shapes)))), shapes, dtype, align, is_guarded)
 
 
 class Bucket:
     """Begins a backward empty (`reset`), takes each gradient as it appears (`deposit`), gives back the mean
-    (`withdraw`)."""
+    (`withdraw`). Of a group that exchanges weights it takes those instead (`weigh_in`, `weigh_out`)."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], is_weighted: bool = False):
-        self.parameters, self.is_weighted = list(parameters), is_weighted
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout | None = None):
+        self.parameters = list(parameters)
+        self.layout = layout or layout_beside(self.parameters)
         first = self.parameters[0]
-        numel = sum(parameter.numel() for parameter in self.parameters)
-        extra = len(self.parameters) + is_weighted
-        self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
-        self.used = self.flat[numel : numel + len(self.parameters)]
-        self.weight = self.flat[numel + len(self.parameters) :]  # (1,) or (0,)
-        pieces = self.flat[:numel].split([parameter.numel() for parameter in self.parameters])
+        self.flat = torch.zeros(self.layout.numel + self.layout.tail, dtype=first.dtype, device=first.device)
+        self.values, self.room = self.flat.split_with_sizes((self.layout.numel, self.layout.tail))
+        pieces = [self.values[begin:end] for begin, end in self.layout.spans]
         self.views = [_laid_out_as(p, piece) for piece, p in zip(pieces, self.parameters, strict=True)]
         self.waiting = set(range(len(self.parameters)))
 
@@ -45,35 +54,61 @@ class Bucket:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.data_ptr() == view.data_ptr():
-            view.mul_(scale)
+            if scale != 1:
+                view.mul_(scale)
         else:
             torch.mul(gradient.detach(), scale, out=view)
             parameter.grad = view
         self.waiting.discard(index)
 
-    def seal(self, scale: float, weight: float, counts: bool = True) -> Tensor:
-        """The flat tensor to send. Parameters that got no gradient in this backward count as what they hold, or
-        zero; a rank that does not count uses none."""
-        self.used.fill_(float(counts))
+    def seal(self, scale: float, counts: bool = True, part: float = 1.0) -> Parcel:
+        """What is to be sent. Parameters that got no gradient in this backward count as what they hold, or zero; a
+        rank that does not count uses none.
+
+        Args:
+            part: what all values are multiplied by besides, where it was not known when they were deposited.
+        """
+        used = [float(counts)] * len(self.parameters)
         for index in sorted(self.waiting):
             if self.parameters[index].grad is None:
                 self.views[index].zero_()
-                self.used[index] = 0
+                used[index] = 0.0
             else:  # gradients accumulated earlier without an exchange
                 self.deposit(index, scale)
-        if self.is_weighted:
-            self.weight.fill_(weight)
-        return self.flat
+        if part != 1:
+            self.values.mul_(part)
+        return self._parcel(used)
 
-    def withdraw(self, total: Tensor) -> None:
-        """Takes the exchanged flat tensor: `.grad` of every parameter that some rank used becomes final."""
-        if total.data_ptr() != self.flat.data_ptr():
-            self.flat.copy_(total)
-        if self.is_weighted:
-            weight = float(self.weight.real)
-            self.flat.div_(weight if weight > 0 else 1.0)
-        for parameter, view, used in zip(self.parameters, self.views, self.used.real.tolist(), strict=True):
+    def withdraw(self, result: Parcel) -> None:
+        """Takes what the exchange gave: `.grad` of every parameter that some rank used becomes final."""
+        self._keep(result)
+        for parameter, view, used in zip(self.parameters, self.views, result.used.tolist(), strict=True):
             parameter.grad = view if used > 0 else None
+
+    def weigh_in(self) -> Parcel:
+        """The weights, to be sent."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            view.copy_(parameter)
+        return self._parcel([1.0] * len(self.parameters))
+
+    def weigh_out(self, result: Parcel) -> None:
+        """What the exchange gave takes the weights' place."""
+        self._keep(result)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.copy_(view)
+
+    def _parcel(self, used: list[float]) -> Parcel:
+        is_sick = self.layout.is_guarded and not bool(self.values.isfinite().all())
+        tail = torch.tensor([*used, float(is_sick)] if self.layout.is_guarded else used, dtype=torch.float64)
+        self.room.copy_(tail)
+        return Parcel(self.values, tail, self.layout, self.flat)
+
+    def _keep(self, result: Parcel) -> None:
+        """Between tensors stay zeros, whatever an exchange makes of them."""
+        if result.values.data_ptr() == self.flat.data_ptr():
+            return
+        for begin, end in self.layout.spans if self.layout.align > 1 else [(0, self.layout.numel)]:
+            self.values[begin:end] = result.values[begin:end]
 
 
 def _laid_out_as(parameter: Tensor, piece: Tensor) -> Tensor:

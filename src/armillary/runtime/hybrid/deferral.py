@@ -42,18 +42,16 @@ Resting = tuple[Tensor, Tensor]  # (rows served,) and (rows asked for,) bool: wh
 @dataclass(eq=False)
 class Deferred:
     """Of one table and backward. moment: of the step that was made without it. is_dropped: this rank's optimizer had no
-    gradient to step with; it is sent all the same, as other ranks may have one. total_weight: what the sums are divided
-    by, None for nothing."""
+    gradient to step with; it is sent all the same, as other ranks may have one."""
 
     table: RowTable
     flight: Flight
     moment: Moment | None = None
     is_dropped: bool = False
-    total_weight: float | None = None
 
     def land(self, transport: Transport) -> tuple[Tensor, Tensor]:
         rows, sums = self.flight.land(transport)
-        return rows, sums if self.total_weight is None else sums / (self.total_weight or 1.0)
+        return rows, sums
 
 
 class Deferral:
@@ -87,11 +85,6 @@ class Deferral:
         push = table.exchange.push(later, [resting for _, resting in parts], table.ownership, table.place)
         self.waiting.append(Deferred(table, Flight(push, table.name, 0)))
         return now, [others for others, _ in parts]
-
-    def weigh(self, total_weight: float) -> None:
-        """The backward is over, and declared that much together."""
-        for deferred in self.waiting:
-            deferred.total_weight = total_weight
 
     def mark(self) -> None:
         """The optimizer steps now."""

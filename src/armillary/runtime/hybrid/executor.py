@@ -3,7 +3,11 @@
 One queue fixes the order of every request (design law 8): groups are launched in plan order, whatever order their
 gradients appear in, and before a group is launched every earlier program that still has requests to make makes one
 more. What never got a gradient is sent as zero at the end of backward, so a rank that skipped a layer or a table
-joins all the same.
+joins all the same. Groups that exchange weights do so after the optimizer's step.
+
+With the mean over declared weights, every value is a part of the mean before it leaves: weight / sum of weights. So no
+sum exceeds what one process would have, in whatever dtype, and the divisor is exact. The sum is known from the headers
+of look-ups; without look-ups, one small request at the first gradient asks for it, long before the first bucket leaves.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,30 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from armillary.exchanges.exchange import DenseExchange
 from armillary.facts.collectives import Program, summed
-from armillary.runtime.hybrid.bucket import Bucket
-from armillary.runtime.hybrid.flight import Flight, advance_together
+from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.flight import Flight, advance_together, carry_all, see_through
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
 
-__all__ = ["DenseUnit", "Executor", "RowUnit"]
-
-
-@dataclass(eq=False)
-class DenseUnit:
-    """A dense group: its bucket and its exchange."""
-
-    name: str
-    bucket: Bucket
-    exchange: DenseExchange
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return self.bucket.parameters
+__all__ = ["Executor", "RowUnit"]
 
 
 @dataclass(eq=False)
@@ -55,7 +45,7 @@ class RowUnit:
 
 @dataclass(eq=False)
 class Executor:
-    """State of the exchange of one model. Between backwards: idle; inside one: `launched` groups are under way.
+    """State of the exchange of one model. Between backwards: idle; inside one, the first of `leaving` are under way.
 
     mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync.
     """
@@ -67,9 +57,11 @@ class Executor:
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
     weight: float = 1.0
-    total_weight: float = 0.0
+    part: float = 1.0  # of the mean that this rank's gradients are, where weights say so
+    weighing: Flight | None = None  # asks for the sum of weights
     is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
     is_owing: bool = False  # gradients that count wait for an exchange
+    leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
     flights: list[Flight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,7 +77,7 @@ class Executor:
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
         for place, unit in enumerate(self.units):
-            if isinstance(unit, DenseUnit):
+            if isinstance(unit, DenseUnit) and unit.exchange.carries == "gradient":
                 for index, parameter in enumerate(unit.bucket.parameters):
                     if parameter.requires_grad:
                         hook = when_final(parameter, self, partial(Executor._arrived, place=place, index=index))
@@ -93,8 +85,8 @@ class Executor:
 
     @property
     def scale(self) -> float:
-        """What this rank's gradients are multiplied by before they are summed."""
-        return 1.0 / self.transport.place.workers if self.mean == "workers" else self.declared_weight
+        """What a gradient is multiplied by when it appears."""
+        return 1.0 / self.transport.place.workers if self.mean == "workers" else 1.0
 
     @property
     def declared_weight(self) -> float:
@@ -115,6 +107,12 @@ class Executor:
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
         self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
+    def release(self) -> None:
+        """Takes its hooks off the parameters; asks nobody."""
+        self.stand_by(False)
+        for remove in self.removals:
+            remove()
+
     def _arrived(self, _: Tensor, place: int, index: int) -> None:
         """The gradient of a parameter of the dense unit at that place."""
         if not self._is_leaving():
@@ -122,8 +120,9 @@ class Executor:
         self._open()
         unit = self.units[place]
         assert isinstance(unit, DenseUnit)
-        unit.bucket.deposit(index, self.scale)
-        self._launch_ready()
+        if unit.leaves:
+            unit.bucket.deposit(index, self.scale)
+            self._launch_ready()
 
     def on_rows(self, table: RowTable) -> None:
         """A look-up's rows have their gradient."""
@@ -145,13 +144,18 @@ class Executor:
         self.flights = []
         for unit in self.units:
             if isinstance(unit, DenseUnit):
-                unit.bucket.reset()
+                unit.open(self.transport.step + 1)
+        self.leaving = [unit for unit in self.units if isinstance(unit, RowUnit) or unit.leaves]
+        if self.mean == "weights" and self.leaving and not self.look_ups.pulled:
+            mine = torch.tensor([self.declared_weight], dtype=torch.float64)
+            self.weighing = Flight(summed(mine), "weights", 0)
+            advance_together([self.weighing], self.transport)
         if torch._C._current_graph_task_id() != -1:
             Variable._execution_engine.queue_callback(self.settle)
 
     def _launch_ready(self) -> None:
-        while len(self.flights) < len(self.units):
-            unit = self.units[len(self.flights)]
+        while len(self.flights) < len(self.leaving):
+            unit = self.leaving[len(self.flights)]
             ready = (
                 unit.bucket.is_ready
                 if isinstance(unit, DenseUnit)
@@ -170,6 +174,7 @@ class Executor:
             self.look_ups.meet_in_backward(self.declared_weight)
             if self.deferral.waiting:  # of a backward after which the loop got no batch
                 self.deferral.catch_up()
+            self.part = self._part() if self.mean == "weights" else 1.0
         for flight in self.flights:
             flight.advance(self.transport)
         with torch.no_grad():
@@ -180,8 +185,8 @@ class Executor:
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
-            flat = unit.bucket.seal(self.scale, self.declared_weight, self.counts)
-            return unit.exchange.push(flat, self.transport.place), unit.exchange.requests
+            parcel = unit.bucket.seal(self.scale, self.counts, self.part)
+            return unit.push(parcel, self.transport.place), unit.exchange.requests
         table = unit.table
         self.look_ups.forget_unlearned(table)
         self.look_ups.join_unread(table)
@@ -189,7 +194,7 @@ class Executor:
             return _nothing(), 0
         resting = [look_up.resting.land(self.transport) for look_up in table.pending if look_up.resting is not None]
         may_wait = len(resting) == len(table.pending) and table.name not in self.deferral.unstepped
-        gradients, tickets = table.take_gradients(self.scale)
+        gradients, tickets = table.take_gradients(self.scale * self.part)
         if may_wait and self.deferral.defers(table):
             gradients, tickets = self.deferral.split(table, gradients, tickets, resting)
         push = table.exchange.push(gradients, tickets, table.ownership, table.place)
@@ -198,39 +203,33 @@ class Executor:
     def settle(self) -> None:
         """The end of backward: launches what is left, waits for all of it, makes every `.grad` final."""
         self._open()
-        while len(self.flights) < len(self.units):
-            self._launch(self.units[len(self.flights)])
+        while len(self.flights) < len(self.leaving):
+            self._launch(self.leaving[len(self.flights)])
         with torch.no_grad():
-            while any(flight.left > 0 for flight in self.flights):
-                for flight in self.flights:
-                    flight.advance(self.transport)
+            see_through(self.flights, self.transport)
             self.deferral.arrive()
-            if self.mean == "weights":
-                self.total_weight = self._sum_weights()
-                self.deferral.weigh(self.total_weight)
-            for unit, flight in zip(self.units, self.flights, strict=True):
+            for unit, flight in zip(self.leaving, self.flights, strict=True):
                 self._take_home(unit, flight.land(self.transport))
         self.flights = []
         self.is_open = self.is_owing = False
         self.is_settled = True
         self.norms.forget()
 
-    def _sum_weights(self) -> float:
-        """What all ranks declared: known from the look-ups' headers, else asked for."""
-        if self.look_ups.pulled:
-            return sum(self.look_ups.weights)
-        mine = torch.tensor([self.declared_weight], dtype=torch.float64)
-        return float(self.transport.complete(summed(mine), "weights"))
+    def _part(self) -> float:
+        """What this rank declared over what all did; known from the look-ups' headers, else asked for."""
+        if self.weighing is None:
+            total = sum(self.look_ups.weights)
+        else:
+            total, self.weighing = float(self.weighing.land(self.transport)), None
+        return self.declared_weight / (total or 1.0)
 
     def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
         if isinstance(unit, DenseUnit):
-            unit.bucket.withdraw(result)
+            unit.take_gradients(result)
             return
         if result is None:
             return
         rows, sums = result
-        if self.mean == "weights":
-            sums = sums / (self.total_weight or 1.0)
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
             self.deferral.unstepped.add(unit.table.name)
@@ -240,6 +239,19 @@ class Executor:
         self.is_settled = False
         self.deferral.unstepped.clear()
         self.weight = 1.0
+        self._meet()
+
+    def _meet(self) -> None:
+        """Weights are exchanged where they are due."""
+        steps = self.transport.step
+        meeting = [unit for unit in self.units if isinstance(unit, DenseUnit) and unit.meets(steps)]
+        with torch.no_grad():
+            pushes = [unit.push(unit.bucket.weigh_in(), self.transport.place) for unit in meeting]
+            flights = [
+                Flight(push, unit.name, unit.exchange.requests - 1) for push, unit in zip(pushes, meeting, strict=True)
+            ]
+            for unit, moved in zip(meeting, carry_all(flights, self.transport), strict=True):
+                unit.take_weights(moved)
 
 
 def _nothing() -> Program[None]:

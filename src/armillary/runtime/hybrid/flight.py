@@ -11,7 +11,7 @@ from typing import Any
 from armillary.facts.collectives import Program, Request
 from armillary.runtime.transport import Transport, Wait
 
-__all__ = ["Flight", "advance_together"]
+__all__ = ["Flight", "advance_together", "carry_all", "see_through"]
 
 
 @dataclass(eq=False)
@@ -59,3 +59,20 @@ def advance_together(flights: Sequence[Flight], transport: Transport) -> None:
     waits = transport.start_together([(request, flight.label) for flight, request in asked])
     for (flight, _), wait in zip(asked, waits, strict=True):
         flight.wait = wait
+
+
+def see_through(flights: Sequence[Flight], transport: Transport) -> None:
+    """Makes the last requests of all of them, which are then only waited for."""
+    while any(flight.left > 0 for flight in flights):
+        for flight in flights:
+            flight.advance(transport)
+
+
+def carry_all(flights: Sequence[Flight], transport: Transport) -> list[Any]:
+    """From first to last request of all of them, interleaved; what each returned."""
+    for place, flight in enumerate(flights):
+        for earlier in flights[:place]:
+            earlier.advance(transport)
+        advance_together([flight], transport)
+    see_through(flights, transport)
+    return [flight.land(transport) for flight in flights]

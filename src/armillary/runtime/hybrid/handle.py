@@ -77,7 +77,7 @@ class TableHandle(Tensor):
         raise _refusal(
             self.reader.name,
             "pickle / torch.save",
-            "armillary.export(run) gives the plain single-device state_dict",
+            "run.export() gives the plain single-device state_dict",
         )
 
     @classmethod

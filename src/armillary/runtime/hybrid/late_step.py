@@ -55,7 +55,7 @@ class LateSteps:
         run = self._known()
         if run is None:
             raise RuntimeError(
-                "gradients of the last step are still to be stepped, but run and optimizer are gone; call run.finish() "
+                "gradients of the last step are still to be stepped, but run and optimizer are gone; call run.close() "
                 "on every rank before you let go of them"
             )
         return run

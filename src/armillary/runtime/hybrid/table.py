@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from armillary.exchanges.exchange import Place, RowExchange
 from armillary.exchanges.look_up import Table
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.facts.plan import LookAhead
+from armillary.facts.group import LookAhead
 from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.gradient_handle import GradientHandle
 

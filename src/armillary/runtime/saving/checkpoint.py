@@ -16,9 +16,9 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from armillary.runtime.saving.row_file import FileRecord, Part, StoredRows, dige
 __all__ = [
     "Marker",
     "RowIndex",
-    "latest",
+    "latest_checkpoint",
     "mark",
     "new_folder",
     "next_serial",
@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 MARKER = "complete.json"
-FORMAT = 1
+FORMAT = 2
+KNOWN = (1, 2)  # 1: without a plan
 _FOLDER = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -52,7 +53,8 @@ class RowIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class Marker:
-    """What a whole checkpoint holds. serial: counts the saves into the parent folder. aliases: tied names of tables."""
+    """What a whole checkpoint holds. serial: counts the saves into the parent folder. aliases: tied names of tables.
+    plan: under which it was saved, with its mesh, as JSON has it; empty in format 1. departures: of that plan."""
 
     step: int
     serial: int
@@ -61,11 +63,14 @@ class Marker:
     rows: Mapping[str, RowIndex]
     aliases: Mapping[str, str]
     format: int = FORMAT
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    departures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.format != FORMAT:
+        if self.format not in KNOWN:
             raise ValueError(
-                f"checkpoint: format {self.format} is not {FORMAT}; read it with the version that wrote it"
+                f"checkpoint: format {self.format} is none of {', '.join(map(str, KNOWN))}; read it with the version "
+                "that wrote it"
             )
         names = {record.name for record in self.files}
         unlisted = {part[0] for index in self.rows.values() for part in index.parts} - names
@@ -79,7 +84,9 @@ class Marker:
             key: RowIndex(tuple(shape), dtype, tuple((name, first, last) for name, first, last in parts))
             for key, (shape, dtype, parts) in fields["rows"].items()
         }
-        return cls(**{**fields, "files": tuple(FileRecord(**record) for record in fields["files"]), "rows": rows})
+        files = tuple(FileRecord(**record) for record in fields["files"])
+        departures = tuple(fields.get("departures", ()))
+        return cls(**{**fields, "files": files, "rows": rows, "departures": departures})
 
 
 def new_folder(parent: Path, step: int) -> Path:
@@ -122,13 +129,18 @@ def read_marker(folder: Path) -> Marker:
         ValueError: the folder is no checkpoint, or not a whole one; the message says what is wrong and what to load.
     """
     if not (folder / MARKER).is_file():
-        among = latest(folder)
+        among = latest_checkpoint(folder)
         remedy = f"the newest whole one in it is {among}" if among else "a save there did not finish"
         raise ValueError(f"checkpoint: {folder} has no {MARKER}: it is not a whole checkpoint; {remedy}")
-    marker = Marker.from_json((folder / MARKER).read_text())
-    fault = _misfit(folder, marker)
+    try:
+        marker = Marker.from_json((folder / MARKER).read_text())
+        fault = _misfit(folder, marker)
+    except (ValueError, KeyError, TypeError) as error:
+        fault = f"{folder / MARKER} is no marker ({type(error).__name__}: {error})"
     if fault:
-        raise ValueError(f"checkpoint: {fault}; load an older one, armillary.latest({str(folder.parent)!r}) finds it")
+        raise ValueError(
+            f"checkpoint: {fault}; load an older one, armillary.latest_checkpoint({str(folder.parent)!r}) finds it"
+        )
     return marker
 
 
@@ -169,7 +181,7 @@ def stored_rows(folder: Path, marker: Marker) -> dict[str, StoredRows]:
     }
 
 
-def latest(folder: str | Path) -> Path | None:
+def latest_checkpoint(folder: str | Path) -> Path | None:
     """The newest whole checkpoint in a folder, None if there is none. Warns of those it skips: unfinished, or with
     files missing or short (their bytes are checked when they are loaded)."""
     whole, broken = _survey(Path(folder))

@@ -6,7 +6,7 @@ row blocks, so nothing here needs memory for a whole table.
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Saved:
     optimizer: None if absent; "state" and "param_groups" by parameter name, or by number where `is_numbered`.
     loops: what each worker's loop gave to `save`, in rank order; empty from a plain file.
     digest: the same on ranks that opened the same thing.
+    workers: how many saved it; 0 of a plain file.
+    exchange, replicas: by parameter and entry, (workers, *shape): states of exchanges; weights and optimizer state
+        where they differed between ranks. present: of every rank, the keys of those that it had.
     """
 
     step: int
@@ -39,6 +42,10 @@ class Saved:
     is_numbered: bool
     loops: tuple[dict[str, Any], ...]
     digest: str
+    workers: int = 0
+    exchange: Mapping[str, Mapping[str, StoredRows]] = field(default_factory=dict)
+    replicas: Mapping[str, Mapping[str, StoredRows]] = field(default_factory=dict)
+    present: tuple[list[str], ...] = ()
 
 
 def read_rows(stored: Stored, first: int, last: int) -> Tensor:
@@ -63,18 +70,22 @@ def _open_folder(folder: Path, rank: int, workers: int) -> Saved:
     verify(folder, marker.files[rank::workers])
     rest = _load(folder / REST)
     model, state = dict(rest["model"]), rest["optimizer"]["state"]
+    by_rank: dict[str, dict[str, dict[str, StoredRows]]] = {"exchange": {}, "replicas": {}}
     for key, rows in stored_rows(folder, marker).items():
         match key.split("/"):
             case ["model", name]:
                 model[name] = rows
             case ["optimizer", name, entry]:
                 state.setdefault(name, {})[entry] = rows
+            case ["exchange" | "replicas" as kind, name, entry]:
+                by_rank[kind].setdefault(name, {})[entry] = rows
             case _:
                 raise ValueError(f"checkpoint: {folder} holds rows of {key!r}; this version knows no such thing")
     model.update({alias: model[name] for alias, name in marker.aliases.items()})
     return Saved(
         marker.step, model, rest["optimizer"], rest["optimizer_class"], False, tuple(rest["loops"]),
         f"step {marker.step}, save {marker.serial}, {[record.sha256[:12] for record in marker.files]}",
+        marker.workers, by_rank["exchange"], by_rank["replicas"], tuple(rest.get("present", ())),
     )  # fmt: skip
 
 

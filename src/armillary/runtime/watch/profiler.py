@@ -23,6 +23,7 @@ from armillary.facts.stage import StageFact
 from armillary.runtime.watch.probe import Loss, probe, scalar_loss, stage_seconds
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, row_facts
+from armillary.runtime.watch.splitting import split_trial
 from armillary.runtime.watch.stage_paths import OUTSIDE, stage_of, stage_paths
 from armillary.runtime.watch.untouched import untouched
 
@@ -77,6 +78,7 @@ def profile(
             facts.append(_fact(name, aliases, watch.readings[name], arrivals.get(name), stage, rows))
         tables = [fact.name for fact in facts if fact.shardable]
         forward, backward = stage_seconds(model, sample, loss, paths, tables)
+        splits = split_trial(model, sample, loss)
     held = Counter(dict.fromkeys((*paths, OUTSIDE), 0))
     for fact in facts:
         held[fact.stage] += fact.bytes
@@ -86,7 +88,7 @@ def profile(
         for path in held
     )
     running = tuple(path for path, module in model.named_modules() if getattr(module, "track_running_stats", False))
-    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running)
+    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running, splits)
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

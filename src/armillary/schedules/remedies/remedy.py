@@ -8,17 +8,16 @@ call them is what each of them must get right on its own.
 Source: the catalogue is FTPipe's (Eliad et al., 2021) and SAPipe's (2022); a chain of small transformations is optax's.
 """
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from armillary.facts.registry import Registry
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["Options", "Remedy", "build_remedy", "register_remedy", "remedies", "stale_share"]
+__all__ = ["REMEDIES", "Options", "Remedy", "build_remedy", "register_remedy", "stale_share"]
 
 Options = Mapping[str, Any]  # of one parameter group of an optimizer
 
@@ -47,21 +46,13 @@ class Remedy:
     ahead: Callable[[Tensor, Options, Options, int], Tensor] | None = None
 
 
-_FACTORIES: dict[str, Callable[[], Remedy]] = {}
+REMEDIES: Registry[Callable[[], Remedy]] = Registry("remedy", "armillary.schedules.remedies")
 
 
 def register_remedy(make: Factory) -> Factory:
     """Registers a factory under its own name."""
-    _FACTORIES[make.__name__] = make
+    REMEDIES.register(make.__name__, make)
     return make
-
-
-def remedies() -> Sequence[str]:
-    """The names of those there are."""
-    package = importlib.import_module("armillary.schedules.remedies")
-    for module in pkgutil.iter_modules(package.__path__, "armillary.schedules.remedies."):
-        importlib.import_module(module.name)
-    return sorted(_FACTORIES)
 
 
 def build_remedy(name: str) -> Remedy:
@@ -69,10 +60,7 @@ def build_remedy(name: str) -> Remedy:
     Raises:
         ValueError: no such remedy; the message lists those that exist.
     """
-    names = remedies()
-    if name not in names:
-        raise ValueError(f"schedule: no remedy {name!r}; there are {', '.join(names)}")
-    return _FACTORIES[name]()
+    return REMEDIES[name]()
 
 
 def stale_share(schedule: Schedule, stage: int) -> float:

@@ -42,6 +42,15 @@ class CountedChannel:
 
         return timed
 
+    def lost(self, error: RuntimeError) -> RuntimeError:
+        """What to say where a message did not come through."""
+        told = self.transport.open_groups.told()
+        first = f" The first error was on {told}" if told else ""
+        return RuntimeError(
+            f"rank {self.transport.place.rank}: a message of step {self.transport.step} failed: a peer has stopped, or "
+            f"did not join in time. Look for the first error among the ranks. ({error}){first}"
+        )
+
     def take(self) -> tuple[float, float]:
         """Bytes and seconds since the last call."""
         taken = self.sent_bytes, self.waited_seconds
@@ -56,6 +65,9 @@ class _Timed:
 
     def wait(self) -> object:
         began = time.perf_counter()
-        answer = self.pending.wait()
+        try:
+            answer = self.pending.wait()
+        except RuntimeError as error:
+            raise self.channel.lost(error) from error
         self.channel.waited_seconds += time.perf_counter() - began
         return answer

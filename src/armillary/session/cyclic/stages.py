@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from armillary.facts.plan import Group, Plan
+from armillary.facts.plan import Plan
 from armillary.runtime.cut.stages import Stage, chain, cut, same_as_model
 from armillary.runtime.cut.tracer import cut_traced
 from armillary.runtime.watch.untouched import untouched
 from armillary.session.cyclic.split_loss import SplitLoss
 
-__all__ = ["TracedInput", "refuse_other_groups", "stage_of_group", "stages_of"]
+__all__ = ["TracedInput", "refuse_other_groups", "stages_of"]
 
 Form = tuple[Any, ...]
 
@@ -59,7 +59,7 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
     """
     read_in = {name: stage.index for stage in stages for name in stage.names.values()}
     for group in plan.groups:
-        planned = stage_of_group(group)
+        planned = group.stage
         for name in group.parameters:
             if read_in.get(name) != planned:
                 raise ValueError(
@@ -67,11 +67,6 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
                     f"{read_in.get(name, 'none')}; its modules are not called in the order in which they are defined. "
                     f"Name the cuts: points=[...], or profile(..., stages=[modules in the order of calls])"
                 )
-
-
-def stage_of_group(group: Group) -> int:
-    """A plan's group is "stage 2", or for a table that is read there "stage 2: the table's name"."""
-    return int(group.name.removeprefix("stage ").partition(":")[0])
 
 
 def form_of(value: Any) -> Form:

@@ -20,9 +20,8 @@ from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.untouched import untouched
 from armillary.runtime.watch.whole_table import handle_of_whole
-from armillary.schedules.cyclic_modes import CyclicOptions
-from armillary.schedules.table_modes import refuse_tables
-from armillary.session.cyclic.stages import stage_of_group
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.rows import refuse_rows
 from armillary.session.misfit import row_complaints
 from armillary.session.tables import make_table, put_handle
 
@@ -41,28 +40,29 @@ class RunTables:
 
 def table_groups(plan: Plan) -> list[Group]:
     """The groups whose rows are spread over the ranks."""
-    return [group for group in plan.groups if group.exchange.name in row_exchanges()]
+    return [group for group in plan.groups if group.exchange is not None and group.exchange.name in row_exchanges()]
 
 
 def table_complaints(
-    plan: Plan, options: CyclicOptions, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer
+    plan: Plan, options: ScheduleOptions, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> Iterator[str]:
     """What speaks against a plan's tables, with the remedy."""
     for group in table_groups(plan):
         try:
-            refuse_tables(options, group.parameters)
+            refuse_rows(options, group.parameters)
         except ValueError as error:
             yield str(error)
         yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
+        assert group.exchange is not None
         exchange = build_row(group.exchange.name, **group.exchange.options)
         if exchange.placement != "row_sharded" or exchange.push_requests > 1:
             yield (
-                f"group {group.name!r} goes by {group.exchange}; under a cyclic schedule rows go straight to one "
+                f"group {group.name!r} goes by {group.exchange}; under this schedule rows go straight to one "
                 f"owner and back: take an exchange that does so, or plan the table without rows"
             )
         if group.look_ahead != "none":
             yield (
-                f"group {group.name!r}: look_ahead={group.look_ahead!r} is for loops over run.batches; a cyclic "
+                f"group {group.name!r}: look_ahead={group.look_ahead!r} is for loops over run.batches; this "
                 f"schedule owns its loop: set it to 'none'"
             )
 
@@ -116,7 +116,7 @@ def make_tables(
         name = group.parameters[0]
         by_name[name], held[name] = make_table(group, named[name], optimizer, transport)
         put_handle(modules, named[name], by_name[name])
-        owned.setdefault(stage_of_group(group), []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
+        owned.setdefault(group.stage, []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
     look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
     for table in by_name.values():
         table.reads = look_ups.read
@@ -132,7 +132,7 @@ def _refuse_other_orders(orders: Sequence[Sequence[str]], transport: Transport) 
     everyones = transport.share([list(order) for order in orders])
     if any(theirs != everyones[0] for theirs in everyones):
         raise ValueError(
-            f"drive: ranks look row-sharded tables up in different orders, by rank and stage: {everyones}; give every "
+            f"attach: ranks look row-sharded tables up in different orders, by rank and stage: {everyones}; give every "
             f"rank an example of the same form"
         )
 

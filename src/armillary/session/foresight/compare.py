@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from armillary.facts.plan import Forecast, Plan
+from armillary.facts.plan import SIMULTANEOUS, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
@@ -129,7 +129,7 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
 def _forecast(folder: Path, plan: Plan) -> tuple[dict[str, Forecast], Forecast]:
     """By group, and of the step."""
     held = {group.name: group.forecast for group in plan.groups}
-    if plan.schedule.name != "simultaneous":
+    if plan.schedule.name != SIMULTANEOUS.name:
         return held, plan.forecast
     topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
     played = simulate(plan, Case(profile, topology.of(plan.workers), assumptions_behind(plan)))

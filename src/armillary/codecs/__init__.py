@@ -1,0 +1,1 @@
+"""How numbers are written on the wire: codec.py is the contract, then one file per codec."""

@@ -1,0 +1,74 @@
+"""What a codec is: numbers to bytes and back, and the registry of those there are.
+
+A codec has no memory and asks nothing of anyone. What it leaves out is remembered, if at all, by the exchange that uses
+it; so the same codec serves gradients, weights, rows and activations. Everything travels as bytes of one dtype, so the
+bytes of a code are its length.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from armillary.facts.registry import Registry
+
+__all__ = ["CODECS", "Codec", "Draw", "Entry", "build_codec", "codec"]
+
+Draw = torch.Generator | None  # where random numbers come from
+
+
+class Codec(NamedTuple):
+    """
+    encode(values, draw): (n,) floating -> (bytes,) uint8. Zeros stay zeros; what is finite gives nothing that is not.
+    decode(code, n, like): -> (n,) in the dtype and on the device of `like`.
+    meaning(values, draw): what decoding the code of these values gives, written without bytes: oracles use only this.
+    coded_bytes(n, item_bytes): of the code of n values of so many bytes each; the most, where the data decide.
+    bound(values): (n,), what |values - meaning| never exceeds.
+    is_fixed: whether the length of a code is always `coded_bytes`.
+    is_biased: whether errors do not cancel in the mean; then an exchange must send later what was left out.
+    align: values are coded in tiles of so many; cut at their borders, pieces are coded as the whole is.
+    work: numbers read and written per value, by encoding and decoding together.
+    """
+
+    encode: Callable[[Tensor, Draw], Tensor]
+    decode: Callable[[Tensor, int, Tensor], Tensor]
+    meaning: Callable[[Tensor, Draw], Tensor]
+    coded_bytes: Callable[[int, int], int]
+    bound: Callable[[Tensor], Tensor]
+    is_fixed: bool = True
+    is_biased: bool = False
+    align: int = 1
+    work: float = 4.0
+
+
+Options = Mapping[str, Any]
+Factory = TypeVar("Factory", bound=Callable[..., Codec])
+
+
+class Entry(NamedTuple):
+    """A registered factory. examples: sets of options that contract tests use."""
+
+    make: Callable[..., Codec]
+    examples: tuple[Options, ...]
+
+
+CODECS: Registry[Entry] = Registry("codec", "armillary.codecs")
+
+
+def codec(*examples: Options) -> Callable[[Factory], Factory]:
+    """Registers a factory of codecs under its own name; arguments as in `Entry`."""
+
+    def registered(make: Factory) -> Factory:
+        CODECS.register(make.__name__, Entry(make, examples or ({},)))
+        return make
+
+    return registered
+
+
+def build_codec(name: str, **options: Any) -> Codec:
+    """
+    Raises:
+        ValueError: no such codec; the message lists those that exist.
+    """
+    return CODECS[name].make(**options)

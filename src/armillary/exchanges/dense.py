@@ -1,0 +1,104 @@
+"""What a dense exchange is: how one group of whole tensors crosses the workers, every step or when it is due.
+
+A program asks, and holds nothing: state comes in with the parcel and goes out with the result, so the runtime decides
+whether it counts, a checkpoint keeps it, and the oracle moves it for all workers in one process.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.place import Place
+from armillary.facts.collectives import Program
+from armillary.facts.layout import Layout
+from armillary.facts.topology import Topology
+
+__all__ = ["DenseExchange", "Moved", "Resharding", "exact_sum"]
+
+Resharding = Literal["sum", "mean", "same", "drop"]
+Moved = tuple[Parcel, State]
+PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
+
+
+def exact_sum(parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
+    """What every exact exchange means: each worker gets the sum, and there is no state."""
+    values = torch.stack([parcel.values for parcel in parcels]).sum(0)
+    tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
+    return [parcel.answered(values, tail) for parcel in parcels], list(states)
+
+
+def _no_state(layout: Layout, place: Place, values: Tensor) -> State:
+    return {}
+
+
+def _every_step(steps: int) -> bool:
+    return True
+
+
+def _no_work(layout: Layout, topology: Topology) -> float:
+    return 0.0
+
+
+class DenseExchange(NamedTuple):
+    """How the parcels of one group become what every worker goes on with. Exact and without state but for what it says.
+
+    push(parcel, state, place): program that returns (result, next state). It changes no state in place: the runtime
+        takes the next one when the result has landed, and leaves it where some rank's numbers are not finite.
+    requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
+    sent_bytes(layout, topology): payload bytes per rank of one push, one number per rank, as expected.
+    legs(layout, topology): the same for the busiest link, with the messages it waits for.
+    oracle(parcels, states): the meaning seen from above: all workers' parcels and states -> results and next states.
+    begin(layout, place, values): the state before the first push; values: (layout.numel,) the group's weights then.
+    resharding: by entry, how a state is dealt to another number of workers: every one gets the "sum" over their
+        number (nothing is lost), the "mean", rank 0's ("same"), or begins anew ("drop", if nothing is said).
+    carries: "gradient": this rank's part of the mean gradient, before the optimizer's step. "weights": those of this
+        rank, after it; the result takes their place, and the step is made with this rank's own gradient.
+    due(steps): whether to push in the step after which so many are complete (1: the first). If not, nothing is
+        requested, and the optimizer gets this rank's own gradient.
+    most_bytes: as sent_bytes, what is never exceeded; None: what is expected is what is sent.
+    work(layout, topology): numbers that the processor reads and writes per push, besides packing.
+    align: tensors begin at a multiple of so many numbers.
+    """
+
+    push: Callable[[Parcel, State, Place], Program[Moved]]
+    requests: int
+    sent_bytes: Callable[[Layout, Topology], list[float]]
+    legs: Callable[[Layout, Topology], list[Leg]]
+    oracle: Callable[[Sequence[Parcel], Sequence[State]], tuple[list[Parcel], list[State]]] = exact_sum
+    begin: Callable[[Layout, Place, Tensor], State] = _no_state
+    resharding: Mapping[str, Resharding] = MappingProxyType({})
+    carries: Literal["gradient", "weights"] = "gradient"
+    due: Callable[[int], bool] = _every_step
+    most_bytes: Callable[[Layout, Topology], list[float]] | None = None
+    work: Callable[[Layout, Topology], float] = _no_work
+    align: int = 1
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether it keeps a state, which what is not finite must not enter."""
+        return self.begin is not _no_state
+
+    @property
+    def keeps_replicas_alike(self) -> bool:
+        """Whether all workers hold the same weights after every step."""
+        return self.carries == "gradient" and self.cadence == "step"
+
+    @property
+    def cadence(self) -> Literal["step", "meeting"]:
+        """Whether it pushes in every step, or only in some."""
+        return "step" if self.due is _every_step else "meeting"
+
+    @property
+    def share_due(self) -> float:
+        """Of the steps, how many push."""
+        return 1.0 if self.due is _every_step else sum(map(self.due, range(1, PERIOD + 1))) / PERIOD
+
+    def state_bytes(self, layout: Layout, workers: int) -> int:
+        """What its state takes on one worker."""
+        values = torch.empty(layout.numel, dtype=getattr(torch, layout.dtype), device="meta")
+        return sum(entry.nbytes for entry in self.begin(layout, Place(0, workers), values).values())

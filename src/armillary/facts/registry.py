@@ -1,0 +1,64 @@
+"""A shelf of methods: entries by name, one file each, found when somebody first looks.
+
+Every shelf (exchanges, schedules, staleness corrections, codecs) is one of these. A file registers its entry as it is
+imported; the shelf imports all files of its package at the first look, so nothing else knows them by name.
+"""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+__all__ = ["Registry"]
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[Entry]):
+    """Entries of one kind.
+
+    Args:
+        kind: what an entry is called in messages, as in "dense exchange".
+        package: whose modules register entries, as in "armillary.exchanges".
+    """
+
+    def __init__(self, kind: str, package: str):
+        self.kind, self.package = kind, package
+        self._entries: dict[str, Entry] = {}
+        self._is_complete = False
+
+    def register(self, name: str, entry: Entry) -> Entry:
+        """
+        Raises:
+            ValueError: another entry has that name.
+        """
+        if self._entries.get(name, entry) is not entry:
+            raise ValueError(f"{self.kind}: {name!r} is registered twice; give one of them another name")
+        self._entries[name] = entry
+        return entry
+
+    def all(self) -> Mapping[str, Entry]:
+        """Every entry by name, in the order of names."""
+        if not self._is_complete:
+            package = importlib.import_module(self.package)
+            for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
+                importlib.import_module(module.name)
+            self._is_complete = True
+        return MappingProxyType(dict(sorted(self._entries.items())))
+
+    def __getitem__(self, name: str) -> Entry:
+        """
+        Raises:
+            ValueError: no such entry; the message lists those that exist, the likeliest first.
+        """
+        entries = self.all()
+        if name not in entries:
+            near = difflib.get_close_matches(name, entries, 1)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{self.kind}: no {self.kind} {name!r}; there are {', '.join(entries)}{guess}")
+        return entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.all()

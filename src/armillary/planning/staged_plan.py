@@ -1,0 +1,250 @@
+"""A plan whose schedule cuts the model: where, what each stage sends and holds, and what speaks against it.
+
+The profile's stages are joined into K consecutive ones of nearly equal cost, unless the user names the cuts. Bytes are
+those of the schedule's messages, between stages of what they return; both are what the runtime counts. Where devices
+change from step to step, theirs are the mean over steps; memory of a stage is the mean over workers.
+
+Source: Fournier & Oyallon, 2024; Huang et al., GPipe, 2019; Narayanan et al., 2021.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+from armillary.facts.group import Layout
+from armillary.facts.mesh import STAGE, Axis, Mesh
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Forecast, Group, Plan
+from armillary.facts.profile import Profile
+from armillary.facts.stage import StageFact
+from armillary.facts.stage_plan import StagePlan
+from armillary.planning.parallax import PLAIN
+from armillary.planning.pricing import Case, fill_seconds
+from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, table_groups, team_traffic
+from armillary.schedules.activations import peak_over_workers
+from armillary.schedules.balance import balanced
+from armillary.schedules.messages import NORM_BYTES
+from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.notes import notes_on
+from armillary.schedules.registry import SCHEDULES, read
+from armillary.schedules.rows import refuse_rows
+from armillary.schedules.schedule import Schedule
+from armillary.schedules.stage_load import StageLoad
+from armillary.schedules.weights_held import kept_copies
+from armillary.schedules.zero_messages import TOKENS
+
+__all__ = ["StagedWay", "plan_staged", "staged_ways"]
+
+ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
+RECOMPUTE = Choice("recompute")
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned: options with the cuts filled in, their schedule, and the stages."""
+
+    options: ScheduleOptions
+    schedule: Schedule
+    begins: tuple[str, ...]  # path of the first module, by stage
+    stages: tuple[StageLoad, ...]
+    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained and kept whole, by stage
+    tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
+
+
+def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABLES) -> Plan:
+    """
+    Args:
+        choice: a schedule that cuts the model, with options if wanted (`ScheduleOptions`).
+        wished: the tables to keep by row, by name.
+
+    Raises:
+        ValueError: options that do not go together, a cut that is no stage of the profile, or too few modules.
+    """
+    topology, profile = case.topology, case.profile
+    options = read(choice, topology.workers)
+    refuse_rows(options, list(wished))
+    subject = _subject(case, options, wished)
+    options = subject.options
+    running, seconds = profile.running, [stage.seconds for stage in subject.stages]
+    groups = tuple(group for j in range(options.stages) for group in _groups(j, subject, wished, case))
+    return Plan(
+        mesh=Mesh((Axis(options.method.axis, topology.workers),)),
+        groups=groups,
+        model_fingerprint=profile.model_fingerprint,
+        topology_fingerprint=topology.fingerprint,
+        workers_per_node=topology.workers_per_node,
+        schedule=Choice(options.name, options.as_options()),
+        stages=tuple(_stage_plan(j, subject) for j in range(options.stages)),
+        consensus="same" if options.method.is_side_by_side else "owners",
+        compute_seconds=options.method.pace(options, seconds),
+        activation_bytes=options.method.peak(options, subject.stages),
+        notes=notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
+        priced_with=asdict(case.assumptions),
+    )
+
+
+@dataclass(frozen=True)
+class StagedWay:
+    """A schedule that keeps a stage on each worker, and what its fullest worker then holds."""
+
+    choice: Choice
+    departures: tuple[str, ...]
+    held_bytes: float
+
+
+def staged_ways(case: Case) -> Iterator[StagedWay]:
+    """Every schedule that keeps one stage on each worker, exact ones first; none where there are too few modules."""
+    found = []
+    for name, method in SCHEDULES.all().items():
+        workers = case.topology.workers
+        if not method.is_cut or method.is_side_by_side or method.axis != STAGE:
+            continue
+        try:
+            if read(Choice(name), workers).stages != workers:  # several workers share a stage
+                continue
+            subject = _subject(case, read(Choice(name), case.topology.workers))
+        except ValueError:
+            continue
+        departures = ("stale",) if subject.schedule.stale_share else ()
+        found.append(StagedWay(Choice(name), departures, max(_held(subject, case))))
+    yield from sorted(found, key=lambda way: (way.departures, way.held_bytes))
+
+
+def _held(subject: _Subject, case: Case) -> Iterator[float]:
+    """What each worker holds: weights, gradients, state and activations."""
+    slots = case.assumptions.optimizer_slots
+    for j, load in enumerate(subject.stages):
+        weights = load.weight_bytes * kept_copies(subject.options, j, 1, slots)
+        yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
+
+
+def _groups(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -> Iterator[Group]:
+    options, facts = subject.options, subject.parameters[j]
+    yield from table_groups(TablePlan(j, options, subject.schedule, case), subject.tables[j], wished)
+    if not facts:
+        return
+    layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
+    yield Group(
+        name=f"stage {j}",
+        parameters=tuple(fact.name for fact in facts),
+        layout=layout,
+        exchange=PLAIN["replicated"] if layout == "replicated" else None,
+        stage=j,
+        departures=("stale",) if subject.schedule.stale_share else (),
+        forecast=_forecast(j, subject, case),
+        reason=f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else ""),
+    )
+
+
+def _stage_plan(j: int, subject: _Subject) -> StagePlan:
+    load = subject.stages[j]
+    cost = Forecast(seconds=load.seconds, peak_bytes=load.activation_bytes)
+    begins = subject.begins[j]
+    if j in subject.options.recompute:
+        return StagePlan(begins, residency=RECOMPUTE, forecast=cost)
+    return StagePlan(begins, forecast=cost)
+
+
+def _subject(case: Case, options: ScheduleOptions, wished: Collection[str] = ()) -> _Subject:
+    profile = case.profile
+    units = [stage for stage in profile.stages if stage.name]
+    names = [unit.name for unit in units]
+    if options.points:
+        strange = [point for point in options.points if point not in names]
+        if strange:
+            raise ValueError(
+                f"schedule: cannot cut at {', '.join(strange)}: no stage of the profile begins there; it has "
+                f"{', '.join(names)}. Cut at one of them, or profile(..., stages=[...]) the modules to cut at"
+            )
+        starts = tuple(names.index(point) for point in options.points)
+        if list(starts) != sorted(set(starts)) or 0 in starts:
+            raise ValueError(f"schedule: points must rise within {', '.join(names)} and not begin with the first")
+    else:
+        weights = [float(unit.forward_flops + unit.output_bytes // ITEM_BYTES) for unit in units]
+        starts = balanced([(weight, 2 * weight) for weight in weights], options.stages)
+        options = replace(options, points=tuple(names[start] for start in starts))
+    edges = [0, *starts, len(units)]
+    parts = [units[start:end] for start, end in pairwise(edges)]
+    owner = {unit.name: j for j, part in enumerate(parts) for unit in part}
+    parameters: list[list[ParameterFact]] = [[] for _ in parts]
+    for fact in profile.parameters:
+        if fact.requires_grad:
+            _refuse_tie(fact, owner)
+            parameters[owner[_stage_of(fact, profile)]].append(fact)
+    whole = tuple(tuple(fact for fact in facts if fact.name not in wished) for facts in parameters)
+    tables = tuple(tuple(fact for fact in facts if fact.name in wished) for facts in parameters)
+    loads = tuple(_load(part, facts, case) for part, facts in zip(parts, whole, strict=True))
+    begins = tuple(part[0].name for part in parts)
+    return _Subject(options, options.schedule(), begins, loads, whole, tables)
+
+
+def _refuse_tie(fact: ParameterFact, owner: Mapping[str, int]) -> None:
+    """
+    Raises:
+        ValueError: the names of one parameter lie in several stages, which would read it at different ages.
+    """
+    places = [(name, stage) for name in (fact.name, *fact.aliases) for stage in _held_in(name, owner)]
+    for name, stage in places[1:]:
+        if stage != places[0][1]:
+            raise ValueError(
+                f"schedule: {places[0][0]} of stage {places[0][1]} and {name} of stage {stage} are one parameter; its "
+                f"two uses would see weights of different age. Cut so that both are in one stage (points=[...]), or "
+                f"untie them"
+            )
+
+
+def _held_in(name: str, owner: Mapping[str, int]) -> list[int]:
+    """The stage of the innermost module of the profile that holds a parameter of this name, if one does."""
+    holders = [unit for unit in owner if name.startswith(f"{unit}.")]
+    return [owner[max(holders, key=len)]] if holders else []
+
+
+def _stage_of(fact: ParameterFact, profile: Profile) -> str:
+    """The stage that holds a parameter; one outside all stages goes with the neighbour in the order of gradients."""
+    if fact.stage:
+        return fact.stage
+    inside = [other for other in profile.arrivals if other.stage]
+    if fact.arrival is None or not inside:
+        raise ValueError(
+            f"schedule: {fact.name!r} is in no stage and got no gradient; freeze it, or put it in a module"
+        )
+    place = fact.arrival
+    return min(inside, key=lambda other: abs((other.arrival or 0) - place)).stage
+
+
+def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case) -> StageLoad:
+    computed = sum(unit.forward_seconds + unit.backward_seconds for unit in part)
+    return StageLoad(
+        first=part[0].name,
+        last=part[-1].name,
+        flops=sum(unit.forward_flops for unit in part),
+        seconds=computed + fill_seconds(facts, case),
+        weight_bytes=sum(fact.bytes for fact in facts),
+        count_bytes=sum(fact.bytes // max(1, fact.elements) for fact in facts),
+        activation_bytes=sum(unit.activation_bytes for unit in part),
+        output_bytes=part[-1].output_bytes,
+    )
+
+
+def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
+    """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
+    options, load, topology = subject.options, subject.stages[j], case.topology
+    held = options.method.copies(options, j, topology.workers, case.assumptions.optimizer_slots)
+    if options.method.is_side_by_side:
+        sent, seconds = team_traffic(load.weight_bytes + load.count_bytes, topology)
+        return Forecast(sent, load.weight_bytes * held, seconds)
+    steps, messages = options.method.traffic(options, j)
+    below = subject.stages[j - 1].output_bytes if j else 0
+    # behind gradients that are summed a count per parameter travels
+    bytes_of: dict[str, int] = {
+        "weights": load.weight_bytes,
+        "partial gradient": load.weight_bytes + load.count_bytes,
+        "gradient": load.weight_bytes + load.count_bytes,
+        "activation": load.output_bytes,
+        "activation gradient": below,
+        "norm": NORM_BYTES,
+        **dict.fromkeys(TOKENS, load.weight_bytes),
+    }
+    sent = sum(bytes_of[message.content] for message in messages) / steps / topology.workers
+    seconds = topology.link.seconds(sent, round(len(messages) / steps)) if messages else 0.0
+    return Forecast(sent, load.weight_bytes * held, seconds)

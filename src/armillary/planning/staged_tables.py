@@ -1,0 +1,139 @@
+"""What a plan whose schedule cuts the model says of the tables it keeps by row, and of ranks side by side.
+
+A table goes by row only where the user asks for it. Every micro-batch pulls its rows, so bytes are those of one look-up
+times the micro-batches; in a pipeline one process reads and all serve. A push a step takes the gradients back, after
+one more round in which ranks say from which tables they learnt. An owner keeps, of a stale table, what the last step
+changed: the touched rows where the optimizer leaves the others alone, else its whole shard.
+
+Source: Kim et al., EuroSys 2019; Fournier & Oyallon, 2024.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from armillary.exchanges.exchange import Place, build_row
+from armillary.exchanges.leg import Leg
+from armillary.exchanges.look_up import round_leg
+from armillary.facts.mesh import DATA
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice, Forecast, Group
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint, layout_of, names_of, resolve
+from armillary.planning.leg_seconds import leg_seconds
+from armillary.planning.parallax import plain
+from armillary.planning.pricing import Case, idle_leg, index_seconds, row_update_seconds, row_work
+from armillary.planning.traffic import busiest_share, merged_rows, traffic
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["NO_TABLES", "TablePlan", "Wish", "table_groups", "team_traffic", "wished_tables"]
+
+
+class Wish(NamedTuple):
+    """How a table is to be kept by row."""
+
+    choice: Choice
+    is_lazy: bool
+
+
+NO_TABLES: Mapping[str, Wish] = MappingProxyType({})
+
+
+def wished_tables(case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str]) -> dict[str, Wish]:
+    """
+    Raises:
+        ValueError: a constraint names no table, or asks for something else than rows with an owner; or a lazy table
+            that is not kept by row.
+    """
+    quiet = names_of(lazy, case.profile)
+    found = {}
+    for name, demanded in resolve(constraints, case.profile, case.topology).items():
+        choice = plain(demanded) if isinstance(demanded, str) else demanded
+        if layout_of(choice) != "row_sharded":
+            raise ValueError(
+                f"plan: {name!r} is to be {demanded}; this schedule says itself how whole parameters travel, and a "
+                f"constraint can only ask for rows with owners: 'row_sharded'. Drop it"
+            )
+        found[name] = Wish(choice, name in quiet)
+    if whole := sorted(quiet - found.keys()):
+        raise ValueError(
+            f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
+            f"'row_sharded', or drop lazy"
+        )
+    return found
+
+
+class TablePlan(NamedTuple):
+    """Under what the tables of a stage are planned."""
+
+    stage: int
+    options: ScheduleOptions
+    schedule: Schedule
+    case: Case
+
+    @property
+    def stale(self) -> int:
+        """Micro-batches that read rows one step old."""
+        return sum(ages[self.stage] > 0 for ages in self.schedule.staleness)
+
+
+def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mapping[str, Wish]) -> list[Group]:
+    """The groups of the tables that one stage reads."""
+    topology, groups = under.case.topology, []
+    for number, fact in enumerate(facts):
+        wish = wished[fact.name]
+        forecast = _forecast(fact, wish, under)
+        if number == 0:  # the round that says what was learnt is one for all of them
+            learnt = idle_leg(topology, len(facts))
+            forecast += Forecast(learnt.link_bytes, 0.0, leg_seconds([learnt], topology))
+        group = Group(
+            name=f"stage {under.stage}: {fact.name}",
+            parameters=(fact.name,),
+            layout="row_sharded",
+            exchange=wish.choice,
+            stage=under.stage,
+            departures=("stale",) * (under.stale > 0) + ("lazy",) * wish.is_lazy,
+            forecast=forecast,
+            reason=f"read by stage {under.stage}; {under.stale} of {under.schedule.micro_batches} micro-batches read "
+            f"rows one step old",
+        )
+        groups.append(group)
+    return groups
+
+
+def _forecast(fact: ParameterFact, wish: Wish, under: TablePlan) -> Forecast:
+    """Bytes are the mean over workers, memory is the fullest one's."""
+    choice, options, case = wish.choice, under.options, under.case
+    topology, slots, rows = case.topology, case.assumptions.optimizer_slots, fact.rows
+    assert rows is not None, fact
+    work = row_work(fact, choice, wish.is_lazy, case)
+    all_read = options.method.axis == DATA  # else only the worker of that stage
+    readers = topology.workers if all_read else 1
+    exchange = build_row(choice.name, **choice.options)
+    owned = exchange.ownership(rows.rows, Place(0, topology.workers, topology.workers_per_node))
+    moved = traffic(rows, case.profile, topology)
+    if not all_read:
+        own = len(owned.owners) > 0 and under.stage in owned.owners
+        moved = moved._replace(away=1 - own / len(owned.owners))
+    skew = busiest_share(rows, len(owned.owners), owned.order) * len(owned.owners)
+    busy, even = exchange.legs(moved, skew, topology), exchange.legs(moved, 1.0, topology)
+    times, header = options.micro_batches, round_leg(moved.lookups, topology)
+    sent = times * (header.link_bytes + _bytes([*even.pull, *even.push]) * readers / topology.workers)
+    links = times * leg_seconds([header, *busy.pull, *busy.push], topology)
+    seconds = links + times * index_seconds(work, case) + row_update_seconds(work, case)
+    touched = merged_rows(rows, case.profile, readers * times) / len(owned.owners) * rows.row_bytes
+    in_step = touched if work.has_window else work.copy_bytes  # what a step may change
+    memory = (1 + slots) * work.copy_bytes + in_step * (1 + (under.stale > 0)) + (1 + slots) * touched * work.has_window
+    return Forecast(sent, memory, seconds)
+
+
+def _bytes(legs: Iterable[Leg]) -> float:
+    return sum(leg.link_bytes for leg in legs)
+
+
+def team_traffic(nbytes: int, topology: Topology) -> tuple[float, float]:
+    """Bytes per worker, and seconds, of averaging a stage's gradients over ranks that work side by side."""
+    workers = topology.workers
+    sent = 2 * (workers - 1) / workers * nbytes
+    return sent, topology.link.seconds(sent, 2 * (workers - 1)) if workers > 1 else 0.0

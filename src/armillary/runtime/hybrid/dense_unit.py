@@ -1,0 +1,98 @@
+"""A dense group at work: its bucket, its exchange, and the state that the exchange keeps on this rank.
+
+The next state counts only when the result has landed, and what may not enter it is decided here for every exchange
+alike. Where some rank's numbers are not finite, no state moves on any rank: gradients become NaN everywhere (a
+GradScaler then skips the step on all ranks), weights stay. Where no rank used a parameter, its state stays.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.place import Place
+from armillary.facts.collectives import Program
+from armillary.runtime.hybrid.bucket import Bucket, layout_beside
+
+__all__ = ["DenseUnit", "dense_unit"]
+
+
+@dataclass(eq=False)
+class DenseUnit:
+    """leaves: whether its gradients leave in the backward that goes on."""
+
+    name: str
+    bucket: Bucket
+    exchange: DenseExchange
+    state: State = field(default_factory=dict)
+    leaves: bool = True
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.bucket.parameters
+
+    def begin_anew(self, place: Place) -> None:
+        """The exchange begins, with the weights that the model has now. Gradients in the bucket are lost."""
+        if self.exchange.is_guarded:
+            with torch.no_grad():
+                weights = self.bucket.weigh_in().values.clone()
+                self.bucket.flat.zero_()
+            self.state = self.exchange.begin(self.bucket.layout, place, weights)
+
+    def open(self, steps: int) -> None:
+        """A backward begins, of the step after which so many are complete."""
+        self.leaves = self.exchange.carries == "gradient" and self.exchange.due(steps)
+        self.bucket.reset()
+
+    def meets(self, steps: int) -> bool:
+        """Whether its weights are exchanged after that step."""
+        return self.exchange.carries == "weights" and self.exchange.due(steps)
+
+    def push(self, parcel: Parcel, place: Place) -> Program[Moved]:
+        return self.exchange.push(parcel, self.state, place)
+
+    def take_gradients(self, moved: Moved) -> None:
+        """The result has landed: `.grad` becomes final."""
+        result, _ = moved
+        if result.sick:
+            self.bucket.values.fill_(float("nan"))
+            result = result.answered(self.bucket.values, result.tail)
+        self._commit(moved)
+        self.bucket.withdraw(result)
+
+    def take_weights(self, moved: Moved) -> None:
+        """The result has landed: it replaces the weights."""
+        if not moved[0].sick:
+            self.bucket.weigh_out(moved[0])
+        self._commit(moved)
+
+    def _commit(self, moved: Moved) -> None:
+        result, state = moved
+        if not self.exchange.is_guarded or result.sick:
+            return
+        for number, used in enumerate(result.used.tolist()):
+            if used == 0:
+                state = self._without(number, state)
+        self.state = state
+
+    def _without(self, number: int, state: State) -> State:
+        """The state with what stood for that parameter before."""
+        begin, end = self.bucket.layout.spans[number]
+        kept = {}
+        for entry, value in state.items():
+            kept[entry] = value.clone()
+            place = slice(begin, end) if len(value) == self.bucket.layout.numel else slice(number, number + 1)
+            kept[entry][place] = self.state[entry][place]
+        return kept
+
+
+def dense_unit(name: str, members: dict[str, nn.Parameter], exchange: DenseExchange, place: Place) -> DenseUnit:
+    """Args:
+    members: of one dtype and device, by name, with the values that training begins with.
+    """
+    layout = layout_beside(list(members.values()), list(members), exchange.align, exchange.is_guarded)
+    unit = DenseUnit(name, Bucket(list(members.values()), layout), exchange)
+    unit.begin_anew(place)
+    return unit

@@ -1,0 +1,105 @@
+"""The process groups of one transport: opened for it, given back with it, and given up where nobody can be waited for.
+
+Gloo frees a group only when its collectives are over, however long a peer takes. A group that is given up in the middle
+of one is therefore never freed: it costs its few threads until the process ends.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["OpenGroups"]
+
+FEW_WORKS = 64  # collectives remembered before those that are over are forgotten
+
+
+class OpenGroups:
+    """What is still open when the process ends is given up then, without waiting.
+
+    Args:
+        process_group: the ranks that take part, in its order; None: all of the job.
+    """
+
+    def __init__(self, process_group: Any, timeout_seconds: float) -> None:
+        self.parent = process_group or dist.group.WORLD
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.rank, self.workers = dist.get_rank(self.parent), dist.get_world_size(self.parent)
+        self._open: list[Any] = []
+        self._works: list[Any] = []  # collectives that may be under way
+        self._at_exit = _giving_up(weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def new(self, ranks: Sequence[int], backend: str = "gloo") -> Any:
+        """A group of these of the ranks; all of them must call it. Ranks of the job that do not take part are not
+        asked."""
+        everyone = dist.get_process_group_ranks(self.parent)
+        group = dist.new_group(
+            [everyone[rank] for rank in ranks],
+            timeout=self.timeout,
+            backend=backend,
+            use_local_synchronization=self.parent is not dist.group.WORLD,
+        )
+        if self.rank in ranks:
+            self._open.append(group)
+        return group
+
+    def noted(self, work: Any) -> Callable[[], Any]:
+        """The wait for a collective of one of these groups."""
+        if len(self._works) >= FEW_WORKS:
+            self._works = [one for one in self._works if not one.is_completed()]
+        self._works.append(work)
+        wait: Callable[[], Any] = work.wait
+        return wait
+
+    def close(self) -> None:
+        """Nothing may be under way."""
+        atexit.unregister(self._at_exit)
+        while self._open:
+            group = self._open.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._works.clear()
+
+    def give_up(self) -> None:
+        """Likewise whatever is under way. Ranks that wait for this one then hear at once that it has gone; where a
+        collective is under way, when this process ends."""
+        if any(not work.is_completed() for work in self._works):
+            for group in self._open:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self.close()
+
+    def tell(self, error: str) -> None:
+        """Leaves word for ranks that will wait for this one; asks nobody. The first word stays."""
+        with contextlib.suppress(RuntimeError, ValueError, KeyError, IndexError):
+            store = dist.distributed_c10d._get_default_store()
+            store.compare_set(self._key, "", f"rank {self.rank}: {error}")
+
+    def told(self) -> str:
+        """The first word of any rank, empty if there is none."""
+        with contextlib.suppress(RuntimeError, ValueError, KeyError, IndexError):
+            store = dist.distributed_c10d._get_default_store()
+            if store.check([self._key]):
+                return str(store.get(self._key).decode())
+        return ""
+
+    @property
+    def _key(self) -> str:
+        """The same on every rank, and of these groups alone."""
+        return f"armillary/error/{self._open[0].group_name}"
+
+
+def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:
+    """For the end of the process; keeps nothing alive."""
+
+    def give_up() -> None:
+        groups = known()
+        if groups is not None:
+            groups.give_up()
+
+    return give_up

@@ -1,0 +1,72 @@
+"""What all pipelines have in common: a stage a process, which stays there; only tables, and what they bring, differ."""
+
+from collections.abc import Callable, Sequence
+
+from armillary.schedules.activations import peak_over_workers
+from armillary.schedules.messages import pipeline_messages
+from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, Traffic
+from armillary.schedules.norm_in_time import refuse_in_pipeline
+from armillary.schedules.schedule import Schedule
+from armillary.schedules.stage_load import StageLoad
+from armillary.schedules.weights_held import mean_over_workers
+
+__all__ = ["PIPELINE_OPTIONS", "fullest_stage", "pipeline_method", "utilisation"]
+
+PIPELINE_OPTIONS = frozenset({"micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"})
+
+
+def pipeline_method(
+    table: Callable[[ScheduleOptions], Schedule],
+    pace: Callable[[ScheduleOptions, Sequence[float]], float],
+    notes: Callable[[Planned], list[str]],
+    knows: frozenset[str] = PIPELINE_OPTIONS,
+    examples: tuple[Options, ...] = ({"workers": 3, "micro_batches": 4},),
+) -> Method:
+    """A pipeline's registry entry; arguments as in `Method`."""
+    return Method(
+        table=table,
+        knows=knows,
+        examples=examples,
+        has_rows=True,
+        implied=_as_many_stages,
+        defaults=_micro_batches,
+        refuse_late_norm=refuse_in_pipeline,
+        owner=_owner,
+        traffic=_traffic,
+        copies=mean_over_workers,
+        peak=fullest_stage,
+        pace=pace,
+        notes=notes,
+    )
+
+
+def _as_many_stages(given: Options, workers: int) -> Options:
+    return {"stages": workers}
+
+
+def _micro_batches(given: Options, workers: int) -> Options:
+    """As many as stages where nobody says."""
+    return {"micro_batches": workers}
+
+
+def _owner(options: ScheduleOptions, stage: int) -> int:
+    return stage
+
+
+def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
+    found = pipeline_messages(options.schedule(), options.clip)
+    return Traffic(1, [message for message in found if message.stage == stage])
+
+
+def fullest_stage(options: ScheduleOptions, stages: Sequence[StageLoad]) -> int:
+    """Bytes of activations of the worker that keeps most."""
+    schedule = options.schedule()
+    return max(peak_over_workers(schedule, stages, worker) for worker in range(schedule.workers))
+
+
+def utilisation(planned: Planned) -> tuple[float, float]:
+    """Shares of the devices' time: as this cut balances stages; of a flush pipeline with it, whose bubble joins."""
+    count, cut = planned.options.micro_batches, planned.options.stages
+    flops = [stage.flops for stage in planned.stages]
+    balance = sum(flops) / (cut * max(flops)) if max(flops) else 1.0
+    return balance, balance * count / (count + cut - 1)

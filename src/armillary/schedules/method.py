@@ -1,0 +1,263 @@
+"""What a schedule's file says of itself: its table, its options, and all that others must know of it.
+
+A `Method` is the entry of a registry (`registry.py`). Planner, runtime, reference and command line read these fields,
+so nobody asks for its name; one more schedule is one more file that fills them in. `ScheduleOptions` are a method's
+options with nothing left open.
+
+Three numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M. M counts those of the
+table. Where each process carries out a table of its own, as in one_device, a step has M of each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from armillary.facts.mesh import DATA, STAGE
+from armillary.schedules.clipping import Clip, Norm
+from armillary.schedules.messages import Message
+from armillary.schedules.remedies.remedy import Remedy, build_remedy
+from armillary.schedules.schedule import Schedule
+from armillary.schedules.stage_load import StageLoad
+
+__all__ = ["DERIVED", "Method", "Planned", "ScheduleOptions", "Traffic"]
+
+Options = Mapping[str, Any]
+
+# Said elsewhere in a plan: in its stage table, its mesh, or by default.
+DERIVED = ("name", "method", "stages", "points", "recompute")
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Options with nothing left open but where to cut.
+
+    Args of note:
+        slack: 0 reads weights as early as they exist; as many as there are micro-batches: all one step old.
+        points: paths of the modules that begin stage 1, 2 and so on; empty where nobody has said.
+        costs: per stage (forward, backward) in any unit, for the clock; equal if empty.
+        recompute: stages that keep only their input and run again before their backward.
+        clip_norm: that a step's mean gradient keeps at most; None: it is not clipped.
+        clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
+        remedies: against stale weights, by name, in the order in which they act.
+        bucket_bytes: of gradients that travel together, where the model is not cut; 0: the planner's default.
+
+    Raises:
+        ValueError: an option that the schedule cannot honour; the message says what it wants.
+    """
+
+    name: str
+    method: "Method" = field(repr=False, compare=False)
+    stages: int = 1
+    micro_batches: int = 1
+    slack: int = 0
+    points: tuple[str, ...] = ()
+    costs: tuple[tuple[float, float], ...] = ()
+    recompute: tuple[int, ...] = ()
+    clip_norm: float | None = None
+    clip_by: Norm | None = None
+    remedies: tuple[str, ...] = ()
+    bucket_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.stages, self.micro_batches) < 1 or min(self.slack, self.bucket_bytes) < 0:
+            raise ValueError(
+                f"schedule: {self.name} wants stages >= 1, micro_batches >= 1, slack >= 0 and bucket_bytes >= 0, got "
+                f"{self.stages}, {self.micro_batches}, {self.slack} and {self.bucket_bytes}"
+            )
+        if self.points and len(self.points) != self.stages - 1:
+            raise ValueError(
+                f"schedule: {self.stages} stages have {self.stages - 1} cuts between them, got points {self.points}"
+            )
+        if strange := [stage for stage in self.recompute if not 0 <= stage < self.stages]:
+            raise ValueError(f"schedule: recompute names stages {strange}; there are {self.stages}, counted from 0")
+        if self.clip_by is not None and self.clip_norm is None:
+            raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
+        self.method.check(self)
+        if self.clip is not None and self.clip.waits:
+            self._refuse_late_norm(self.clip)
+        self.built_remedies()
+
+    @property
+    def clip(self) -> Clip | None:
+        return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_by or "global")
+
+    def built_remedies(self) -> tuple[Remedy, ...]:
+        """
+        Raises:
+            ValueError: a name that is no remedy's.
+        """
+        return tuple(map(build_remedy, self.remedies))
+
+    def schedule(self) -> Schedule:
+        """
+        Raises:
+            ValueError: the options make no possible table.
+        """
+        return self.method.table(self)
+
+    def picture(self) -> str:
+        """Who does what when."""
+        return self.method.picture(self)
+
+    def total(self, workers: int) -> int:
+        """Micro-batches of a step, those of all processes."""
+        return self.micro_batches * (workers if self.method.is_side_by_side else 1)
+
+    def handed_in(self, rank: int, workers: int) -> range:
+        """Which micro-batches of a step a process hands in; processes of one replica hand in the same."""
+        if self.method.axis != DATA:
+            return range(self.micro_batches)
+        each = self.total(workers) // workers
+        return range(rank * each, (rank + 1) * each)
+
+    def as_options(self) -> dict[str, Any]:
+        """What a plan writes down of it: what differs from the defaults and stands nowhere else in the plan."""
+        written = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in (*DERIVED, *self.method.follows)
+            and (
+                getattr(self, one.name) != one.default
+                or (one.name == "micro_batches" and one.name in self.method.knows)
+            )
+        }
+        if written.get("clip_by") == "global":
+            del written["clip_by"]
+        return {name: _thawed(value) for name, value in written.items()}
+
+    def _refuse_late_norm(self, clip: Clip) -> None:
+        """With the least slack that would do, if any does."""
+        try:
+            self.method.refuse_late_norm(self.schedule(), clip)
+        except ValueError as error:
+            for slack in range(self.slack + 1, self.micro_batches + 1) if "slack" in self.method.knows else ():
+                try:
+                    unclipped = replace(self, clip_norm=None, clip_by=None, slack=slack)
+                    self.method.refuse_late_norm(unclipped.schedule(), clip)
+                except ValueError:
+                    continue
+                raise ValueError(f"{error} (slack={slack} is enough)") from None
+            raise
+
+
+class Traffic(NamedTuple):
+    """The messages of one stage in `steps` steps, after which the same come again."""
+
+    steps: int
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the notes of a schedule are made from.
+
+    Args of note:
+        stages: per micro-batch. running: paths of modules that keep running statistics.
+        exchange_bytes, exchange_seconds: of the groups that collectives carry, per worker and step.
+        forward_seconds, backward_seconds: of the whole model, for one micro-batch.
+    """
+
+    options: ScheduleOptions
+    schedule: Schedule
+    stages: Sequence[StageLoad]
+    workers: int
+    running: Sequence[str] = ()
+    exchange_bytes: float = 0.0
+    exchange_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+
+def _nothing_implied(given: Options, workers: int) -> Options:
+    return {}
+
+
+def _no_complaint(options: ScheduleOptions) -> None:
+    return None
+
+
+def _no_norm_to_wait_for(schedule: Schedule, clip: Clip) -> None:
+    return None
+
+
+def _no_messages(options: ScheduleOptions, stage: int) -> Traffic:
+    return Traffic(1, [])
+
+
+def _first_rank(options: ScheduleOptions, stage: int) -> int:
+    return 0
+
+
+def _no_notes(planned: Planned) -> list[str]:
+    return []
+
+
+def _pace_of_one(options: ScheduleOptions, stages: Sequence[float]) -> float:
+    return sum(stages)
+
+
+def _all_kept(options: ScheduleOptions, stages: Sequence[StageLoad]) -> int:
+    return sum(stage.activation_bytes for stage in stages)
+
+
+def _copies_held(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+    return 2.0 + slots
+
+
+@dataclass(frozen=True)
+class Method:
+    """One schedule.
+
+    Args of note:
+        table: of the options.
+        knows: options that a user may give.
+        examples: sets of options for contract tests; "workers" among them.
+        axis: what the processes are: data coordinates, each with data of its own, or the stages of one replica.
+        owns_loop: training steps are taken by `run.step`. is_cut: the model is cut into stages.
+        is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
+        is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
+        keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
+        has_rows: tables may be kept by row under it.
+        implied: (options given, processes) -> options that follow from the number of processes.
+        defaults: the same, of those that a user may still set.
+        check: refuses options that it cannot honour. refuse_late_norm: see `norm_in_time`.
+        owner: (options, stage) -> the process that has the stage's optimizer state and newest weights.
+        traffic: (options, stage) -> the stage's messages.
+        copies: (options, stage, workers, optimizer slots) -> tensors of the stage's size that a worker holds, in the
+            mean over workers.
+        peak: (options, stages) -> bytes of activations of the fullest worker.
+        pace: (options, seconds of forward and backward of each stage) -> seconds of a step without any exchange.
+        notes: what the reader of a plan should know.
+        follows: option names that the number of processes fixes, so that a plan need not write them down.
+    """
+
+    table: Callable[[ScheduleOptions], Schedule]
+    knows: frozenset[str]
+    examples: tuple[Options, ...] = ({"workers": 2},)
+    axis: str = STAGE
+    owns_loop: bool = True
+    is_cut: bool = True
+    is_side_by_side: bool = False
+    is_even: bool = False
+    keeps_own_statistics: bool = False
+    has_rows: bool = False
+    implied: Callable[[Options, int], Options] = _nothing_implied
+    defaults: Callable[[Options, int], Options] = _nothing_implied
+    check: Callable[[ScheduleOptions], None] = _no_complaint
+    refuse_late_norm: Callable[[Schedule, Clip], None] = _no_norm_to_wait_for
+    owner: Callable[[ScheduleOptions, int], int] = _first_rank
+    traffic: Callable[[ScheduleOptions, int], Traffic] = _no_messages
+    copies: Callable[[ScheduleOptions, int, int, int], float] = _copies_held
+    peak: Callable[[ScheduleOptions, Sequence[StageLoad]], int] = _all_kept
+    pace: Callable[[ScheduleOptions, Sequence[float]], float] = _pace_of_one
+    notes: Callable[[Planned], list[str]] = _no_notes
+    draw: Callable[[ScheduleOptions], str] | None = None
+    follows: tuple[str, ...] = ()
+
+    def picture(self, options: ScheduleOptions) -> str:
+        """Who does what when, as text."""
+        return str(self.table(options)) if self.draw is None else self.draw(options)
+
+
+def _thawed(value: Any) -> Any:
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,84 @@
+"""What a plan must admit of its schedule: where it is not exact, and which plan would do better on this machine.
+
+A staggered schedule buys something with a delay of at most one step. Where an exact plan, or an equally late one, needs
+less memory or sends less, the user reads so, with the numbers. What is true of one schedule only stands in its file.
+
+Source: Fournier & Oyallon, 2024, whose single-device mode is compared with N concurrent
+micro-batches only, and not with gradient accumulation.
+"""
+
+from collections.abc import Sequence
+
+from armillary.facts.mesh import DATA
+from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["notes_on", "running_note"]
+
+SHOWN = 3  # names of modules
+
+
+def notes_on(planned: Planned) -> tuple[str, ...]:
+    """One sentence each, for the reader of the plan."""
+    options, schedule, method = planned.options, planned.schedule, planned.options.method
+    if not method.is_cut:
+        return (*method.notes(planned), *([running_note(options, planned.running)] if planned.running else ()))
+    notes = [_age(schedule), *_clip(options), *method.notes(planned)]
+    if planned.workers > 1 and not method.is_side_by_side:
+        notes.append(
+            "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
+        )
+    remedies = options.built_remedies() if schedule.stale_share else ()
+    notes += [f"remedy: {remedy.says}" for remedy in remedies]
+    if options.remedies and not schedule.stale_share:
+        notes.append(f"no weight read is old, so {', '.join(options.remedies)} change nothing: drop them")
+    if planned.running:
+        notes.append(running_note(options, planned.running))
+    if options.recompute:
+        notes.append("activations are those without recomputation; recomputed stages keep only their input")
+    if method.axis == DATA and method.is_side_by_side and planned.workers > 1:
+        notes.append(
+            f"{planned.workers} processes, each with {options.micro_batches} micro-batches of its own a step: a "
+            f"stage's gradients are averaged over them when they are complete, and nothing hides that"
+        )
+    return tuple(notes)
+
+
+def running_note(options: ScheduleOptions, running: Sequence[str]) -> str:
+    """What batch statistics mean; `running`: paths of modules that keep running ones."""
+    names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
+    if options.method.keeps_own_statistics:
+        return (
+            f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
+            f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"
+        )
+    return (
+        f"batch statistics ({names}) are those of each micro-batch on its own; running ones are kept once, in "
+        f"micro-batch order"
+    )
+
+
+def _age(schedule: Schedule) -> str:
+    if not schedule.stale_share:
+        return "every weight read is the newest: this plan equals one process in micro-batch order"
+    return (
+        f"NOT exact: {schedule.stale_share:.0%} of the pairs of micro-batch and stage read weights one step old, "
+        f"forward and backward alike"
+    )
+
+
+def _clip(options: ScheduleOptions) -> list[str]:
+    if options.clip is None:
+        return []
+    said, at_most = "gradients are clipped", f"at most {options.clip.max_norm:g}"
+    if options.clip.by == "global":
+        return [
+            f"{said} to a norm of {at_most} over all stages, as clip_grad_norm_ does: a "
+            f"stage's finished gradient waits for that norm, beside the sum of the next step's"
+        ]
+    if options.clip.by == "stage":
+        return [f"NOT exact: {said} stage by stage, each to a norm of its own of {at_most}"]
+    return [
+        f"NOT exact: {said} by the norm over all stages of the step before, as if that were theirs, to {at_most}; the "
+        f"first step, and the first after a drain (a checkpoint), stage by stage, each by its own norm"
+    ]

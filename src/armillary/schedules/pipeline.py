@@ -1,0 +1,32 @@
+"""Cyclic data parallelism on a pipeline: a stage a process, one forward and one backward by turns, and no flush.
+
+Source: Fournier & Oyallon, 2024 (pipeline mode); Narayanan et al., PipeDream-2BW, 2021.
+"""
+
+from armillary.facts.profile_table import bytes_text
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
+from armillary.schedules.method import Planned
+from armillary.schedules.registry import SCHEDULES
+
+
+def _notes(planned: Planned) -> list[str]:
+    balance, flush = utilisation(planned)
+    count, most = planned.options.micro_batches, fullest_stage(planned.options, planned.stages)
+    return [
+        f"utilisation of {planned.options.stages} devices: {balance:.0%} with this cut and no bubble; a flush pipeline "
+        f"(1F1B) of {count} micro-batches, exact, would reach {flush:.0%}",
+        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]
+
+
+SCHEDULES.register(
+    "pipeline",
+    pipeline_method(
+        table=lambda options: cyclic_pipeline(options.stages, options.micro_batches, options.slack),
+        pace=lambda options, stages: max(stages) * options.micro_batches,
+        notes=_notes,
+        knows=PIPELINE_OPTIONS | {"slack", "remedies"},
+        examples=({"workers": 3}, {"workers": 3, "micro_batches": 2}, {"workers": 2, "micro_batches": 4, "slack": 1}),
+    ),
+)

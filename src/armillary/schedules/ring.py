@@ -1,0 +1,53 @@
+"""Cyclic data parallelism on a ring of N workers: a micro-batch each, gradients and weights go from worker to worker.
+
+Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
+"""
+
+from armillary.facts.profile_table import bytes_text
+from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
+from armillary.schedules.messages import ring_messages
+from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.registry import SCHEDULES
+
+__all__ = ["DOMINATED_WORKERS"]
+
+DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
+
+
+def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+    """A copy and a gradient everywhere; master weights and state at home."""
+    return 2 + (1 + slots) / workers
+
+
+def _notes(planned: Planned) -> list[str]:
+    workers, weights = planned.workers, sum(stage.weight_bytes for stage in planned.stages)
+    if workers == 1:
+        return []
+    sent = sent_bytes(ring_messages(planned.schedule, planned.options.clip), workers, planned.stages)
+    reduced = 2 * weights * (workers - 1) / workers
+    figures = (
+        f"weights and gradients sent per worker and step: {bytes_text(sum(sent) / workers)} round the ring, "
+        f"{bytes_text(max(sent))} by the busiest worker; {bytes_text(reduced)} by a delayed all-reduce (2w(N-1)/N, w = "
+        f"{bytes_text(weights)}), which is one step late everywhere ({planned.schedule.stale_share:.0%} here)"
+    )
+    if workers in DOMINATED_WORKERS and max(sent) > reduced:
+        figures += (
+            f". With {workers} workers the delayed all-reduce is the better plan where bandwidth is what costs; the "
+            f"ring's gains are its even traffic, its missing collective and its fresher weights"
+        )
+    return [figures, *shared_memory(planned.schedule, planned.stages)]
+
+
+SCHEDULES.register(
+    "ring",
+    ring_method(
+        messages=ring_messages,
+        copies=_copies,
+        notes=_notes,
+        examples=(
+            {"workers": 3},
+            {"workers": 2, "stages": 4, "slack": 1},
+            {"workers": 3, "costs": [[1, 2], [2, 5], [1, 1]]},
+        ),
+    ),
+)

@@ -1,0 +1,36 @@
+"""Under which schedules tables may be kept by row, and why not under the others."""
+
+from collections.abc import Sequence
+
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.registry import SCHEDULES
+
+__all__ = ["refuse_rows"]
+
+
+def refuse_rows(options: ScheduleOptions, names: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: the schedule, clipping or remedies cannot go with row-sharded tables; the message says what can.
+    """
+    tables = ", ".join(names)
+    if not names:
+        return
+    if not options.method.has_rows:
+        several = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
+        raise ValueError(
+            f"schedule: {tables} cannot be kept by row under {options.name}: there workers hand whole stages on, at "
+            f"times of their own, and a look-up needs all owners at one moment; take {several}, or plan without rows"
+        )
+    if options.clip is not None:
+        raise ValueError(
+            f"schedule: clip_norm={options.clip_norm} cannot go with {tables} kept by row: no worker holds the whole "
+            f"gradient when its stage is stepped, so nobody knows the norm in time; drop clip_norm, or plan without "
+            f"rows"
+        )
+    if options.remedies:
+        raise ValueError(
+            f"schedule: {', '.join(options.remedies)} cannot go with {tables} kept by row: it wants momentum or last "
+            f"gradients of all the rows that a stale micro-batch reads, their owners move the touched rows only; drop "
+            f"remedies, or plan without rows"
+        )

@@ -1,0 +1,1 @@
+"""What carries a plan out, one file for each way."""

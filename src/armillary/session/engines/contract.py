@@ -1,0 +1,77 @@
+"""What an engine of a schedule that owns the loop is made of, and what it can do; the shelf of them, by schedule."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from armillary.facts.plan import Plan
+from armillary.facts.registry import Registry
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.transport import Transport
+from armillary.schedules.method import ScheduleOptions
+from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.session.cyclic.tables import RunTables
+from armillary.session.train_job import TrainJob
+from armillary.session.workload import Batch
+
+__all__ = ["ENGINES", "Engine", "Parts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """
+    Args of note:
+        stages: the model, cut. A schedule that does not cut has it as one stage.
+        input_of: what the first stage reads of a batch.
+    """
+
+    plan: Plan
+    options: ScheduleOptions
+    job: TrainJob
+    transport: Transport
+    channel: CountedChannel
+    stages: Sequence[Stage]
+    course: Course
+    input_of: Callable[[Batch], Any]
+    tables: RunTables
+
+    @property
+    def rank(self) -> int:
+        return self.transport.place.rank
+
+    def given(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
+        """What the first stage reads, and what the loss wants, of each."""
+        return [(self.input_of(batch), batch) for batch in batches]
+
+
+class Engine(Protocol):
+    """Every process makes the same calls. Complete when constructed."""
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        """One training step over the micro-batches of this process; the losses known by now."""
+
+    def settle(self) -> list[StepLosses]:
+        """Finishes what is under way; training goes on as if nobody had asked."""
+
+    def drain(self) -> list[StepLosses]:
+        """Settles, and the next step reads the newest weights everywhere, as the first did."""
+
+    def newest(self) -> AbstractContextManager[None]:
+        """When everything is settled. Inside, the whole model holds the newest weights."""
+
+    def detach(self) -> None:
+        """Takes its hooks off; asks nobody."""
+
+    @property
+    def teller(self) -> int | None:
+        """The process that knows a step's losses; None where each knows those of its own micro-batches."""
+
+    @property
+    def beside_bytes(self) -> float:
+        """What it holds between steps besides weights and optimizer state."""
+
+
+ENGINES: Registry[Callable[[Parts], Engine]] = Registry("engine", "armillary.session.engines")

@@ -1,0 +1,52 @@
+"""What an engine is built from: the model cut where the plan says, the loss taken apart, the tables taken out."""
+
+from torch import nn
+
+from armillary.facts.plan import Plan
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.transport import Transport
+from armillary.runtime.watch.untouched import untouched
+from armillary.schedules.random_stream import seed_from_step
+from armillary.schedules.registry import options_of
+from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
+from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
+from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
+from armillary.session.engines.contract import Parts
+from armillary.session.train_job import TrainJob
+
+__all__ = ["parts_of"]
+
+
+def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -> Parts:
+    """
+    Args:
+        first_step: how many steps were taken before.
+
+    Raises:
+        ValueError: the model cannot be cut there, or the loss cannot be taken apart.
+    """
+    options, channel = options_of(plan), CountedChannel(transport)
+    seed = seed_from_step(job.seed, first_step)
+    assert job.loss is not None
+    if not options.method.is_cut:
+        with untouched(job.model), scaler_refused():
+            job.loss(job.model, job.example)
+        whole = [Stage(0, job.model, {name: name for name, _ in job.model.named_parameters()})]
+        course = Course(options.schedule(), lambda output, batch: output, seed)
+        return Parts(plan, options, job, transport, channel, whole, course, lambda batch: batch, RunTables())
+    split = SplitLoss(job.loss, job.model, job.example)
+    value = split.input_of(job.example)
+    stages = stages_of(job.model, value, options.points)
+    refuse_other_groups(plan, stages)
+    orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)
+    is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)
+    input_of = TracedInput(split, value).input_of if is_traced else split.input_of
+    divisor = options.total(transport.place.workers)
+    tables = make_tables(plan, (job.model, job.optimizer, stages), orders, divisor, (transport, channel))
+    course = Course(
+        options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
+        remedies=options.built_remedies(),
+    )  # fmt: skip
+    return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)

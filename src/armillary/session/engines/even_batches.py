@@ -1,0 +1,52 @@
+"""As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing."""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from armillary.runtime.hybrid.executor import Executor
+from armillary.runtime.hybrid.look_ahead import DEPTH
+from armillary.session.source import Source, leaves
+
+__all__ = ["even_batches"]
+
+Batch = TypeVar("Batch")
+
+
+def even_batches(executor: Executor, loader: Iterable[Batch]) -> Iterator[Batch]:
+    """The loader's batches, as many as the longest rank has; see `Run.batches`.
+
+    Raises:
+        ValueError: this rank has no batch at all; there is nothing it could repeat.
+    """
+    ahead = executor.look_ups.look_ahead
+    source = Source(loader, DEPTH if ahead.is_on else 0)
+    batch: Batch | None = source.take()
+    if batch is None:
+        rank = executor.transport.place.rank
+        raise ValueError(f"run.batches: rank {rank} has no batch; give every rank at least one")
+    last = batch
+    ahead.begin()
+    try:
+        while True:
+            last = batch if batch is not None else last
+            if not _is_any(executor, batch is not None):
+                return
+            executor.stand_by(batch is None)
+            if ahead.is_on:
+                ahead.turn(executor.look_ups.moved, executor.look_ups.outlook)
+                ahead.foresee(leaves(last), leaves(source.glance()))
+            yield last
+            batch = source.take() if batch is not None else None
+    finally:
+        ahead.stop()
+        executor.stand_by(False)
+
+
+def _is_any(executor: Executor, mine: bool) -> bool:
+    """Whether it is true of any rank; ranks that are still evaluating are served meanwhile."""
+    look_ups = executor.look_ups
+    if not look_ups.pulled:
+        return bool(executor.transport.agree_largest([float(mine)])[0])
+    look_ups.serve_until("idle", float(mine))
+    look_ups.look_ahead.close(look_ups.foreseen)
+    return any(look_ups.weights)

@@ -1,0 +1,310 @@
+"""Carries out a plan whose schedule owns the loop: `run.step(micro_batches)`, the user's model, optimizer and loss.
+
+Between steps micro-batches are under way, and a process may hold part of the model only: look at it inside `newest`,
+which changes nothing in training. No gradient is ever in the user's hands, so clipping is the plan's (clip_norm,
+clip_by). Autocast around `run.step` reaches forward and loss of its micro-batches, however late.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from armillary.facts.mesh import DATA
+from armillary.facts.plan import Forecast, Plan
+from armillary.runtime.agreement import checksum
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.saving.optimizer_state import parameter_names, table_state
+from armillary.runtime.transport import Transport
+from armillary.schedules.method import ScheduleOptions
+from armillary.session.engines.contract import ENGINES
+from armillary.session.engines.cut import parts_of
+from armillary.session.engines.told_losses import ToldLosses
+from armillary.session.plain import put_back, refuse_reads
+from armillary.session.source import leaves
+from armillary.session.tally import ALL, Tally
+from armillary.session.train_job import TrainJob
+from armillary.session.workload import Batch
+
+__all__ = ["OwnedLoop"]
+
+COMPARED_STEPS = 3  # in which ranks of one replica show that they were given the same micro-batches
+
+
+class OwnedLoop:
+    """A plan at work; every process makes the same calls.
+
+    Args of note:
+        names: of the parameters in the user's optimizer, as it was given.
+        owners: for every stage, the (first) process that has its optimizer state and its newest weights.
+    """
+
+    def __init__(self, plan: Plan, job: TrainJob, transport: Transport) -> None:
+        self.plan, self.job, self.transport = plan, job, transport
+        self.model, self.optimizer = job.model, job.optimizer
+        self.tally = Tally(plan)
+        self.names = parameter_names(job.model, job.optimizer, {})
+        self.originals = dict(job.model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in self.originals.items()}
+        self._groups = [dict(group) | {"params": list(group["params"])} for group in job.optimizer.param_groups]
+        self._finished: list[StepLosses] = []
+        self._taken = 0  # steps here
+        self.begin()
+
+    def begin(self) -> None:
+        """From a plain model and optimizer, at the transport's step."""
+        self.first_step = self.transport.step  # of this part of the training
+        self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
+        self.engine = ENGINES[self.plan.schedule.name](self.parts)
+        self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
+        self._told = self._telling()
+        for name in self.tables:  # whose rows are elsewhere now
+            self.originals[name].data = self.originals[name].data.new_empty(0)
+
+    def _telling(self) -> ToldLosses | None:
+        if self.engine.teller is None:
+            return None
+        schedule = self.parts.course.schedule
+        last = max(action.start for row in schedule.ticks for action in row)
+        # where steps do not overlap all is known when the last gradient has come; else a step later nobody waits
+        lag = last // schedule.period + 1 if schedule.stale_share else 0
+        return ToldLosses(self.transport, self.engine.teller, schedule.micro_batches, lag)
+
+    @property
+    def options(self) -> ScheduleOptions:
+        return self.parts.options
+
+    @property
+    def units(self) -> Sequence[Any]:
+        return ()
+
+    @property
+    def tables(self) -> Mapping[str, RowTable]:
+        return self.parts.tables.by_name
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        return self.parts.tables.held
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether processes are data coordinates, not stages of one replica."""
+        return self.options.method.axis == DATA
+
+    @property
+    def rank(self) -> int:
+        return self.transport.place.rank
+
+    @property
+    def workers(self) -> int:
+        return self.transport.place.workers
+
+    @property
+    def micro_batches(self) -> range:
+        """Which micro-batches of a step this process hands in; processes of one replica hand in the same."""
+        return self.options.handed_in(self.rank, self.workers)
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        """One training step: a batch for each of `micro_batches`. Returns the losses of the steps now complete.
+
+        The optimizer's options of this moment are the step's.
+
+        Raises:
+            ValueError: another number of batches, or ranks of one replica were given different ones.
+        """
+        wanted = self.micro_batches
+        if len(batches) != len(wanted):
+            raise ValueError(
+                f"run.step: rank {self.rank} hands in {len(wanted)} micro-batches a step (numbers {wanted.start} to "
+                f"{wanted.stop - 1} of {self.options.total(self.workers)}), got {len(batches)}"
+            )
+        with self._quoting("run.step"):
+            if self._taken < COMPARED_STEPS:
+                self._refuse_other_batches(batches)
+            self._collect(self.engine.step(batches), is_step=True)
+        self._taken += 1
+        self.transport.step += 1
+        self.tally.steps += 1
+        return self.losses()
+
+    @contextmanager
+    def _quoting(self, call: str) -> Iterator[None]:
+        """A message that fails says little; the rank that left first has said why."""
+        try:
+            yield
+        except RuntimeError as error:
+            if told := self.transport.open_groups.told():
+                why = f"a peer has stopped. The first error was on {told} ({error})"
+                raise RuntimeError(f"rank {self.rank}: {call} failed: {why}") from error
+            raise
+
+    def _refuse_other_batches(self, batches: Sequence[Batch]) -> None:
+        """Where processes are stages of one replica, each is given all of its micro-batches."""
+        mine = [checksum(leaf) for leaf in leaves(batches) if isinstance(leaf, Tensor)]
+        with self.transport.unrecorded():
+            everyones = self.transport.share((list(self.micro_batches), mine))
+        for rank, theirs in enumerate(everyones):
+            if theirs[0] == everyones[0][0] and self.workers > 1 and theirs[1] != everyones[0][1]:
+                raise ValueError(
+                    f"run.step: ranks 0 and {rank} hand in the same micro-batches {theirs[0]} of a step, as they hold "
+                    "stages of one replica, but were given different data; give every rank the same (run.shard does)"
+                )
+
+    def _collect(self, known: Sequence[StepLosses], is_step: bool = False, everything: bool = False) -> None:
+        found = list(known) if self._told is None else self._told.take(known, is_step, everything)
+        self._finished += [StepLosses(self.first_step + one.step, one.losses) for one in found]
+
+    def losses(self) -> list[StepLosses]:
+        """Those of the steps that have become complete and were not yet given out."""
+        taken, self._finished = self._finished, []
+        return taken
+
+    def settle(self) -> None:
+        """Finishes what is under way; training goes on as if nobody had asked."""
+        with self._quoting("a wait for what is under way"):
+            self._collect(self.engine.settle(), everything=True)
+
+    def drain(self) -> None:
+        """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
+        with self._quoting("a wait for what is under way"):
+            self._collect(self.engine.drain(), everything=True)
+
+    def drained(self) -> list[StepLosses]:
+        """Drains; the losses of all steps that nobody was given yet."""
+        self.drain()
+        return self.losses()
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Inside, `model` holds the newest weights of every stage, on every process; training goes on unchanged."""
+        self.settle()
+        with self.engine.newest():
+            yield
+            if self.parts.tables.look_ups is not None:  # of the others, who may look longer
+                self.parts.tables.look_ups.serve_until("idle")
+
+    def finish(self) -> None:
+        """Serves the other processes' look-ups until every process has called this."""
+        if self.parts.tables.look_ups is not None:
+            self.parts.tables.look_ups.serve_until("finished")
+        self.transport.barrier()
+
+    @contextmanager
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """Collective, between two steps; drains. Inside, what is not cut by row, on every rank: "model", a state_dict
+        without tables, and "optimizer", by name."""
+        self.drain()
+        state: dict[str, Any] = {}
+        mine = self._states()
+        for stage, owner in zip(self.parts.stages, self.owners, strict=True):  # one stage at a time on the network
+            held = {name: mine[name] for name in stage.names.values() if name in mine}
+            state.update(self.transport.share(held if self.rank == owner else None)[owner])
+        groups, names = [], iter(self.names)
+        for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**options, "params": [next(names) for _ in given["params"]]})
+        ordered = {name: state[name] for name in self.names if name in state}
+        with self.newest():
+            model = {key: value for key, value in self.model.state_dict().items() if not isinstance(value, TableHandle)}
+            yield {"model": model, "optimizer": {"state": ordered, "param_groups": groups}}
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer state that this process holds, by name, without rows. Homes keep that of their stages."""
+        owner_of = {
+            name: owner
+            for stage, owner in zip(self.parts.stages, self.owners, strict=True)
+            for name in stage.names.values()
+        }
+        found: dict[str, dict[str, Any]] = {}
+        names = iter(self.names)
+        for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            mine = [next(names) for _ in given["params"]]
+            if len(group["params"]) != len(mine):
+                mine = [name for name in mine if owner_of.get(name) == self.rank]
+            for name, parameter in zip(mine, group["params"], strict=True):
+                entries = self.optimizer.state.get(parameter, {})
+                if name in self.tables:
+                    entries = table_state(self.tables[name], self.optimizer, self.held[name]).rest
+                if entries:
+                    found[name] = dict(entries)
+        return found
+
+    def undo(self, gather: bool) -> None:
+        """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
+        with torch.no_grad(), self.transport.unrecorded():
+            with self.rest() as rest:
+                whole = {name: p.detach().clone() for name, p in self._held_whole().items()}
+            self.engine.detach()
+            options = [dict(group) for group in self.optimizer.param_groups]
+            table_parameters = {name: table.parameter for name, table in self.tables.items()}
+            rows = {table.parameter: self.optimizer.state.get(table.parameter) for table in self.tables.values()}
+            self.optimizer.state.clear()
+            names = iter(self.names)
+            for group, given, now in zip(self.optimizer.param_groups, self._groups, options, strict=True):
+                group.clear()
+                group.update({**now, **{key: given[key] for key in ("params", "param_names") if key in given}})
+                group["params"] = [
+                    table_parameters.get(name, parameter)
+                    for name, parameter in zip([next(names) for _ in given["params"]], given["params"], strict=True)
+                ]
+            for name, values in whole.items():
+                self.originals[name].data = values
+            for name, entries in rest["optimizer"]["state"].items():
+                if name not in self.tables:
+                    self.optimizer.state[self.originals[name]] = dict(entries)
+            self.optimizer.state.update({p: state for p, state in rows.items() if state is not None})
+            self._put_tables_back(gather)
+
+    def _held_whole(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if not isinstance(p, TableHandle)}
+
+    def _put_tables_back(self, gather: bool) -> None:
+        if gather:
+            modules = [*self.model.modules(), *(m for stage in self.parts.stages for m in stage.module.modules())]
+            put_back(modules, self.optimizer, self.tables, self.held, self.originals, self.transport)
+        else:
+            why = "the run was closed with gather=False; export it first, or close it with gather=True"
+            refuse_reads(self.tables.values(), self.optimizer, why)
+
+    def give_up(self, why: str) -> None:
+        """Stops at once; asks nobody. What was under way is lost."""
+        self.engine.detach()
+        refuse_reads(self.tables.values(), self.optimizer, why)
+
+    def count(self) -> None:
+        """Brings the tally up to date."""
+        sent, waited = self.parts.channel.take()
+        self.tally.put(ALL, sent, waited)
+
+    def forecasts(self) -> list[tuple[str, str, Forecast]]:
+        """What `report` compares: all groups together, as the schedule carries them together."""
+        total = Forecast()
+        for group in self.plan.groups:
+            total += group.forecast
+        return [(ALL, self.plan.schedule.name, total)]
+
+    def held_bytes(self) -> dict[str, float]:
+        """Weights and optimizer state between two steps on this process, with what the engine holds beside them."""
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        tensors = [*self._held_whole().values(), *masters, *(table.shard for table in self.tables.values())]
+        for entries in [*self.optimizer.state.values(), *self.held.values()]:
+            tensors += [value for value in entries.values() if isinstance(value, Tensor)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return {ALL: float(sum(storages.values()) + self.engine.beside_bytes)}
+
+    def no_sync(self) -> NoReturn:
+        self._refuse("no_sync", "it takes all micro-batches of a step together: give them to run.step")
+
+    def weigh(self, weight: float) -> NoReturn:
+        self._refuse("weigh", "its mean is over micro-batches; plan with schedule simultaneous and mean='weights'")
+
+    def batches(self, loader: Any) -> NoReturn:
+        self._refuse("batches", "it needs as many micro-batches on every rank: use run.shard and run.step")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise ValueError(f"run.{what}: the plan's schedule {self.plan.schedule.name} owns the loop; {remedy}")

@@ -1,0 +1,300 @@
+"""Carries out a plan behind the user's own loop: gradients are final when backward returns, rows are there when read.
+
+Nothing here is needed by a plain loop; what `Run` says of each method holds here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from armillary.facts.plan import Forecast, Plan
+from armillary.runtime.consensus import mean_optimizer, shown, take_mean
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.executor import Executor, RowUnit
+from armillary.runtime.hybrid.late_step import LateSteps
+from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window, options_of
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.saving.optimizer_state import parameter_names
+from armillary.runtime.watch.probe import Loss
+from armillary.session.engines.even_batches import even_batches
+from armillary.session.engines.user_state import held_by_group, rest_of
+from armillary.session.plain import put_back, refuse_reads
+from armillary.session.tally import Tally
+from armillary.session.train_job import TrainJob
+from armillary.session.workload import Batch as MicroBatch
+
+__all__ = ["UserLoop"]
+
+Batch = TypeVar("Batch")
+MANY_RECORDS = 4096  # more are added up in between
+
+
+class UserLoop:
+    """A plan at work. `held` keeps the optimizer state of tables whose optimizer sees a window only."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        job: TrainJob,
+        executor: Executor,
+        held: dict[str, Held],
+        originals: Mapping[str, nn.Parameter],
+    ):
+        """originals: the parameters that the tables replaced, by name."""
+        self.plan, self.model, self.optimizer, self.loss = plan, job.model, job.optimizer, job.loss
+        self.originals, self.is_scaled = originals, job.scaler is not None and job.scaler.is_enabled()
+        self.executor, self.held = executor, held
+        self.tally = Tally(plan)
+        self.transport = executor.transport
+        self.transport.recording = True
+        self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
+        self.known = {parameter for unit in executor.units for parameter in unit.parameters}
+        self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
+        self._refuse_new_options()
+        self._undo = [
+            job.optimizer.register_step_pre_hook(self._before_step),
+            job.optimizer.register_step_post_hook(self._after_step),
+        ]
+        executor.deferral.late_steps = LateSteps(self)
+        executor.deferral.stopped |= {t.name for t in self._windows() if not executor.deferral.late_steps.can_split(t)}
+
+    @property
+    def rank(self) -> int:
+        return self.transport.place.rank
+
+    @property
+    def workers(self) -> int:
+        return self.transport.place.workers
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
+        before, self.executor.is_syncing = self.executor.is_syncing, False
+        try:
+            yield
+        finally:
+            self.executor.is_syncing = before
+
+    def weigh(self, weight: float) -> None:
+        """Declares the weight of this rank's next backward, for example its number of tokens.
+
+        Raises:
+            ValueError: the plan's mean is over workers, the weight is negative, or gradients of another weight have
+                accumulated.
+        """
+        if self.plan.mean != "weights":
+            raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
+        if weight < 0:
+            raise ValueError(f"run.weigh: rank {self.rank}: want a weight >= 0, got {weight}")
+        if self.executor.is_owing and weight != self.executor.weight:
+            raise ValueError(
+                f"run.weigh: rank {self.rank}: gradients accumulated with weight {self.executor.weight} are not yet "
+                f"exchanged, got {weight}; declare one weight for all batches that accumulate"
+            )
+        self.executor.weight = float(weight)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches, as many as the longest rank has.
+
+        A rank whose data have run out repeats its last batch with weight zero, so that the loop, the optimizer and the
+        schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
+        DDP's join).
+
+        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that
+        are not). A loop that saves its place in the data must then save that of the batch it holds: iterate over
+        pairs of a batch and its place.
+
+        Raises:
+            ValueError: this rank has no batch at all; there is nothing it could repeat.
+        """
+        return even_batches(self.executor, loader)
+
+    def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
+        """One training step over these micro-batches of this rank, with the mean of their gradients.
+
+        Raises:
+            ValueError: there is none, or nobody gave the loss.
+        """
+        if self.loss is None:
+            raise ValueError(
+                "run.step: nobody said what the loss is; give loss=loss(model, batch) to attach, or keep a loop of "
+                "your own: zero_grad, backward, optimizer.step()"
+            )
+        if self.is_scaled:
+            raise ValueError("run.step: a GradScaler is for a loop of your own; use bfloat16, which needs no scaling")
+        if not batches:
+            raise ValueError(f"run.step: rank {self.rank}: want one micro-batch or more, got none")
+        step = self.transport.step
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.no_sync():
+            found = [self._backward(self.loss, batch, len(batches)) for batch in batches[:-1]]
+        found.append(self._backward(self.loss, batches[-1], len(batches)))
+        self.optimizer.step()
+        return [StepLosses(step, tuple(found))]
+
+    def _backward(self, loss: Loss, batch: MicroBatch, count: int) -> Tensor:
+        value = loss(self.model, batch)
+        (value / count if count > 1 else value).backward()
+        return value.detach()
+
+    def settle(self) -> None:
+        """Gradients and rows that are under way arrive; every rank must call it."""
+        self.executor.look_ups.serve_until("idle")
+        self.executor.deferral.catch_up()
+
+    def drained(self) -> list[StepLosses]:
+        """Losses that were still to come: none."""
+        return []
+
+    def finish(self) -> None:
+        """Serves the others until every rank has called this."""
+        self.executor.look_ups.serve_until("finished")
+        self.executor.deferral.catch_up()
+        self.transport.barrier()
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Collective. Inside, the model holds the newest weights; where replicas differ, their mean."""
+        with shown(self.executor.units, self.transport):
+            yield
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters in the optimizer, in its order."""
+        return parameter_names(self.model, self.optimizer, self.tables)
+
+    @property
+    def units(self) -> Sequence[DenseUnit | RowUnit]:
+        return self.executor.units
+
+    @contextmanager
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """Inside, what is not cut by row or by rank: "model", a state_dict without tables, and "optimizer", by name.
+        Where replicas differ, their mean."""
+        means = mean_optimizer(self.units, self.optimizer, self.transport)
+        with shown(self.units, self.transport):
+            rest = rest_of(self.model, self.optimizer, self.names, self.tables, self.held)
+            for name, entries in means.items():
+                rest["optimizer"]["state"].setdefault(name, {}).update(entries)
+            yield rest
+
+    def forecasts(self) -> list[tuple[str, str, Forecast]]:
+        """What `report` compares: every group of the plan."""
+        return [(group.name, str(group.exchange), group.forecast) for group in self.plan.groups]
+
+    def held_bytes(self) -> dict[str, float]:
+        """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state."""
+        return held_by_group(self.units, self.optimizer, self.held)
+
+    def count(self) -> None:
+        """Brings the tally up to date."""
+        self.tally.add(self.transport.take_records())
+
+    def undo(self, gather: bool) -> None:
+        """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
+        with torch.no_grad(), self.transport.unrecorded():
+            take_mean(self.units, self.optimizer, self.transport)
+            if gather:
+                modules, tables = self.model.modules(), self.tables
+                put_back(modules, self.optimizer, tables, self.held, self.originals, self.transport)
+            else:
+                why = "the run was closed with gather=False; export it first, or close it with gather=True"
+                refuse_reads(self.tables.values(), self.optimizer, why)
+        self.detach()
+
+    def give_up(self, why: str) -> None:
+        """Stops at once; asks nobody. What was under way is lost."""
+        self.detach()
+        refuse_reads(self.tables.values(), self.optimizer, why)
+
+    def detach(self) -> None:
+        """Stops exchanging; asks nobody. Tables stay handles."""
+        self.executor.release()
+        for handle in self._undo:
+            handle.remove()
+
+    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
+        """With a closure the gradients are there only when it returns."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._ready_for_step()
+            return None
+
+        def closed() -> Any:
+            value = closure()
+            self._ready_for_step()
+            return value
+
+        return (args[0], closed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _ready_for_step(self) -> None:
+        if self.executor.is_open:
+            raise RuntimeError(
+                f"rank {self.rank}: a backward ended in an error and its exchange is half done; start again from a "
+                "checkpoint"
+            )
+        self._refuse_strangers()
+        self._refuse_new_options()
+        if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
+            self.executor.settle()
+        if self._is_watched():
+            self.executor.deferral.join()
+        with torch.no_grad():
+            for table in self.tables.values():
+                table.hand_gradient_over()
+            self.executor.deferral.mark()
+            for table in self._windows():
+                open_window(table, self.optimizer, self.held[table.name])
+
+    def _after_step(self, *_: Any) -> None:
+        with torch.no_grad():
+            for table in self._windows():
+                close_window(table, self.optimizer, self.held[table.name])
+            for table in self.tables.values():
+                if table.gradient is not None:
+                    table.show_gradient(table.gradient)
+        self.executor.after_step()
+        self.tally.steps += 1
+        if len(self.transport.records) > MANY_RECORDS:
+            self.count()
+
+    def _is_watched(self) -> bool:
+        """Whether somebody else's hooks run with the step: they may look at all rows it moves."""
+        mine = {handle.id for handle in self._undo}
+        hooks = {**self.optimizer._optimizer_step_pre_hooks, **self.optimizer._optimizer_step_post_hooks}
+        return bool(set(hooks) - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+    def _refuse_strangers(self) -> None:
+        """Parameters that learn but are not in the plan would drift apart on the ranks."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self.known:
+                    name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
+                    raise ValueError(
+                        f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
+                        "gradient but is not in the plan (unfrozen after attach?); plan again and attach anew"
+                    )
+
+    def _refuse_new_options(self) -> None:
+        """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that."""
+        for table in self._windows():
+            group = options_of(self.optimizer, table.parameter)
+            if group is None or any(one.is_lazy for one in self.plan.groups if table.name in one.parameters):
+                continue
+            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
+            if self.options.setdefault(table.name, options) != options:
+                if not leaves_untouched_rows(self.optimizer, group):
+                    raise ValueError(
+                        f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which "
+                        "rows move that get no gradient; set them before attach, or plan the table as lazy"
+                    )
+                self.options[table.name] = options
+
+    def _windows(self) -> list[RowTable]:
+        return [table for table in self.tables.values() if table.has_window]

@@ -1,0 +1,147 @@
+"""What each rank keeps for itself, in a checkpoint: states of exchanges, and weights and optimizer state that differ.
+
+Everything goes by parameter, never by bucket, so that a plan with other buckets opens it: a tensor (ranks, *shape) cut
+by rank, each rank writing its own. On as many ranks every rank gets its own again, and training goes on bit for bit. On
+another number the model is the mean that the rest of the checkpoint holds, and states are dealt out anew as their
+exchange says.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.dense import Resharding
+from armillary.runtime.consensus import differing, kept_by_optimizer
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.saving.checkpoint import RowIndex
+from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, StoredRows
+from armillary.runtime.saving.saved import Saved
+from armillary.session.job import Job
+
+__all__ = ["OwnTensors", "fill_ranks", "index_of_ranks", "own_tensors", "write_ranks"]
+
+WEIGHTS = "weights"
+
+
+class OwnTensors(NamedTuple):
+    """tensors: this rank's, by their names in a checkpoint, the same names on every rank; zeros where it has none.
+    present: of every rank, the names of those that it has."""
+
+    tensors: dict[str, Tensor]
+    present: tuple[list[str], ...]
+
+
+def own_tensors(run: Job) -> OwnTensors:
+    """Collective. Widest dtype first, which keeps files aligned."""
+    own = dict(_own(run))
+    everyones = run.transport.share({key: (tuple(value.shape), value.dtype) for key, value in own.items()})
+    known = {key: like for theirs in everyones for key, like in theirs.items()}
+    ordered = sorted(known.items(), key=lambda one: (-one[1][1].itemsize, one[0]))
+    tensors = {key: own.get(key, torch.zeros(shape, dtype=dtype)) for key, (shape, dtype) in ordered}
+    return OwnTensors(tensors, tuple(sorted(theirs) for theirs in everyones))
+
+
+def _own(run: Job) -> Iterator[tuple[str, Tensor]]:
+    for unit in _dense(run):
+        for number, name in enumerate(unit.bucket.layout.names):
+            for entry, value in unit.state.items():
+                yield f"exchange/{name}/{entry}", _of_parameter(unit, number, value)
+    for name, parameter in differing(run.units).items():
+        yield f"replicas/{name}/{WEIGHTS}", parameter.detach()
+        for entry, value in kept_by_optimizer(run.optimizer, parameter).items():
+            yield f"replicas/{name}/optimizer {entry}", value.detach()
+
+
+def _dense(run: Job) -> list[DenseUnit]:
+    return [unit for unit in run.units if isinstance(unit, DenseUnit)]
+
+
+def _of_parameter(unit: DenseUnit, number: int, value: Tensor) -> Tensor:
+    """What of an entry of a state belongs to one parameter: in the parameter's shape, or one number."""
+    if len(value) != unit.bucket.layout.numel:
+        return value[number]
+    begin, end = unit.bucket.layout.spans[number]
+    like = unit.bucket.views[number]
+    return value[begin:end].as_strided(like.shape, like.stride())
+
+
+def write_ranks(run: Job, folder: Path, tensors: Mapping[str, Tensor], trouble: FirstError) -> list[FileRecord]:
+    """This rank's part."""
+    if not tensors:
+        return []
+    layouts = {key: Layout((1, *tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    records = []
+    with trouble.kept(), ExitStack() as stack:
+        file = stack.enter_context(RowFile(folder / _file_name(run.rank, run.workers), layouts))
+        for tensor in tensors.values():
+            file.append(tensor.cpu())
+        records.append(file.finish())
+    return records
+
+
+def index_of_ranks(tensors: Mapping[str, Tensor], workers: int) -> dict[str, RowIndex]:
+    """Where the tensors of all ranks are."""
+    parts = tuple((_file_name(rank, workers), rank, rank + 1) for rank in range(workers))
+    return {
+        key: RowIndex((workers, *tensor.shape), str(tensor.dtype).removeprefix("torch."), parts)
+        for key, tensor in tensors.items()
+    }
+
+
+def _file_name(rank: int, workers: int) -> str:
+    return f"ranks-{rank:05d}-of-{workers:05d}.safetensors"
+
+
+def fill_ranks(run: Job, saved: Saved, trouble: FirstError) -> None:
+    """Model and optimizer hold what the rest of the checkpoint says; now what each rank has for itself."""
+    with trouble.kept():
+        if saved.workers == run.workers and saved.present:  # folders of format 1 say nothing of ranks
+            _fill_replicas(run, saved)
+        left = dict.fromkeys(saved.exchange)
+        for unit in _dense(run):
+            unit.begin_anew(run.transport.place)
+            for number, name in enumerate(unit.bucket.layout.names):
+                left.pop(name, None)
+                for entry, stored in saved.exchange.get(name, {}).items():
+                    if entry in unit.state:
+                        how = unit.exchange.resharding.get(entry, "drop")
+                        _fill_entry(run, _of_parameter(unit, number, unit.state[entry]), stored, how)
+                    else:
+                        left[name] = None
+        if left and run.rank == 0:
+            warnings.warn(
+                f"load: the exchanges of this plan keep nothing of what was saved for {', '.join(sorted(left))}; it is "
+                "dropped (gradients that waited in it are lost)",
+                stacklevel=2,
+            )
+
+
+def _fill_entry(run: Job, into: Tensor, stored: StoredRows, how: Resharding) -> None:
+    ranks = stored.shape[0]
+    if ranks == run.workers:
+        into.copy_(stored.read(run.rank, run.rank + 1)[0])
+    elif how == "same":
+        into.copy_(stored.read(0, 1)[0])
+    elif how != "drop":
+        total = stored.read(0, 1)[0]
+        for rank in range(1, ranks):
+            total += stored.read(rank, rank + 1)[0]
+        into.copy_(total / (run.workers if how == "sum" else ranks))
+
+
+def _fill_replicas(run: Job, saved: Saved) -> None:
+    there = saved.present[run.rank]
+    for name, parameter in differing(run.units).items():
+        kept = kept_by_optimizer(run.optimizer, parameter)
+        for entry, stored in saved.replicas.get(name, {}).items():
+            into = parameter if entry == WEIGHTS else kept.get(entry.removeprefix("optimizer "))
+            if into is not None:
+                into.copy_(stored.read(run.rank, run.rank + 1)[0])
+        if not any(key.startswith(f"replicas/{name}/optimizer ") for key in there):
+            run.optimizer.state.pop(parameter, None)  # never stepped here

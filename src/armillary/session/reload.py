@@ -1,0 +1,76 @@
+"""Puts what was saved into a run whose schedule owns the loop: model and optimizer become plain, take it in, and the
+engine is built anew on the same connections."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.saving.optimizer_state import by_index, by_name
+from armillary.runtime.saving.row_file import StoredRows
+from armillary.runtime.saving.saved import Saved, open_saved, read_rows
+from armillary.session.engines.owned_loop import OwnedLoop
+
+__all__ = ["reload"]
+
+
+def reload(run: OwnedLoop, path: str | Path) -> dict[str, Any]:
+    """Collective, between two steps; see `load`."""
+    transport, trouble = run.transport, FirstError("load")
+    saved: Saved | None = None
+    with trouble.kept():
+        saved = open_saved(Path(path), run.rank, run.workers)
+        _refuse_misfit(run, saved)
+    trouble.agree(transport)
+    assert saved is not None
+    digests = transport.share(saved.digest)
+    if len(set(digests)) > 1:
+        listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
+    run.undo(gather=True)
+    with trouble.kept(), torch.no_grad():
+        _fill(run, saved)
+    trouble.agree(transport, "the run is now half loaded: load again")
+    transport.step = saved.step
+    run.begin()
+    if not saved.loops:
+        return {}
+    return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
+
+
+def _refuse_misfit(run: OwnedLoop, saved: Saved) -> None:
+    mine = run.model.state_dict()
+    missing, extra = sorted(mine.keys() - saved.model.keys()), sorted(saved.model.keys() - mine.keys())
+    if missing or extra:
+        raise ValueError(
+            f"it was saved from another model: it misses {missing or 'nothing'} and has {extra or 'nothing'} besides"
+        )
+    kind = type(run.optimizer).__name__
+    if saved.optimizer_class not in ("", kind):
+        raise ValueError(
+            f"it was saved from {saved.optimizer_class}, this run has {kind}; use the same optimizer class"
+        )
+    for name, original in run.shapes.items():
+        if name in saved.model and tuple(saved.model[name].shape) != tuple(original):
+            raise ValueError(
+                f"{name!r} was saved with shape {tuple(saved.model[name].shape)}, the model has {tuple(original)}"
+            )
+
+
+def _fill(run: OwnedLoop, saved: Saved) -> None:
+    run.model.load_state_dict({key: _whole(value) for key, value in saved.model.items()})
+    if saved.optimizer is None:
+        return
+    named = by_name(saved.optimizer, run.names) if saved.is_numbered else saved.optimizer
+    state = {
+        name: {entry: _whole(value) for entry, value in entries.items()} for name, entries in named["state"].items()
+    }
+    run.optimizer.load_state_dict(by_index({**named, "state": state}, run.names, run.optimizer))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, StoredRows):
+        return read_rows(value, 0, value.shape[0]).clone()
+    return value.clone() if isinstance(value, Tensor) else value  # it may be mapped from the file

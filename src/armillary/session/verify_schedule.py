@@ -1,0 +1,250 @@
+"""Trains a workload under a schedule that owns the loop and by `reference/cyclic`, and compares every bit.
+
+The reference is plain loops in one process; it knows no runtime. The learning rate falls half-way, which replicas that
+apply late gradients at the wrong rate do not survive; the newest weights are looked at in between, and the run is
+drained once, which the reference is told. Where gloo sums three or more workers' gradients in an order of its own, and
+where tables are kept by row, the two are compared to rounding instead; so they are where a process does not round alike
+whatever the address (`session/kernel_mode.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.facts.plan import Plan
+from armillary.reference.cyclic import Reference
+from armillary.reference.cyclic_workers import WorkersReference
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.watch.probe import Loss
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.registry import options_of
+from armillary.session.attach import attach
+from armillary.session.cyclic.split_loss import SplitLoss
+from armillary.session.cyclic.stages import stages_of
+from armillary.session.cyclic.tables import table_groups
+from armillary.session.engines.owned_loop import OwnedLoop
+from armillary.session.feed import Feed
+from armillary.session.kernel_mode import is_repeatable
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.row_tensors import gathered, row_tensors
+from armillary.session.run import Run
+from armillary.session.truths import ROUNDING
+from armillary.session.verification import TOLERANCE, Difference, Verdict, Verification
+from armillary.session.workload import Batch, Workload
+
+__all__ = ["verify_schedule"]
+
+RATE_DROP = 0.1
+NOT_REPEATABLE = (
+    f"compared to {TOLERANCE:.0e} instead of every bit: MKL_CBWR was not set, so equal numbers may round otherwise at "
+    f"another address. Set MKL_CBWR=COMPATIBLE before Python starts, on every rank"
+)
+
+State = Mapping[str, Tensor]  # parameters and buffers, by name
+
+
+class _Case(NamedTuple):
+    """What both sides train. The rate falls after `half` steps, the drain comes a step later."""
+
+    workload: Workload
+    plan: Plan
+    steps: int
+    seed: int
+
+    @property
+    def half(self) -> int:
+        return self.steps // 2
+
+    @property
+    def options(self) -> ScheduleOptions:
+        return options_of(self.plan)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, those of all processes."""
+        return self.options.total(self.plan.workers)
+
+
+def verify_schedule(
+    workload: Workload, plan: Plan, steps: int, seed: int, every_bit: bool | None = None
+) -> Verification:
+    """Every rank must call it.
+
+    Args:
+        workload: in float64. plan: of it.
+        every_bit: wanted where sums keep their order; None: if MKL's reproducible mode is set on every rank.
+
+    Raises:
+        ValueError: the schedule, the model or the loss do not fit.
+    """
+    case = _Case(workload, plan, steps, seed)
+    whole, run = _train(case)
+    truths = by_rank_zero(run.transport, lambda: _truths(case))
+    truth = truths.states[run.rank if len(truths.states) > 1 else 0]
+    tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
+    rows = {one.table.name: gathered(one, run.transport) for one in tensors if not one.entry}
+    with run.newest():
+        mine = {**dict(_state(run.model)), **rows}
+    seen = truth.keys() - (rows.keys() if run.rank else ())  # tables are whole on rank 0
+    apart = [_apart(mine[name], truth[name]) if name in seen else 0.0 for name in truth]
+    largest = run.transport.agree_largest(apart)
+    is_exact = not any(run.transport.agree_largest([float(not is_repeatable())])) if every_bit is None else every_bit
+    options = case.options
+    tolerance = 0.0 if is_exact and _is_summed_in_order(run) else TOLERANCE
+    note = "" if is_exact or not _is_summed_in_order(run) else NOT_REPEATABLE
+    whole.close(gather=False)
+    differences = []
+    for name, difference in zip(truth, largest, strict=True):
+        verdict: Verdict = "equal" if difference <= tolerance else "differs"
+        if tolerance and name in truths.quiet:
+            verdict = "no gradient"
+        differences.append(Difference(name, _said(options), options.name, difference, verdict))
+    return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences), note)
+
+
+def _is_summed_in_order(run: OwnedLoop) -> bool:
+    """Whether every sum is made in the reference's order. gloo's of three ranks is not; nor is a table's that a forward
+    looks up several times, of which autograd adds the last first, or by embedding_bag, whose backward adds a row's
+    repeats in an order that depends on which other rows there are."""
+    if run.tables:
+        return False
+    return run.workers < 3 or not run.options.method.is_even
+
+
+def _said(options: ScheduleOptions) -> str:
+    said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
+    said += f", {' and '.join(options.remedies)}" if options.remedies else ""
+    return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
+
+
+def _train(case: _Case) -> tuple[Run, OwnedLoop]:
+    torch.manual_seed(case.seed)
+    model = case.workload.model()
+    optimizer = case.workload.optimizer(model.parameters())
+    count = case.micro_batches
+    example = next(Feed(case.workload, (0, count), case.seed))
+    whole = attach(case.plan, model, optimizer, loss=case.workload.loss, example=example, seed=case.seed)
+    run = whole._engine
+    assert isinstance(run, OwnedLoop)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
+    feeds = [Feed(case.workload, (micro_batch, count), case.seed) for micro_batch in run.micro_batches]
+    for step in range(case.steps):
+        if step == case.half:
+            with run.newest():
+                pass
+        if step == case.half + 1:
+            run.drain()
+        whole.step([next(feed) for feed in feeds])
+        scheduler.step()
+    run.drain()
+    return whole, run
+
+
+class _Truths(NamedTuple):
+    """What every process must hold at the end: one for all, but where workers keep buffers of their own.
+
+    quiet: parameters whose gradient was zero but for rounding at every step.
+    """
+
+    states: list[dict[str, Tensor]]
+    quiet: frozenset[str]
+
+
+def _truths(case: _Case) -> _Truths:
+    torch.manual_seed(case.seed)
+    model = case.workload.model()
+    optimizer = case.workload.optimizer(model.parameters())
+    feeds = [Feed(case.workload, (m, case.micro_batches), case.seed) for m in range(case.micro_batches)]
+    reference, input_of = _reference(case, model, optimizer)
+    norms: dict[str, float] = {}
+    optimizer.register_step_pre_hook(lambda *_: norms.update(_larger(norms, model)))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
+    for step in range(case.steps):
+        if step == case.half + 1:
+            reference.drain()
+        given = [(input_of(batch), batch) for batch in (next(feed) for feed in feeds)]
+        if isinstance(reference, WorkersReference):
+            count = reference.schedule.micro_batches
+            reference.step([given[first : first + count] for first in range(0, len(given), count)])
+        else:
+            reference.step(given)
+        scheduler.step()
+    limit = ROUNDING * max(norms.values())
+    quiet = frozenset(name for name, norm in norms.items() if norm <= limit)
+    if not reference.buffers:
+        return _Truths([dict(_state(model))], quiet)
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    truths = []
+    for own in reference.buffers:
+        truth = dict(_state(model))
+        for stage, buffers in zip(reference.stages, own, strict=True):
+            local = dict(stage.named_buffers())
+            truth |= {names[id(local[name])]: buffer for name, buffer in buffers.items() if id(local[name]) in names}
+        truths.append(truth)
+    return _Truths(truths, quiet)
+
+
+def _reference(
+    case: _Case, model: nn.Module, optimizer: Optimizer
+) -> tuple[Reference | WorkersReference, Callable[[Batch], Any]]:
+    """The truth at its start, and what its first stage reads of a batch."""
+    options, workload = case.options, case.workload
+    copies = range(options.micro_batches)
+    if not options.method.is_cut:
+        whole = [_Whole(model, workload.loss)]
+        reference = Reference(whole, optimizer, options.schedule(), _given, case.seed, copies, options.clip)
+        return reference, lambda batch: batch
+    split = SplitLoss(workload.loss, model, next(Feed(workload, (0, case.micro_batches), case.seed)))
+    example = split.input_of(next(Feed(workload, (0, case.micro_batches), case.seed)))
+    stages = [stage.module for stage in stages_of(model, example, options.points)]
+    named = dict(model.named_parameters())
+    tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(case.plan)}
+    workers = case.plan.workers if options.method.is_side_by_side else 1
+    if tables or workers > 1:
+        schedule = options.schedule()
+        side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
+        return side_by_side, split.input_of
+    own = copies if options.method.keeps_own_statistics else None
+    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
+    reference.remedies = options.built_remedies()
+    return reference, split.input_of
+
+
+class _Whole(nn.Module):
+    """A model and its loss as one stage, from a batch to the loss."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+def _given(loss: Tensor, batch: Batch) -> Tensor:
+    """The loss of a loss."""
+    return loss
+
+
+def _larger(norms: Mapping[str, float], model: nn.Module) -> dict[str, float]:
+    """The larger of each known norm and that of the gradient now."""
+    now = {name: 0.0 if p.grad is None else float(p.grad.norm()) for name, p in model.named_parameters()}
+    return {name: max(norm, norms.get(name, 0.0)) for name, norm in now.items()}
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Of what is whole in the model."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not isinstance(tensor, TableHandle):
+            yield name, tensor.detach().clone()
+
+
+def _apart(found: Tensor, true: Tensor) -> float:
+    """Zero only if every bit is equal; else the difference over the true norm, or infinity where that says nothing."""
+    if torch.equal(found, true):
+        return 0.0
+    difference = float((found - true).double().norm()) / (float(true.double().norm()) or 1.0)
+    return difference if difference > 0.0 else float("inf")

@@ -1,0 +1,173 @@
+"""The command line: exit codes, the files it leaves, and one line for what is wrong.
+
+Programs are forked from one process that has imported the library; `tests/cli/test_processes.py` starts some whole.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from plain_loop import same
+
+import armillary
+import face
+
+MINE = Path(__file__).parents[2] / "examples" / "my_workload.py"
+VIT = ("--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
+VISION = ("vision", "--small", *VIT)
+LEFT = {"plan.json", "profile.json", "metrics.jsonl", "trace.json", "plot.png", "checkpoints"}
+
+
+def refused(folder, *arguments):
+    """What one process says, which must be one line, and nothing else be left."""
+    before = sorted(folder.rglob("*"))
+    ended = face.command(*arguments, folder=folder)
+    assert (ended.code, ended.out) == (1, ""), ended
+    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
+    assert sorted(folder.rglob("*")) == before
+    return ended.err
+
+
+def test_two_ranks_train_a_file_of_ones_own_and_leave_what_they_did(tmp_path):
+    first, second = face.command_in_job(2, "train", MINE, "--steps", "20", "--json", folder=tmp_path)
+    assert (first.code, second.code, second.out) == (0, 0, "") and first.err == second.err == ""
+    told = json.loads(first.out)
+    folder = tmp_path / told["folder"]
+    assert told["steps"] == 20 and told["metrics"]["accuracy"] > 0.15
+    assert {path.name for path in folder.iterdir()} >= LEFT
+    assert armillary.Plan.load(folder / "plan.json").workers == 2
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert face.latest_checkpoint(folder / "checkpoints").name == "step-00000020"
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def checkpointed(folder):
+    path = face.latest_checkpoint(folder / "checkpoints")
+    return path.name, torch.load(path / "rest.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("text", ["ring(stages=2)", "delayed_all_reduce"])
+def test_a_schedule_is_trained_by_two_ranks_and_resumes_to_the_same_weights(tmp_path, text):
+    saves = ("--every-steps", "4", "--every-seconds", "0")
+    asked = ("train", *VISION, "--set", "batch_size=8", "--schedule", text, *saves, "--json")
+    for name, steps in (("whole", ("8",)), ("half", ("4", "8"))):
+        for number, count in enumerate(steps):
+            more = ("--resume",) if number else ()
+            arguments = (*asked, "--steps", count, "--name", name, *more)
+            ended = face.command_in_job(2, *arguments, folder=tmp_path)
+            assert [one.code for one in ended] == [0, 0], ended
+    whole, half = (checkpointed(tmp_path / "runs" / name) for name in ("whole", "half"))
+    assert whole[0] == "step-00000008" and same(whole, half)
+
+
+def test_verify_ends_with_zero_where_ranks_and_one_process_agree_and_with_one_where_not(tmp_path):
+    fair = face.command_in_job(2, "verify", MINE, "--steps", "2", "--json", folder=tmp_path)
+    assert [one.code for one in fair] == [0, 0] and json.loads(fair[0].out)["is_equal"] is True
+    false = ("verify", "vision", "--set", "norm='batch'", "--steps", "2", "--one-batch")
+    ended = face.command_in_job(2, *false, folder=tmp_path)
+    assert [one.code for one in ended] == [1, 1] and "NOT equal" in ended[0].out
+
+
+@pytest.mark.parametrize("text", ["pipeline(slack=1)", "zero_ring"])
+def test_verify_holds_a_schedule_to_its_reference_without_tolerance(tmp_path, text):
+    ended = face.command_in_job(
+        2, "verify", "vision", *VIT, "--schedule", text, "--steps", "3", "--json", folder=tmp_path
+    )
+    found = json.loads(ended[0].out)
+    assert [one.code for one in ended] == [0, 0]
+    assert found["is_equal"] is True and found["tolerance"] == 0.0
+    assert max(one["difference"] for one in found["differences"]) == 0.0
+
+
+def test_plans_are_made_for_machines_that_are_not_here_drawn_and_edited(tmp_path):
+    face.machines(8, 4).save(tmp_path / "eight.json")
+    asked = ("plan", MINE, "--topology", "eight.json", "--out", "plan.json")
+    ended = face.command(*asked, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "") and "8 workers" in ended.out
+    plan = armillary.Plan.load(tmp_path / "plan.json")
+    assert plan.workers == 8
+    printed = json.loads(face.command(*asked, "--json", folder=tmp_path).out)
+    assert [group["name"] for group in printed["plan"]["groups"]] == [group.name for group in plan.groups]
+    face.machines(4, 2).save(tmp_path / "four.json")
+    for text in ("ring", "pipeline(slack=1)", "zero_ring", "delayed_all_reduce"):
+        said = face.command("plan", *VISION, "--topology", "four.json", "--schedule", text, folder=tmp_path)
+        assert (said.code, said.err) == (0, "") and "4 workers" in said.out and "NOT exact" in said.out, text
+        assert "staleness" in said.out, text  # who does what when is drawn
+
+
+def test_measure_plan_simulate_and_compare_feed_one_another(tmp_path):
+    def run(*arguments):
+        ended = face.command(*arguments, folder=tmp_path)
+        assert (ended.code, ended.err.count("error")) == (0, 0), ended
+        return ended.out
+
+    run("measure", MINE, "--workers", "1", "--out", "seen")
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    run("plan", MINE, *files, "--out", "seen/plan.json")
+    told = json.loads(run("simulate", "seen/plan.json", "--json", "--out", "drawn"))
+    assert told["workers"] == 1 and told["step_seconds"] > 0
+    events = json.loads((tmp_path / "drawn" / "timeline.json").read_text())["traceEvents"]
+    assert events
+    run("train", MINE, "--workers", "1", "--steps", "3", "--name", "one")
+    wide = run("compare", "runs/one", "--sent", "1", "--memory", "1", "--seconds", "1")
+    assert "every figure is within its band" in wide
+    narrow = face.command("compare", "runs/one", "--sent", "0", "--memory", "0", "--seconds", "0", folder=tmp_path)
+    assert narrow.code != 0 and "outside its band" in narrow.out
+
+
+def test_what_is_wrong_with_a_command_is_said_in_one_line_and_nothing_is_left(tmp_path):
+    one = ("--workers", "1")
+    for arguments, said in [
+        (("train", "langauge_model", *one), "no workload 'langauge_model'"),
+        (("train", "nowhere.py", *one), "no file nowhere.py"),
+        (("train", MINE, *one, "--set", "widht=3"), "widht"),
+        (("train", MINE, *one, "--steps", "0"), "steps >= 1"),
+        (("train", MINE, *one, "--plan", "none.json"), "none.json is no plan file"),
+        (("train", MINE, *one, "--resume"), "nothing to resume"),
+        (("train", MINE, *one, "--replicate", "emb.*"), "'emb.*' names no parameter"),
+        (("train", MINE, "--workers", "0"), "want at least 1, got 0"),
+        (("plan", *VISION, *one, "--schedule", "spiral"), "spiral"),
+        (("simulate", "none.json"), "none.json is no plan file"),
+        (("compare", "nowhere"), "nowhere has no plan.json"),
+    ]:
+        assert said in refused(tmp_path, *arguments), arguments
+
+
+FAULTY = f"""
+import importlib.util, sys
+from torch.distributed import get_rank
+
+spec = importlib.util.spec_from_file_location("inner", {str(MINE)!r})
+inner = importlib.util.module_from_spec(spec)
+sys.modules["inner"] = inner
+spec.loader.exec_module(inner)
+SMALL = inner.SMALL
+
+
+class Faulty(inner.NextLetter):
+    def samples(self, batch):
+        if get_rank() == 1:
+            raise ValueError("the planted fault")
+        return super().samples(batch)
+
+
+def workload(**options):
+    return Faulty(**options)
+"""
+
+
+def test_a_rank_that_fails_ends_with_one_and_says_why_whoever_launched_it(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    ended = face.command_in_job(2, "train", "faulty.py", "--steps", "8", folder=tmp_path)
+    assert ended[1].code == 1 and "the planted fault" in ended[1].reason
+
+
+def test_a_run_is_not_written_over_and_refuses_a_plan_for_others(tmp_path):
+    quick = ("train", MINE, "--workers", "1", "--steps", "2", "--json")
+    assert face.command(*quick, "--name", "one", folder=tmp_path).code == 0
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert "runs/one already holds a run" in refused(tmp_path, *quick, "--name", "one")
+    assert {path: path.read_bytes() for path in kept} == kept
+    said = refused(tmp_path, *quick, "--set", "width=8", "--plan", "runs/one/plan.json")
+    assert "other shapes or dtypes; plan again for this model" in said

@@ -1,0 +1,61 @@
+"""Proof of the contracts: local SGD. Replicas train alone and average their weights every so many steps."""
+
+import torch
+
+from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.exchange import dense_exchange
+from armillary.exchanges.leg import Leg
+from armillary.facts.collectives import AllReduce
+from armillary.facts.plan import Choice
+from contracts.journey import moved, planned, registered, saved_and_resumed, truth_after, verified
+
+
+def meet_every(steps=4):
+    """One all-reduce of weights where the number of steps divides by `steps`, none in between."""
+
+    def push(parcel, state, place):
+        total = yield AllReduce(parcel.values / place.workers)
+        return parcel.answered(total, parcel.tail), state
+
+    def sent_bytes(layout, topology):
+        return [2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
+
+    def legs(layout, topology):
+        return [Leg("slowest", sent_bytes(layout, topology)[0], 2 * (topology.workers - 1), "AllReduce")]
+
+    def oracle(parcels, states):
+        mean = sum(parcel.values / len(parcels) for parcel in parcels)
+        return [parcel.answered(mean, parcel.tail) for parcel in parcels], list(states)
+
+    return DenseExchange(
+        push, 1, sent_bytes, legs, oracle, carries="weights", due=lambda taken: taken % steps == 0
+    )  # fmt: skip
+
+
+def shelf():
+    entry = dense_exchange({"steps": 4}, departs=("local",), costs="replicas drift apart between their meetings")
+    return registered(entry, meet_every)
+
+
+CHOICE = Choice("meet_every", {"steps": 2})
+
+
+def test_it_is_planned_where_it_is_demanded_with_its_cadence():
+    with shelf():
+        asked, by_price = planned(2, CHOICE), planned(2)
+    assert {group.cadence for group in asked.groups} == {"meeting"} and asked.consensus == "mean"
+    assert "NOT exact: meet_every(steps=2): replicas drift apart between their meetings" in str(asked)
+    assert by_price.departures == () and any(note.startswith("would save") for note in by_price.notes)
+
+
+def test_workers_train_as_its_oracle_says(crew):
+    for is_equal, said in crew(2).run(verified, shelf, CHOICE):
+        assert is_equal and "NOT exact, held to its own oracle" in said, said
+
+
+def test_every_replica_is_resumed_and_elsewhere_begins_with_their_mean(crew, tmp_path):
+    for differs, gap in crew(2).run(saved_and_resumed, shelf, CHOICE, str(tmp_path)):
+        assert differs == [] and abs(gap) < 1e-9
+    want = truth_after(3, 2, shelf, CHOICE).consensus()
+    for weights, _ in crew(3).run(moved, shelf, CHOICE, str(tmp_path)):
+        assert all(torch.allclose(weights[name], mean, rtol=1e-12, atol=1e-12) for name, mean in want.items())

@@ -1,0 +1,103 @@
+"""The command line in processes forked from one that has imported torch and the library: seconds less than a start.
+
+A forked process has its own environment, folder and output, and ends as the program ends, `os._exit` included. Several
+are given what torchrun gives its ranks. What the fork cannot show is how Python starts: tests of that start it.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from armillary.cli.main import main
+
+LONGEST_SECONDS = 90.0
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "armillary", "armillary.cli.main")
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ended(NamedTuple):
+    """How a program ended: its exit code (minus a signal's number), what it wrote, what it told its launcher."""
+
+    code: int
+    out: str
+    err: str
+    reason: str = ""
+
+
+def forkserver() -> Any:
+    """The context whose processes are forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command(arguments: Sequence[object], folder: Path, ranks: int = 0) -> list[Ended]:
+    """Runs `armillary *arguments` in `folder`: once, or as each of the `ranks` ranks of a job."""
+    context, port = forkserver(), free_port()
+    with tempfile.TemporaryDirectory() as kept:
+        programs = []
+        for rank in range(max(ranks, 1)):
+            variables = _as_torchrun(rank, ranks, port, kept) if ranks else {}
+            order = (tuple(map(str, arguments)), str(folder), variables, f"{kept}/{rank}")
+            programs.append(context.Process(target=_run, args=order, daemon=False))
+        for program in programs:
+            program.start()
+        until = time.monotonic() + LONGEST_SECONDS
+        while time.monotonic() < until and any(program.is_alive() for program in programs):
+            wait([program.sentinel for program in programs if program.is_alive()], timeout=1.0)
+            if any(program.exitcode for program in programs):  # a launcher would end the others now
+                break
+        late = [rank for rank, program in enumerate(programs) if program.is_alive() and time.monotonic() > until]
+        for program in programs:
+            program.kill()
+            program.join()
+        ended = [
+            Ended(program.exitcode, *(_text(f"{kept}/{rank}.{kind}") for kind in ("out", "err", "json")))
+            for rank, program in enumerate(programs)
+        ]
+    assert not late, f"ranks {late} of {list(arguments)} did not end in {LONGEST_SECONDS} s: {ended}"
+    return ended
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def _as_torchrun(rank: int, ranks: int, port: int, kept: str) -> dict[str, str]:
+    values = (rank, ranks, rank, ranks, "127.0.0.1", port)
+    return {
+        **dict(zip(LAUNCHED, map(str, values), strict=True)),
+        "TORCHELASTIC_ERROR_FILE": f"{kept}/{rank}.json",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _run(arguments: tuple[str, ...], folder: str, variables: Mapping[str, str], output: str) -> None:
+    for number, suffix in ((1, "out"), (2, "err")):
+        with open(f"{output}.{suffix}", "w") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(folder)
+    os.environ.update(variables)
+    sys.argv = ["armillary", *arguments]
+    torch.set_num_threads(1)
+    try:
+        main()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

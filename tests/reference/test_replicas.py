@@ -1,0 +1,73 @@
+"""N replicas in one process: against arithmetic by hand and, where nothing departs, against the exact reference."""
+
+import copy
+
+import torch
+from torch import nn
+
+from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.exchange import build_dense
+from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.serial import train_step
+
+
+class Line(nn.Module):
+    """loss = weight * x"""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.never = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, batch):
+        return self.weight * batch
+
+
+def call(model, batch):
+    return model(batch)
+
+
+def half(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def meeting(steps):
+    """Weights are averaged every so many steps."""
+
+    def oracle(parcels, states):
+        mean = sum(parcel.values for parcel in parcels) / len(parcels)
+        return [parcel.answered(mean, parcel.tail) for parcel in parcels], list(states)
+
+    return DenseExchange(None, 1, None, None, oracle, carries="weights", due=lambda taken: taken % steps == 0)
+
+
+def test_what_departs_from_nothing_trains_as_the_exact_reference_does():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    truth, groups = copy.deepcopy(model), [Shared(("0.weight", "2.bias"), build_dense("all_reduce"))]
+    replicas = Replicas(model, half, 3, groups)  # what no group holds is averaged, too
+    optimizer = half(truth)
+    for step in range(3):
+        batches = [torch.randn(5, 3, dtype=torch.float64) + step for _ in range(3)]
+        losses = [replicas.step(batches, lambda net, x: net(x).square().mean(), weights=[1.0, 2.0, 3.0])]
+        losses += [train_step(truth, optimizer, batches, lambda net, x: net(x).square().mean(), [1.0, 2.0, 3.0])]
+        assert losses[0] == losses[1] or torch.allclose(torch.tensor(losses[0]), torch.tensor(losses[1]))
+    for one in replicas.models:
+        for mine, want in zip(one.parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
+
+
+def test_replicas_that_meet_every_second_step():
+    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), meeting(2))])
+    replicas.step([2.0, 4.0], call)
+    assert [float(model.weight.detach()) for model in replicas.models] == [0.0, -1.0]
+    assert float(replicas.consensus()["weight"]) == -0.5
+    replicas.step([2.0, 4.0], call)  # to -1 and -3, which meet in the middle
+    assert [float(model.weight.detach()) for model in replicas.models] == [-2.0, -2.0]
+    assert [float(model.never.detach()) for model in replicas.models] == [3.0, 3.0]
+
+
+def test_a_parameter_that_nobody_used_has_no_gradient():
+    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), build_dense("all_reduce"))])
+    replicas.step([2.0, 4.0], call)
+    assert [float(model.weight.grad) for model in replicas.models] == [3.0, 3.0]
+    assert replicas.models[0].never.grad is None

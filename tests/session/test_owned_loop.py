@@ -1,0 +1,291 @@
+"""Schedules that own the loop behind the one run: equal to one process bit for bit, saved, resumed, closed."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import armillary
+from armillary.facts.choice import Choice
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.reference.cyclic import Reference
+from armillary.reference.cyclic_workers import WorkersReference
+from armillary.runtime.watch.profiler import profile
+from armillary.schedules.registry import options_of, read
+
+WIDTH, ROWS, STEPS = 4, 3, 4
+FLUSHED = [("gpipe", {"micro_batches": 3}, 2), ("one_f_one_b", {"micro_batches": 3}, 2),
+           ("gpipe", {"micro_batches": 2}, 3), ("one_f_one_b", {"micro_batches": 4}, 3),
+           ("accumulation", {"micro_batches": 3}, 1), ("accumulation", {"micro_batches": 2}, 2)]  # fmt: skip
+STALE = [("pipeline", {}, 2), ("pipeline", {"micro_batches": 3, "slack": 1}, 2),
+         ("one_device", {"micro_batches": 2}, 1),
+         ("one_device", {"micro_batches": 2}, 2), ("ring", {}, 2), ("ring", {"slack": 2}, 2), ("zero_ring", {}, 2),
+         ("shared_stages", {}, 3), ("delayed_all_reduce", {}, 2)]  # fmt: skip
+EVERY = [*FLUSHED, *STALE]
+NAMES = [f"{name}-{'-'.join(f'{k}{v}' for k, v in options.items())}-{workers}" for name, options, workers in EVERY]
+CLIPPED = [
+    ("gpipe", {"micro_batches": 2, "clip_norm": 0.1}, 2),
+    ("accumulation", {"micro_batches": 2, "clip_norm": 0.1}, 1),
+]
+
+
+def model_of(dtype=torch.float64):
+    """Four blocks with dropout, so that every place must draw its own numbers, whatever the schedule."""
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4)]
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def optimizer_of(model):
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
+
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def batch_of(step, micro_batch, dtype=torch.float64):
+    draw = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + micro_batch))
+    return draw.to(dtype).unbind()
+
+
+def plan_of(name, options, workers, dtype=torch.float64):
+    link = Link(1e-4, 1e8)
+    facts = profile(model_of(dtype), [batch_of(0, 0, dtype)] * workers, loss, workers=workers)
+    return plan(facts, Topology(1, workers, link, link, 1 << 33), schedule=Choice(name, options))
+
+
+def given(found, step, rank, workers, dtype=torch.float64):
+    return [batch_of(step, micro_batch, dtype) for micro_batch in found.handed_in(rank, workers)]
+
+
+class Whole(nn.Module):
+    """A model and its loss as one stage."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return loss(self.model, batch)
+
+
+def truth(made, steps, drains=(), dtype=torch.float64):
+    """(weights, optimizer state, losses by step and micro-batch) of one process after so many steps."""
+    model = model_of(dtype)
+    optimizer, found = optimizer_of(model), options_of(made)
+    workers = made.workers
+    if not found.method.is_cut:
+        stages, of = [Whole(model)], lambda value, batch: value
+    else:
+        cut = 4 // found.stages
+        stages = [nn.Sequential(*list(model)[first : first + cut]) for first in range(0, cut * found.stages, cut)]
+        if found.stages * cut < 4:
+            stages[-1] = nn.Sequential(*stages[-1], *list(model)[found.stages * cut :])
+        of = functional.mse_loss
+    if found.method.is_side_by_side and workers > 1:
+        reference = WorkersReference(
+            stages, optimizer, found.schedule(), lambda v, t: functional.mse_loss(v, t[1]), {}, 5
+        )
+    else:
+        reference = Reference(stages, optimizer, found.schedule(), of, 5, None, found.clip)
+    losses = []
+    for step in range(steps):
+        if step in drains:
+            reference.drain()
+        batches = [batch_of(step, m, dtype) for m in range(found.total(workers))]
+        if isinstance(reference, WorkersReference):
+            pairs, each = [(batch[0], batch) for batch in batches], found.micro_batches
+            by_worker = reference.step([pairs[first : first + each] for first in range(0, len(pairs), each)])
+            losses.append([one for mine in by_worker for one in mine])
+        else:
+            losses.append(reference.step(batches if found.method.is_cut else [(batch, batch) for batch in batches]))
+    return model.state_dict(), optimizer.state_dict(), losses
+
+
+def same(these, those):
+    """Bit for bit, whatever nests the tensors."""
+    if isinstance(these, torch.Tensor):
+        return torch.equal(these, those)
+    if isinstance(these, dict):
+        return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
+    if isinstance(these, list | tuple):
+        return len(these) == len(those) and all(map(same, these, those))
+    return these == those
+
+
+def apart(these, those):
+    """Names of what is not equal."""
+    return [key for key in those if key not in these or not same(these[key], those[key])]
+
+
+def train_and_close(rank, world, made, dtype):
+    model = model_of(dtype)
+    optimizer, found = optimizer_of(model), options_of(made)
+    originals, state = list(model.parameters()), torch.get_rng_state()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    run = armillary.attach(made, model, optimizer, loss=loss, example=batch_of(0, 0, dtype), seed=5)
+    heard = [run.step(given(found, step, rank, world, dtype)) for step in range(STEPS)]
+    heard.append(run._engine.drained())
+    exported = run.export()
+    run.close()
+    whole = [copy.deepcopy(exported)]
+    dist.broadcast_object_list(whole)
+    kept = [mine is theirs for mine, theirs in zip(model.parameters(), originals, strict=True)]
+    plain = same(dict(model.state_dict()), dict(whole[0]["model"])) and same(
+        optimizer.state_dict()["state"], whole[0]["optimizer"]["state"]
+    )
+    assert all(kept), "parameters keep their identity"
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, originals))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    optimizer.zero_grad()
+    loss(model, batch_of(0, 0, dtype)).backward()  # a plain loop goes on
+    optimizer.step()
+    steps = [(one.step, [float(loss) for loss in one.losses]) for some in heard for one in some]
+    return exported, steps, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
+@pytest.mark.parametrize(("name", "options", "workers"), [*EVERY, *CLIPPED])
+def test_a_run_equals_one_process_bit_for_bit_and_leaves_a_plain_model(crew, name, options, workers, dtype):
+    made = plan_of(name, options, workers, dtype)
+    found = crew(workers).run(train_and_close, made, dtype)
+    weights, state, losses = truth(made, STEPS, dtype=dtype)
+    exported = found[0][0]
+    assert apart(exported["model"], weights) == []
+    assert apart(exported["optimizer"]["state"], state["state"]) == []
+    assert all(plain for _, _, plain in found)
+    options_found = read(made.schedule, workers)
+    for rank, (_, steps, _) in enumerate(found):
+        assert [step for step, _ in steps] == list(range(STEPS)), f"rank {rank}"
+        for step, mine in steps:
+            wanted = [float(losses[step][m]) for m in options_found.handed_in(rank, workers)]
+            assert mine == wanted, f"rank {rank}, step {step}"
+
+
+def save_and_resume(rank, world, made, folder):
+    found = options_of(made)
+    model = model_of()
+    with armillary.attach(made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), seed=5) as run:
+        for step in range(2):
+            run.step(given(found, step, rank, world))
+        path = run.save(folder, loop={"rank": rank})
+        for step in range(2, STEPS):
+            run.step(given(found, step, rank, world))
+        unbroken = run.export()
+        scores = run.evaluate([batch_of(50 + rank, 0)], lambda net, batch: {"sum": float(loss(net, batch)), "n": 1.0})
+        text = str(run.report())
+    other = model_of()
+    with armillary.attach(made, other, optimizer_of(other), loss=loss, example=batch_of(0, 0), seed=5) as run:
+        run.step(given(found, 7, rank, world))  # of another training, which is given up
+        loop = run.load(path)
+        for step in range(2, STEPS):
+            run.step(given(found, step, rank, world))
+        resumed = run.export()
+    return (
+        (same(resumed, unbroken), loop, scores["n"], text.splitlines()[0])
+        if rank == 0
+        else (True, loop, scores["n"], "")
+    )
+
+
+@pytest.mark.parametrize(("name", "options", "workers"), EVERY, ids=NAMES)
+def test_a_run_that_is_resumed_goes_on_as_if_unbroken(crew, name, options, workers, tmp_path):
+    for rank, (is_same, loop, scored, text) in enumerate(
+        crew(workers).run(save_and_resume, plan_of(name, options, workers), str(tmp_path))
+    ):
+        assert is_same
+        assert loop == {"rank": rank}
+        assert scored == workers
+        assert rank or text == "after 4 steps"
+
+
+def resume_elsewhere(rank, world, path, made):
+    found = options_of(made)
+    model = model_of()
+    with armillary.attach(made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), seed=5) as run:
+        loop = run.load(path)
+        exported = run.export()
+        run.step(given(found, 2, rank, world) if found.method.owns_loop else [batch_of(2, rank)])
+    return exported, loop
+
+
+@pytest.mark.parametrize("elsewhere", [("ring", {}, 2), ("gpipe", {"micro_batches": 2}, 3), ("simultaneous", {}, 2)])
+def test_what_was_saved_under_one_plan_opens_under_another(crew, elsewhere, tmp_path):
+    name, options, workers = elsewhere
+    crew(2).run(save_and_resume, plan_of("pipeline", {}, 2), str(tmp_path))
+    path = next(Path(tmp_path).glob("step-*"))
+    exported, loop = crew(workers).run(resume_elsewhere, str(path), plan_of(name, options, workers))[0]
+    weights, state, _ = truth(plan_of("pipeline", {}, 2), 2)
+    assert same(dict(exported["model"]), dict(weights))
+    assert same(exported["optimizer"]["state"], state["state"])
+    assert loop == {"rank": 0}
+
+
+def raise_on_one_rank(rank, world, made):
+    model = model_of()
+    found = options_of(made)
+    run = armillary.attach(made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), timeout=5.0)
+
+    def train():
+        with run:
+            for step in range(8):
+                if (rank, step) == (1, 4):
+                    raise KeyError("no such word")
+                run.step(given(found, step, rank, world))
+
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "ring"])
+def test_an_exception_of_one_rank_is_quoted_by_the_others(crew, name):
+    mine, other = crew(2).run(raise_on_one_rank, plan_of(name, {}, 2))
+    assert "no such word" in other
+    assert "The first error was on rank 1: KeyError: 'no such word'" in mine
+
+
+def refusals(rank, world, made):
+    said = []
+
+    def refused(act):
+        with pytest.raises(ValueError, match=r"run|attach") as caught:
+            act()
+        said.append(str(caught.value))
+
+    def attached(**fields):
+        model = model_of()
+        return armillary.attach(made, model, optimizer_of(model), **fields)
+
+    refused(lambda: attached())
+    refused(lambda: attached(loss=loss))
+    scaler = torch.amp.GradScaler("cpu")
+    refused(lambda: attached(loss=loss, example=batch_of(0, 0), scaler=scaler))
+    with attached(loss=loss, example=batch_of(0, 0)) as run:
+        refused(lambda: run.step([batch_of(0, 0)]))
+        refused(lambda: run.step([batch_of(rank, 0), batch_of(0, 1)]))
+        refused(run.no_sync)
+        refused(lambda: run.weigh(1.0))
+        refused(lambda: run.batches([]))
+        refused(lambda: run.rebalance(None, None))
+        assert list(run.shard([1, 2, 3])) == [1, 2, 3]
+    return said
+
+
+def test_what_a_schedule_that_owns_the_loop_cannot_do_is_refused_by_name(crew):
+    for said in crew(2).run(refusals, plan_of("pipeline", {}, 2)):
+        for text, wanted in zip(said, (
+            "needs loss and example", "needs example", "cannot have a GradScaler", "hands in 2 micro-batches a step",
+            "ranks 0 and 1 hand in the same micro-batches [0, 1]", "run.no_sync", "run.weigh", "run.batches",
+            "run.rebalance",
+        ), strict=True):  # fmt: skip
+            assert wanted in text
