@@ -8,7 +8,7 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.facts.collectives import AllGather
 from armillary.facts.plan import Choice
-from contracts.journey import moved, planned, registered, saved_and_resumed, truth_after, verified
+from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 FLOAT = 8  # bytes of a number of the tail
 
@@ -65,8 +65,12 @@ def test_workers_train_as_one_process_does(crew):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_here_and_elsewhere(crew, tmp_path):
-    for differs, gap in crew(2).run(saved_and_resumed, shelf, CHOICE, str(tmp_path)):
-        assert differs == [] and gap == 0
+    assert crew(2).run(saved_and_resumed, shelf, CHOICE, str(tmp_path)) == [[]] * 2
     truth = truth_after(3, 2, shelf, CHOICE)
     for weights, _ in crew(3).run(moved, shelf, CHOICE, str(tmp_path)):
         assert all(torch.equal(weights[name], want) for name, want in truth.named[0].items())
+
+
+def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path):
+    for is_within, sent in crew(2).run(compared, shelf, CHOICE, str(tmp_path / "run")):
+        assert is_within and sent > 0

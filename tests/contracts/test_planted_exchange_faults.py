@@ -7,7 +7,7 @@ from armillary.exchanges.exchange import build_dense, dense_exchange
 from armillary.facts.plan import Choice
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from contracts import test_identity_codec, test_meet_every, test_ring_gossip, test_top_k
-from contracts.journey import batch_of, registered, sick_at_2, trained_beside
+from contracts.journey import batch_of, compared, registered, sick_at_2, trained_beside
 
 
 # Bit for bit where the order of sums is the method's own.
@@ -151,3 +151,17 @@ def test_a_planted_fault_shows(crew, fault):
     shelf, choice, tolerance = METHODS[name]
     gaps = [gap for gap, _ in crew(3).run(trained_beside, shelf, choice, feed, fault)]
     assert max(gaps) > tolerance
+
+
+def a_tenth_forecast_too_much():
+    honest = test_top_k.top_k(keep=0.25)
+    return honest._replace(sent_bytes=lambda layout, places: [1.1 * sent for sent in honest.sent_bytes(layout, places)])
+
+
+def telling_too_much():
+    return registered(dense_exchange(departs=("lossy",), costs="its forecast is wrong"), a_tenth_forecast_too_much)
+
+
+def test_a_forecast_of_bytes_that_is_a_tenth_too_high_is_outside_its_band(crew, tmp_path):
+    choice = Choice("a_tenth_forecast_too_much")
+    assert [is_within for is_within, _ in crew(2).run(compared, telling_too_much, choice, str(tmp_path))] == [False] * 2
