@@ -127,6 +127,7 @@ LONG = {
     "plan_command",
     "simulate_command",
     "train_command",
+    "verify",
     "verify_command",
 }
 

@@ -9,9 +9,10 @@ from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.decide import assumptions_of
 from armillary.session.every import CheckpointEvery
+from armillary.session.foresight.simulate import simulate
 from armillary.session.parallelize import auto_plan, measure, parallelize
 from armillary.session.run import Run
-from armillary.session.verify import verify
+from armillary.session.verify_script import verify
 
 __all__ = [
     "CheckpointEvery",
@@ -29,5 +30,6 @@ __all__ = [
     "parallelize",
     "plan",
     "profile",
+    "simulate",
     "verify",
 ]

@@ -24,7 +24,7 @@ from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.run import Run
 from armillary.session.settings import Settings
 from armillary.session.train import train
-from armillary.session.verify import verify
+from armillary.session.verify import verify_workload
 from planning_cases import machines, model
 
 
@@ -211,7 +211,9 @@ def moved(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -> t
 
 def verified(rank: int, workers: int, shelf: Any, choice: Choice) -> tuple[bool, str]:
     with shelf():
-        found = verify(find("vision", small("vision")), steps=4, exchanges=(), wishes=Wishes(constraints={"*": choice}))
+        found = verify_workload(
+            find("vision", small("vision")), steps=4, exchanges=(), wishes=Wishes(constraints={"*": choice})
+        )
         return found.is_equal, str(found)
 
 

@@ -26,7 +26,7 @@ from armillary.session.decide import Wishes
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
 from armillary.session.settings import Settings
 from armillary.session.train import train
-from armillary.session.verify import verify
+from armillary.session.verify import verify_workload
 from owned import started
 
 WIDTH, ROWS = 4, 3
@@ -115,7 +115,7 @@ def verify_job(rank, world, cases):
     found = []
     for options, wish in cases:
         task = find("vision", {**small("vision"), **options})
-        found.append(verify(task, wishes=Wishes(schedule=wish), steps=4, every_bit=True))
+        found.append(verify_workload(task, wishes=Wishes(schedule=wish), steps=4, every_bit=True))
     return found
 
 
@@ -158,7 +158,7 @@ def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look
 def verify_in_a_mode(rank, world, mode, monkey=pytest.MonkeyPatch):
     with monkey.context() as patch:
         patch.setenv("MKL_CBWR", mode if rank == 0 else "COMPATIBLE")
-        return verify(find("vision", small("vision")), wishes=Wishes(schedule=UP), steps=1)
+        return verify_workload(find("vision", small("vision")), wishes=Wishes(schedule=UP), steps=1)
 
 
 def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_every_address(crew):
@@ -515,7 +515,7 @@ def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_
 def workload_refusal(rank, world, name):
     task = find(name, small(name))
     with pytest.raises(ValueError, match=r"stages|schedule") as caught:
-        verify(task, wishes=Wishes(schedule=ONE))
+        verify_workload(task, wishes=Wishes(schedule=ONE))
     return str(caught.value)
 
 

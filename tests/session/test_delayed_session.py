@@ -23,7 +23,7 @@ from armillary.session.decide import Wishes
 from armillary.session.events import Ended, Resumed, Saved
 from armillary.session.settings import Settings
 from armillary.session.train import train
-from armillary.session.verify import verify
+from armillary.session.verify import verify_workload
 from owned import started
 from staged_models import same
 
@@ -108,7 +108,7 @@ def verify_job(rank, world, cases):
     found = []
     for name, options, choice in cases:
         task = find(name, {**small(name), **options})
-        found.append(verify(task, wishes=Wishes(schedule=choice), steps=4, every_bit=True))
+        found.append(verify_workload(task, wishes=Wishes(schedule=choice), steps=4, every_bit=True))
     return found
 
 

@@ -12,7 +12,7 @@ from armillary.facts.plan import Choice
 from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
-from armillary.session.verify import TOLERANCE, verify
+from armillary.session.verify import TOLERANCE, verify_workload
 
 WORKLOADS = ("language_model", "recommender", "translation", "vision")
 
@@ -23,7 +23,7 @@ def workload_of(name, **options):
 
 def verify_one(rank, workers, name, options):
     torch.set_num_threads(1)
-    return verify(workload_of(name, **options), steps=3)
+    return verify_workload(workload_of(name, **options), steps=3)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -50,7 +50,7 @@ def is_bias(difference):
 def verify_norm(rank, workers, norm, joined):
     task = workload_of("vision", norm=norm)
     whole = workload_of("vision", norm=norm, batch_size=task.batch_size * workers) if joined else None
-    return verify(task, steps=2, exchanges=(), global_batch=whole)
+    return verify_workload(task, steps=2, exchanges=(), global_batch=whole)
 
 
 def test_batch_statistics_of_each_worker_are_those_of_one_process_over_the_same_batches(crew):
@@ -86,7 +86,7 @@ def verify_sabotaged(rank, workers, sabotage):
     decided = decide(subject_of(InDouble(task), 0), Wishes())
     plan = forced(decided.profile, Choice("owned_rows"))
     group = plan.group_of("embedding.weight")
-    return verify(task, wishes=Wishes(plan=plan.with_group(sabotage(group))), exchanges=())
+    return verify_workload(task, wishes=Wishes(plan=plan.with_group(sabotage(group))), exchanges=())
 
 
 def as_it_was(group):
@@ -151,7 +151,7 @@ class Cheater:
 
 
 def verify_cheater(rank, workers, fields):
-    return verify(Cheater(**fields), exchanges=("owned_rows",))
+    return verify_workload(Cheater(**fields), exchanges=("owned_rows",))
 
 
 def test_a_loss_that_depends_on_the_rank_is_not_called_equal(crew):

@@ -1,7 +1,5 @@
 """`armillary simulate`: a step of a plan against a clock, drawn; and how workloads would scale."""
 
-import json as json_text
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -27,7 +25,6 @@ from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.choice import Choice
 from armillary.facts.plan import SIMULTANEOUS, Plan
-from armillary.facts.profile_table import aligned
 from armillary.facts.topology import Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, assumptions_behind
@@ -35,9 +32,8 @@ from armillary.planning.simulator import Simulation, simulate
 from armillary.runtime.watch.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.folder import open_folder
-from armillary.session.foresight.plot_timeline import plot_timeline
 from armillary.session.foresight.scaling import PROFILED_WORKERS
-from armillary.session.foresight.timeline import chrome_trace
+from armillary.session.foresight.simulate import Simulated
 from armillary.session.workload import Workload
 
 __all__ = ["simulate_command"]
@@ -100,9 +96,9 @@ def simulate_command(
             task = workload_of(subject, options, corpus, small)
             links = machines(topology_file, gbit, latency_us).of(PROFILED_WORKERS if workers is None else workers)
             scene = _of_workload(task, links, topology_file, profile_file, chosen(schedule))
-        played = simulate(scene.plan, scene.case)
-        files = _keep(played, scene, out)
-        print(as_json(_summary(played)) if json else _text(played, files))
+        step = Simulated(scene.name, simulate(scene.plan, scene.case), scene.assumptions)
+        written = ", ".join(map(str, step.save(out)))
+        print(as_json(_summary(step.played)) if json else f"{step}\nwritten: {written}")
         return 0
 
     run_in_workers(1, body)
@@ -142,13 +138,6 @@ def _said(case: Case, topology: Topology, topology_file: Path | None, is_given: 
     return (*said_of(topology, topology_file), f"{stages}{more}", *assumed(case))
 
 
-def _keep(played: Simulation, scene: _Scene, out: Path) -> list[Path]:
-    trace, picture = out / "timeline.json", out / "timeline.png"
-    trace.write_text(json_text.dumps(chrome_trace(played)))
-    plot_timeline(played, scene.name, scene.assumptions).savefig(picture)
-    return [trace, picture]
-
-
 def _summary(played: Simulation) -> dict[str, object]:
     return {
         "workers": played.workers,
@@ -158,20 +147,3 @@ def _summary(played: Simulation) -> dict[str, object]:
         "sent_bytes": played.sent_bytes,
         "records": [asdict(record) for record in played.trace.records],
     }
-
-
-def _text(played: Simulation, files: Sequence[Path]) -> str:
-    exposed, rows = played.exposed_seconds, []
-    for flight in played.flights:
-        rows.append(
-            (
-                flight.group, flight.action, f"{flight.launch_seconds * 1e3:,.2f}", f"{flight.seconds * 1e3:,.2f}",
-                f"{flight.sent_bytes / 1e3:,.1f}",
-            )
-        )  # fmt: skip
-    table = aligned(("exchange", "action", "starts ms", "in flight ms", "sent kB"), rows, left=(0, 1))
-    waits = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in exposed.items()) or "nothing"
-    total = f"step of {played.workers} workers: {played.step_seconds * 1e3:.2f} ms"
-    busy = f"processor {played.processor_seconds * 1e3:.2f} ms"
-    written = ", ".join(map(str, files))
-    return f"{table}\n\n{total}: {busy}, exposed {sum(exposed.values()) * 1e3:.2f} ms ({waits})\nwritten: {written}"

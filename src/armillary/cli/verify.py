@@ -25,7 +25,7 @@ from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.plan import SIMULTANEOUS
 from armillary.runtime.transport import Transport
 from armillary.session.kernel_mode import ask_for_repeatable
-from armillary.session.verify import verify
+from armillary.session.verify import verify_workload
 
 __all__ = ["verify_command"]
 
@@ -67,7 +67,7 @@ def verify_command(
         if one_batch:
             size = task.batch_size * transport.place.workers
             joined = workload_of(workload, [*options, f"batch_size={size}"], corpus, not full)
-        found = verify(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
+        found = verify_workload(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
         if rank() == 0:
             print(as_json({**vars(found), "is_equal": found.is_equal}) if json else found, flush=True)
         transport.barrier()  # a rank that leaves with an exit code ends the others

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -145,6 +146,10 @@ class Plan:
             if (names := [group.name for group in self.groups if group.look_ahead == kind])
         ]
         return plan_table(title, self.groups, self.stages, self.forecast, (*ahead, *self.notes))
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the same text, whose lines scroll instead of breaking."""
+        return f'<pre style="overflow-x: auto; white-space: pre">{escape(str(self))}</pre>'
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self), "mesh": self.mesh.sizes}, indent=2)

@@ -11,7 +11,7 @@ rank order.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -111,14 +111,16 @@ class Transport:
             answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
             return lambda: answer
         try:
-            carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
+            with _named(f"{label}.{type(request).__name__}"):
+                carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
         except RuntimeError as error:
             raise self._lost(request, label, error) from error
 
         def wait() -> Any:
             del_after = held  # the sender's buffer is read late: it lives until the wait returns
             try:
-                carried()
+                with _named(f"{label}.wait"):
+                    carried()
             except RuntimeError as error:
                 raise self._lost(request, label, error) from error
             del del_after
@@ -264,12 +266,14 @@ class Transport:
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Any:
         """Starts a message; the handle's wait() returns when the peer has it. Do not touch `tensor` before."""
         lane = self._lane(tensor, self.place.rank < peer)
-        return dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
+        with _named(f"to rank {peer}.send"):
+            return dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
 
     def receive(self, into: Tensor, peer: int, tag: int = 0) -> Any:
         """Posts a receive; the handle's wait() returns when `into` is filled."""
         assert into.is_contiguous(), f"{tuple(into.shape)} is not contiguous"
-        return dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
+        with _named(f"from rank {peer}.receive"):
+            return dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -298,3 +302,9 @@ class Transport:
         self.lanes.clear()
         self.groups.clear()
         self.order_group = None
+
+
+def _named(what: str) -> AbstractContextManager[Any]:
+    """The name under which torch.profiler shows what is done inside; costs nothing where no profiler is on."""
+    is_watched = torch._C._autograd._profiler_enabled()
+    return torch.profiler.record_function(f"armillary::{what}") if is_watched else nullcontext()

@@ -151,6 +151,18 @@ class Run:
         with self._aside() as engine:
             return report_of(engine)
 
+    def metrics(self) -> dict[str, float]:
+        """What this rank sent and how long its steps took since the last call, as means per step: "step_seconds",
+        "sent_bytes", "in_flight_seconds", the last two by group too ("sent_bytes/emb.weight"). Asks nobody, so one
+        rank alone may call it. For TensorBoard:
+
+            for name, value in run.metrics().items():
+                writer.add_scalar(f"armillary/{name}", value, step)
+        """
+        engine = self._engine
+        engine.count()
+        return engine.tally.metrics()
+
     def save(self, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
         """Between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the disk, and
         the newest; an error at any moment leaves the older ones as they were.

@@ -1,6 +1,8 @@
 """What this rank sent and how long it took, by the groups of a plan."""
 
+import time
 from collections import defaultdict
+from dataclasses import dataclass, field
 
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
@@ -9,6 +11,16 @@ __all__ = ["ALL", "OTHER", "Tally"]
 
 ALL = "all groups"  # where a schedule carries them together
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a tally had counted when it was asked for metrics."""
+
+    steps: int = 0
+    at_seconds: float = field(default_factory=time.perf_counter)
+    sent: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Tally:
@@ -23,6 +35,7 @@ class Tally:
         self.records: list[Record] = []
         self.steps = 0
         self.sent_bytes = 0.0  # by this rank, in all
+        self._told = _Told()
 
     def add(self, records: tuple[Record, ...]) -> None:
         """Takes more records; whoever steps counts `steps`."""
@@ -49,3 +62,22 @@ class Tally:
         """group -> (bytes sent, seconds in flight), means over the steps."""
         steps = max(self.steps, 1)
         return {group: (self.sent[group] / steps, self.seconds[group] / steps) for group in self.sent}
+
+    def metrics(self) -> dict[str, float]:
+        """Means per step over the steps since the last call; empty if there was none. Seconds of a group are those its
+        requests were in flight."""
+        last, now = self._told, _Told(self.steps, sent=dict(self.sent), seconds=dict(self.seconds))
+        steps = now.steps - last.steps
+        if not steps:
+            return {}
+        self._told = now
+        sent = {name: (value - last.sent.get(name, 0.0)) / steps for name, value in now.sent.items()}
+        flown = {name: (value - last.seconds.get(name, 0.0)) / steps for name, value in now.seconds.items()}
+        found = {
+            "steps": float(steps),
+            "step_seconds": (now.at_seconds - last.at_seconds) / steps,
+            "sent_bytes": sum(sent.values()),
+            "in_flight_seconds": sum(flown.values()),
+        }
+        found |= {f"sent_bytes/{name}": value for name, value in sent.items()}
+        return found | {f"in_flight_seconds/{name}": value for name, value in flown.items()}

@@ -29,12 +29,12 @@ from armillary.session.verification import TOLERANCE, Difference, Verdict, Verif
 from armillary.session.verify_schedule import verify_schedule
 from armillary.session.workload import Workload
 
-__all__ = ["verify"]
+__all__ = ["verify_workload"]
 
 OWN_ORACLE = "NOT exact, held to its own oracle"
 
 
-def verify(
+def verify_workload(
     workload: Workload,
     *,
     steps: int = 5,

@@ -1,0 +1,62 @@
+"""Whether a script's own model trains on many workers as in one process: `verify` for whoever has no workload."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
+from armillary.planning.constraints import Constraint
+from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.runtime.watch.probe import Loss
+from armillary.session.decide import Wishes, open_transport
+from armillary.session.feed import alike_ranks
+from armillary.session.script import Script
+from armillary.session.source import leaves
+from armillary.session.verification import Verification
+from armillary.session.verify import verify_workload
+
+__all__ = ["verify"]
+
+
+def verify(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    plan: Plan | None = None,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Sequence[str] = (),
+    schedule: Choice = SIMULTANEOUS,
+    steps: int = 5,
+    seed: int = 0,
+    exchanges: Sequence[str] | Literal["every"] = "every",
+) -> Verification:
+    """Trains copies of the model on all workers and in one process, in float64, and compares every parameter. Every
+    rank must call it; model and optimizer stay as they were. `print` it; `.is_equal` is the answer.
+
+    Args:
+        batches: the same on every rank, as many as steps x workers; each is one worker's batch of one step.
+        loss: loss(model, batch) -> scalar tensor, the mean over the batch.
+        plan: to be held to the truth; without, one is made as in `auto_plan` (`constraints`, `lazy`, `schedule`).
+        exchanges: to be forced besides, one after the other; () for none.
+
+    Raises:
+        ValueError: too few batches, ranks with other batches, or a plan or wish that does not fit.
+    """
+    script = Script(model, optimizer, batches, loss, steps)
+    transport = open_transport()
+    workers = transport.place.workers
+    first = list(islice(script.batches("train", 0, 1, seed), 1))
+    alike = alike_ranks(first, transport)
+    transport.close()
+    if workers > 1 and leaves(first) and alike != [tuple(range(workers))]:
+        raise ValueError(
+            "verify: ranks draw other batches than rank 0; give every rank the same, unshuffled or "
+            "shuffled by one seed: verify itself takes each worker's share"
+        )
+    wishes = Wishes(constraints=constraints, lazy=lazy, plan=plan, schedule=schedule)
+    return verify_workload(script, steps=steps, seed=seed, wishes=wishes, exchanges=exchanges)

@@ -1,0 +1,128 @@
+"""What the command line has, a script reaches: verify, simulate, metrics, a profiler's names, a notebook's plan."""
+
+import json
+import os
+
+import pytest
+import torch
+from small_models import OPTIMIZERS, Reader, chain, pair_batch, pair_loss, word_batch, word_loss
+
+import armillary
+import face
+
+
+def batches_of(count):
+    return [word_batch(number // 2, number % 2) for number in range(count)]
+
+
+def scripted(rank, world, optimizer, loss=word_loss):
+    """Verifies a script's model; the answer, and what it says."""
+    torch.manual_seed(3)
+    model = Reader()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = OPTIMIZERS[optimizer](model.parameters())
+    found = armillary.verify(model, made, batches_of(12), loss)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert not made.state and model.words.weight.dtype == torch.float32
+    return found.is_equal, str(found)
+
+
+def with_state(rank, world):
+    """The optimizer has stepped before, so that its state counts."""
+    torch.manual_seed(3)
+    model = Reader()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    word_loss(model, word_batch(0, 0)).backward()
+    optimizer.step()
+    return armillary.verify(model, optimizer, batches_of(8), word_loss, steps=2, exchanges=("owned_rows",)).is_equal
+
+
+def ranks_own_loss(model, batch):
+    return word_loss(model, batch) * (1 + 0.001 * int(os.environ["RANK"]))
+
+
+def other_batches(rank, world):
+    model = Reader()
+    batches = [word_batch(rank, number) for number in range(12)]
+    with pytest.raises(ValueError, match="ranks draw other batches than rank 0; give every rank the same"):
+        armillary.verify(model, OPTIMIZERS["sgd"](model.parameters()), batches, word_loss)
+    with pytest.raises(ValueError, match="batches gave 5, which does not do for 3 steps of 2 batches each; give 6"):
+        armillary.verify(model, OPTIMIZERS["sgd"](model.parameters()), batches_of(5), word_loss, steps=3)
+    with pytest.raises(ValueError, match="8 of the 8 tensors of the optimizer are not parameters of the model"):
+        armillary.verify(model, OPTIMIZERS["sgd"](chain().parameters()), batches_of(5), word_loss)
+
+
+def test_a_script_verifies_its_own_model_on_its_own_batches(crew):
+    for is_equal, said in crew(2).run(scripted, "adam"):
+        assert is_equal and "2 workers and one process are equal after 5 steps in float64" in said, said
+        assert "owned_rows" in said and "all_reduce" in said
+    assert crew(2).run(with_state) == [True, True]
+
+
+def test_verify_in_a_script_finds_a_loss_that_differs_by_rank(crew):
+    for is_equal, said in crew(2).run(scripted, "sgd", ranks_own_loss):
+        assert not is_equal and "NOT equal" in said, said
+
+
+def test_verify_in_a_script_refuses_other_batches_too_few_and_a_foreign_optimizer(crew):
+    crew(2).run(other_batches)
+
+
+def scheduled(rank, world):
+    model = chain(0.0)
+    batches = [pair_batch(step, number) for step in range(5) for number in range(2)]
+    schedule = armillary.Choice.parse("pipeline")
+    found = armillary.verify(model, OPTIMIZERS["adam"](model.parameters()), batches, pair_loss, schedule=schedule)
+    return found.is_equal, str(found)
+
+
+def test_verify_in_a_script_follows_a_schedule(crew):
+    for is_equal, said in crew(2).run(scheduled):
+        assert is_equal and "pipeline" in said, said
+
+
+def watched(rank, world, plan, folder):
+    """Three steps, the last under torch's profiler."""
+    run = face.start(plan, model := Reader(), OPTIMIZERS["sgd"](model.parameters()), word_loss)
+    loop = run.optimizer
+    assert run.run.metrics() == {}
+    for step in range(2):
+        loop.zero_grad()
+        word_loss(model, word_batch(step, rank)).backward()
+        loop.step()
+    told = run.run.metrics() if rank == 0 else {}
+    with torch.profiler.profile() as seen:
+        loop.zero_grad()
+        word_loss(model, word_batch(2, rank)).backward()
+        loop.step()
+    report = run.run.report()
+    face.close(run)
+    return told, report, {event.key for event in seen.key_averages()}
+
+
+def test_metrics_of_a_step_are_the_report_s_and_the_profiler_shows_our_names(crew, tmp_path):
+    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2, exchange={"words.weight": "owned_rows"})
+    (told, report, names), _ = crew(2).run(watched, plan, str(tmp_path))
+    groups = {line.group for line in report.lines}
+    assert told["steps"] == 2 and told["step_seconds"] > 0
+    assert told["sent_bytes"] == pytest.approx(sum(told[f"sent_bytes/{group}"] for group in groups))
+    dense = next(line for line in report.lines if line.exchange.startswith("all_reduce"))
+    assert told[f"sent_bytes/{dense.group}"] == dense.measured.sent_bytes > 0
+    assert f"armillary::{dense.group}.AllReduce" in names and f"armillary::{dense.group}.wait" in names, names
+    assert any(name.startswith("armillary::words.weight.") for name in names)
+
+
+def test_a_script_plays_its_plan_on_other_machines_and_keeps_the_picture(tmp_path):
+    seen = armillary.profile(Reader(), batches_of(4), word_loss, workers=2)
+    plan = armillary.plan(seen, face.machines(2))
+    played = armillary.simulate(plan, seen, face.machines(2).of(8))
+    assert "step of 8 workers: " in str(played) and played.step_seconds > 0
+    trace, picture = played.save(tmp_path / "new")
+    assert json.loads(trace.read_text())["traceEvents"] and picture.read_bytes()[1:4] == b"PNG"
+
+
+def test_a_plan_shows_itself_in_a_notebook():
+    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2)
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre") and "words.weight" in shown and "<>" not in shown
+    assert str(plan).splitlines()[2].split()[0] in shown
