@@ -1,0 +1,55 @@
+"""Two revisions by turns: each name means the right copy, and the table says what the rounds say."""
+
+import json
+import sys
+
+import pytest
+from benchmarks.netlab import Lab, LabUnavailable
+from benchmarks.netlab.lab import ROOT
+from benchmarks.revisions.run import row
+from benchmarks.revisions.source import Source
+
+
+def package(folder, name):
+    """A source whose package says its name, and that of what it imports when it is called."""
+    inside = folder / name / "src" / "armillary"
+    inside.mkdir(parents=True)
+    late = "from armillary.late import NAME\n    return NAME"
+    (inside / "__init__.py").write_text(f"NAME = {name!r}\n\n\ndef said_late():\n    {late}\n")
+    (inside / "late.py").write_text(f"NAME = {name!r} + ' late'\n")
+    return folder / name
+
+
+def test_each_revision_imports_its_own_modules_also_late(tmp_path):
+    here = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "armillary"}
+    one, other = Source(package(tmp_path, "one")), Source(package(tmp_path, "other"))
+    said = []
+    for source in (one, other, one):
+        with source:
+            said += [source.armillary.NAME, source.armillary.said_late()]
+    assert said == ["one", "one late", "other", "other late", "one", "one late"]
+    assert {name: sys.modules.get(name) for name in here} == here and str(tmp_path) not in str(sys.path)
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path):
+    with pytest.raises(ModuleNotFoundError, match="armillary"):
+        Source(tmp_path)
+
+
+def test_ratios_are_of_one_round():
+    rounds = [{"older": 0.1, "newer": 0.2, "older again": 0.1}, {"older": 0.4, "newer": 0.4, "older again": 0.2}]
+    assert row("dense", rounds) == "| dense | 250.0 | 1.500 (1.00-2.00) | 0.750 (0.50-1.00) |"
+
+
+@pytest.mark.netlab
+def test_a_job_times_both_revisions(tmp_path):
+    out = tmp_path / "found.json"
+    told = f"--case dense --older {ROOT} --newer {ROOT} --rounds 2 --steps 1 --small --out {out}".split()
+    try:
+        with Lab(2, 0) as lab:
+            lab.run([sys.executable, "-W", "ignore", "-m", "benchmarks.revisions.job", *told], timeout_seconds=100)
+    except LabUnavailable as reason:
+        pytest.skip(str(reason))
+    rounds = json.loads(out.read_text())["rounds"]
+    assert [sorted(turn) for turn in rounds] == [["newer", "older", "older again"]] * 2
+    assert all(seconds > 0 for turn in rounds for seconds in turn.values())
