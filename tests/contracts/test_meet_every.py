@@ -21,7 +21,7 @@ def meet_every(steps=4):
         return [2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
 
     def legs(layout, topology):
-        return [Leg("slowest", sent_bytes(layout, topology)[0], 2 * (topology.workers - 1), "AllReduce")]
+        return [Leg("neighbour", sent_bytes(layout, topology)[0], 2 * (topology.workers - 1), "AllReduce")]
 
     def oracle(parcels, states):
         mean = sum(parcel.values / len(parcels) for parcel in parcels)

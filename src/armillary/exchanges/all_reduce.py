@@ -27,6 +27,6 @@ def all_reduce() -> DenseExchange:
         return [2 * (topology.workers - 1) / topology.workers * layout.joined_bytes] * topology.workers
 
     def legs(layout: Layout, topology: Topology) -> list[Leg]:
-        return [Leg("slowest", max(sent_bytes(layout, topology)), 2 * (topology.workers - 1), "AllReduce")]
+        return [Leg("neighbour", max(sent_bytes(layout, topology)), 2 * (topology.workers - 1), "AllReduce")]
 
     return DenseExchange(push, 1, sent_bytes, legs)

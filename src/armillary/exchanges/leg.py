@@ -8,14 +8,15 @@ from typing import Literal, NamedTuple
 
 __all__ = ["EarlyLegs", "Leg", "Legs", "Links"]
 
-Links = Literal["slowest", "everyone", "node", "rail"]
+Links = Literal["slowest", "everyone", "neighbour", "node", "rail"]
 
 
 class Leg(NamedTuple):
     """
     links: "slowest": every byte passes the slowest link there is; "everyone": even pieces to all other ranks, of which
-        those inside the node and those beyond it leave by different links at once; "node", "rail": to the other ranks
-        of the node, or to the ranks of the same place in the other nodes.
+        those inside the node and those beyond it leave by different links at once; "neighbour": each rank sends to the
+        next one, so a node's last rank alone sends beyond it; "node", "rail": to the other ranks of the node, or to the
+        ranks of the same place in the other nodes.
     link_bytes: through the busiest link in one direction. messages: that wait for one another, each for one latency.
     request: the kind that is made, by the name of its class: links serve some kinds better than others.
     """

@@ -5,6 +5,9 @@ Legs follow one another; nothing is hidden behind compute (that is the simulator
 Source: Thakur, Rabenseifner and Gropp (2005): latency once a message, bandwidth on what passes the link. Departure: an
 all-to-all posts all its pieces at once, so it waits for one latency, not for N - 1. Where a topology was measured, each
 kind of request has links of its own.
+
+Note [Ring]. A rank's link between nodes is its share of the node's card. Of a ring only the node's last rank sends
+beyond the node, and so has the shares of all its ranks.
 """
 
 from collections.abc import Iterable
@@ -37,16 +40,18 @@ def busy(leg: Leg, topology: Topology, latency_share: float = 1.0) -> Busy:
     here, others = topology.workers_per_node, topology.workers - 1
     if others == 0:
         return Busy(0.0, 0.0)
-    inside_share = {
-        "slowest": float(topology.nodes == 1),
-        "everyone": (here - 1) / others,
-        "node": 1.0,
-        "rail": 0.0,
+    near = (here - 1) / others  # share of the other ranks that are on this node
+    inside_share, between_share = {
+        "slowest": (float(topology.nodes == 1), 1.0),
+        "everyone": (near, 1 - near),
+        "neighbour": (1.0, 1 / here),  # see Note [Ring]
+        "node": (1.0, 0.0),
+        "rail": (0.0, 1.0),
     }[leg.links]
     messages = leg.messages * latency_share
     inside = between = 0.0
     if here > 1 and inside_share > 0:
         inside = topology.link_of(leg.request, "inside").seconds(leg.link_bytes * inside_share, messages)
-    if topology.nodes > 1 and inside_share < 1:
-        between = topology.link_of(leg.request, "between").seconds(leg.link_bytes * (1 - inside_share), messages)
+    if topology.nodes > 1 and between_share > 0:
+        between = topology.link_of(leg.request, "between").seconds(leg.link_bytes * between_share, messages)
     return Busy(inside, between)
