@@ -20,7 +20,9 @@ import torch
 from armillary.cli.main import main
 
 LONGEST_SECONDS = 90.0
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "armillary", "armillary.cli.main")
+PRELOADED = (
+    "torch", "torch.distributed", "torch.distributed.pipelining", "matplotlib.figure", "armillary", "armillary.cli.main"
+)  # fmt: skip
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from armillary.cli.launch import first_failure
+from armillary.cli import launch as launcher
+from armillary.cli.launch import Failure, first_failure, keep_failure, launch
 from armillary.cli.main import app
 from armillary.session.checkpoint import latest_checkpoint
-from forked import command
+from forked import command, forkserver
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 LONGEST_SECONDS = 100
@@ -161,3 +162,50 @@ def test_a_worker_that_was_killed_is_the_cause_whatever_the_others_say(tmp_path,
     write_error(tmp_path, 0, 20.0, "a peer has stopped")
     failure = first_failure(tmp_path, {0: 1, 1: -number})
     assert failure.rank == 1 and word in failure.text
+
+
+def test_a_torn_error_file_hides_no_whole_one(tmp_path):
+    write_error(tmp_path, 1, 20.0, "the cause")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "error.json").write_text('{"message": {"mess')
+    assert first_failure(tmp_path, {}) == Failure(1, 20.0, "the cause")
+    (tmp_path / "1" / "error.json").unlink()
+    left = first_failure(tmp_path, {})
+    assert (left.rank, left.text) == (0, "ended; the message it left is not whole")
+
+
+def test_what_a_worker_says_of_its_end_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def ended(draft, path):
+        assert not file.exists() and json.loads(Path(draft).read_text())["message"]["message"] == "the cause"
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", ended)
+        with pytest.raises(SystemExit):
+            keep_failure("the cause", 1)
+    assert not file.exists()  # the launcher ended this worker as it wrote
+    keep_failure("the cause", 1)
+    assert first_failure(tmp_path, {}).text == "the cause"
+
+
+LEAVES_AN_EMPTY_FILE = """
+import os
+open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()
+os._exit(1)
+"""
+
+
+def launched(kept):
+    launcher.WORKER = LEAVES_AN_EMPTY_FILE
+    Path(kept).write_text(launch([], 2).text)
+
+
+def test_the_launcher_survives_an_empty_error_file(tmp_path):
+    process = forkserver().Process(target=launched, args=(str(tmp_path / "text"),))
+    process.start()
+    process.join(LONGEST_SECONDS)
+    assert process.exitcode == 0
+    assert (tmp_path / "text").read_text() == "ended; the message it left is not whole"

@@ -73,17 +73,24 @@ def launch(arguments: Sequence[str], workers: int) -> Failure | None:
             raise KeyboardInterrupt from None
         except ChildFailedError as error:
             return first_failure(Path(logs), {rank: one.exitcode for rank, one in error.failures.items()})
+        except json.JSONDecodeError:  # torch's launcher reads what workers wrote down, and gives up on half a file
+            return first_failure(Path(logs), {})
     return None
 
 
 def keep_failure(text: str, rank: int) -> None:
-    """Writes why this worker ends where the launcher looks for it (TORCHELASTIC_ERROR_FILE), in torch's own format."""
+    """Writes why this worker ends where the launcher looks for it (TORCHELASTIC_ERROR_FILE), in torch's own format.
+
+    Whole or not at all: the launcher ends the other workers as they write, and would stumble over half a message.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "seconds": time.time()}
     message = {"message": text, "extraInfo": extra, "rank": rank}
-    Path(path).write_text(json.dumps({"message": message}))
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps({"message": message}))
+    os.replace(draft, path)
 
 
 def text_of(error: BaseException) -> str:
@@ -96,16 +103,22 @@ def text_of(error: BaseException) -> str:
 
 
 def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
-    """The earliest error any worker wrote down; a worker killed by a signal left none, and comes first."""
+    """The earliest error any worker wrote down; a worker killed by a signal left none, and comes first.
+
+    Args:
+        logs: below which each worker has a folder of its rank's name, with error.json if it said why it ended.
+        exit_codes: rank -> of those that failed, as far as the launcher knows them.
+    """
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code not in (2, 15)}
     for rank, signal in sorted(killed.items()):
         reason = "; the machine may be out of memory" if signal == 9 else ""
         return Failure(rank, 0.0, f"ended by signal {signal}{reason}")
-    found = []
-    for path in logs.rglob("error.json"):
-        message = json.loads(path.read_text())["message"]
-        found.append(Failure(message["rank"], message["extraInfo"]["seconds"], message["message"]))
-    if not found:
-        rank, code = next(iter(exit_codes.items()))
-        return Failure(rank, 0.0, f"ended with exit code {code} and no message")
-    return min(found, key=lambda failure: failure.seconds)
+    found, torn = [], []
+    for path in sorted(logs.rglob("error.json")):
+        try:
+            message = json.loads(path.read_text())["message"]
+            found.append(Failure(message["rank"], message["extraInfo"]["seconds"], message["message"]))
+        except (ValueError, KeyError, TypeError):  # not of ours, or of a worker that was ended as it wrote
+            torn.append(Failure(int(path.parent.name), path.stat().st_mtime, "ended; the message it left is not whole"))
+    silent = [Failure(rank, 0.0, f"ended with exit code {code} and no message") for rank, code in exit_codes.items()]
+    return min(found or torn or silent, key=lambda failure: failure.seconds)

@@ -8,7 +8,6 @@ from typing import Any
 
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
-from armillary.session.plot import plot
 
 __all__ = ["CHECKPOINTS", "keep_decision", "keep_end", "note", "open_folder", "read_kept", "run_folder"]
 
@@ -83,7 +82,10 @@ def note(folder: Path, event: Progress | Evaluated) -> None:
 
 
 def keep_end(folder: Path, ended: Ended, trace: Trace, unit: str) -> None:
-    """The trace of the last steps, the summary with forecast beside measured, and the plot."""
+    """The trace of the last steps, the summary with forecast beside measured, and the plot, for which matplotlib is
+    imported only now."""
+    from armillary.session.plot import plot
+
     trace.save(folder / "trace.json")
     (folder / "summary.json").write_text(json.dumps(asdict(ended), indent=2) + "\n")
     lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]

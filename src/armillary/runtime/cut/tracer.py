@@ -4,7 +4,8 @@ The tracer (torch.export underneath) turns the forward into a graph and splits i
 skip a stage are carried through it, so a stage only ever talks to its neighbours. Parameters are the model's own.
 
 What the trace fixes: the mode (train or eval), and every branch Python took on the example. Evaluate with the model
-itself. Source: PiPPy, now torch.distributed.pipelining.
+itself. Source: PiPPy, now torch.distributed.pipelining, which is imported when something is traced: it brings
+torch._dynamo, and with it the start of every rank would take twice as long.
 """
 
 import operator
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -68,6 +68,8 @@ def cut_traced(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stag
     Raises:
         ValueError: it cannot be traced, and which module stopped it; a point it never reaches; tied weights.
     """
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
     arguments = value if isinstance(value, tuple) else (value,)
     split = dict.fromkeys(points, SplitPoint.BEGINNING)
     own_forward = {path: "forward" in vars(model.get_submodule(path)) for path in points}

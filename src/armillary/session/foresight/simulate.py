@@ -12,7 +12,6 @@ from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulator import Simulation
 from armillary.planning.simulator import simulate as play
 from armillary.session.folder import open_folder
-from armillary.session.foresight.plot_timeline import plot_timeline
 from armillary.session.foresight.timeline import chrome_trace
 
 __all__ = ["Simulated", "simulate"]
@@ -31,11 +30,14 @@ class Simulated:
         return self.played.step_seconds
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png; their paths.
+        """Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png; their paths. Imports
+        matplotlib.
 
         Raises:
             ValueError: the folder cannot be written.
         """
+        from armillary.session.foresight.plot_timeline import plot_timeline
+
         open_folder(Path(folder))
         trace, picture = Path(folder) / "timeline.json", Path(folder) / "timeline.png"
         trace.write_text(json.dumps(chrome_trace(self.played)))
