@@ -124,13 +124,13 @@ def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[
     trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
     units: list[DenseUnit | RowUnit] = []
     held: dict[str, Held] = {}
-    originals: dict[str, nn.Parameter] = {}
+    handles: dict[str, nn.Parameter] = {}
     for group in plan.groups:
         if group.own_exchange.name in row_exchanges():
             name = group.parameters[0]
-            originals[name] = trainable[name]
+            handles[name] = trainable[name]
             table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
-            put_handle(job.model.modules(), trainable[name], table)
+            put_handle(trainable[name], table)
             units.append(RowUnit(group.name, table))
         else:
             members = {name: trainable[name] for name in group.parameters}
@@ -138,14 +138,10 @@ def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[
             units.append(dense_unit(group.name, members, exchange, transport.place))
     executor = Executor(units, transport, plan.mean)
     try:
-        engine = UserLoop(plan, job, executor, held, originals)
+        return UserLoop(plan, job, executor, held, handles)
     except BaseException:
         executor.release()
         raise
-    for parameter in originals.values():  # whose rows are elsewhere now
-        if not parameter.is_meta:
-            parameter.data = parameter.data.new_empty(0)
-    return engine
 
 
 def _other_nodes(plan: Plan, transport: Transport) -> str:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
 from armillary.planning.assembly import consensus_of
+from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
 from armillary.runtime.transport import Transport
 
@@ -102,6 +103,11 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
     if options is None:
         yield f"{name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
         return
+    if fixed := why_fixed(parameter):
+        yield (
+            f"{name!r} is to be read by row, so the parameter object must become the table's handle, but {fixed}, or "
+            f"plan with {{{name!r}: 'replicated'}}"
+        )
     if (exchange.placement == "row_sharded" or group.is_lazy) and not steps_by_row(optimizer, options):
         yield (
             f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "

@@ -1,4 +1,4 @@
-"""Takes tables out of the model and the optimizer again: both hold the parameters that were there before attach.
+"""Takes tables out of the model and the optimizer again: the same parameter objects are plain, as before attach.
 
 Rows are gathered whole on every rank. Where they are not to be, the handles stay in the model and say, when they are
 read, that nobody serves them any more.
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.identity import become, why_fixed
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import table_state
@@ -22,20 +23,26 @@ __all__ = ["put_back", "refuse_reads"]
 
 
 def put_back(
-    modules: Iterable[nn.Module],
     optimizer: Optimizer,
     tables: Mapping[str, RowTable],
     held: Mapping[str, Held],
-    originals: Mapping[str, nn.Parameter],
+    handles: Mapping[str, nn.Parameter],
     transport: Transport,
 ) -> None:
     """Collective, between two steps. Every rank needs memory for whole tables and their optimizer state.
 
     Args:
-        originals: the parameters that the tables replaced, by name.
+        handles: the parameter objects that are the tables' handles, by name.
+
+    Raises:
+        ValueError: some rank holds something that keeps a handle from becoming a plain parameter. Nothing was changed.
     """
     if not tables:
         return
+    trouble = FirstError("close")
+    with trouble.kept():
+        _refuse_fixed(handles)
+    trouble.agree(transport)
     whole: dict[str, dict[str, Tensor]] = {name: {} for name in tables}
     for tensor in row_tensors(tables, held, optimizer, transport):
         rows = gathered(tensor, transport)
@@ -44,37 +51,24 @@ def put_back(
         transport.spread(rows)
         whole[tensor.table.name][tensor.entry] = rows.to(tensor.shard.device)
     rests = transport.share({name: table_state(table, optimizer, held[name]).rest for name, table in tables.items()})
-    modules = list(modules)
     for name, table in tables.items():
         rest: dict[str, Any] = next((theirs[name] for theirs in rests if theirs[name]), {})
-        _give_values(originals[name], whole[name].pop(""))
-        _replace_handle(modules, table, originals[name])
-        _replace_in_optimizer(optimizer, table, originals[name], {**rest, **whole[name]})
+        parameter = handles[name]
+        become(parameter, nn.Parameter(whole[name].pop(""), requires_grad=parameter.requires_grad))
+        _replace_in_optimizer(optimizer, table, parameter, {**rest, **whole[name]})
 
 
-def _give_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """The same object."""
-    if not parameter.is_meta:
-        parameter.data = values
-        return
-    attributes = dict(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
-    parameter.__dict__.update(attributes)
-
-
-def _replace_handle(modules: Iterable[nn.Module], table: RowTable, parameter: nn.Parameter) -> None:
-    for module in modules:
-        there: Any
-        for name, there in list(module._parameters.items()):
-            if isinstance(there, TableHandle) and there.reader is table:
-                module._parameters[name] = parameter
+def _refuse_fixed(handles: Mapping[str, nn.Parameter]) -> None:
+    for name, handle in handles.items():
+        if fixed := why_fixed(handle):
+            raise ValueError(f"{name} cannot be a plain parameter again: {fixed}, then close once more")
 
 
 def _replace_in_optimizer(
     optimizer: Optimizer, table: RowTable, parameter: nn.Parameter, state: Mapping[str, Any]
 ) -> None:
     for group in optimizer.param_groups:
-        group["params"] = [parameter if there is table.parameter else there for there in group["params"]]
+        group["params"][:] = [parameter if there is table.parameter else there for there in group["params"]]
     optimizer.state.pop(table.parameter, None)
     if state:
         optimizer.state[parameter] = dict(state)
@@ -90,5 +84,5 @@ def refuse_reads(tables: Iterable[RowTable], optimizer: Optimizer, why: str) -> 
         table.reads = refuse
         table.parameter.grad = None
         for group in optimizer.param_groups:
-            group["params"] = [there for there in group["params"] if there is not table.parameter]
+            group["params"][:] = [there for there in group["params"] if there is not table.parameter]
         optimizer.state.pop(table.parameter, None)

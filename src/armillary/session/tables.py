@@ -1,15 +1,14 @@
 """Makes the tables of a plan: rows owned here, what the optimizer holds of them, and the handle in the model."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Group
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.identity import become
 from armillary.runtime.hybrid.row_update import (
     Held,
     leaves_untouched_rows,
@@ -51,12 +50,6 @@ def _unattached(*_: Any) -> Any:
     raise AssertionError("nobody has taken the table yet")
 
 
-def put_handle(modules: Iterable[nn.Module], parameter: nn.Parameter, table: RowTable) -> None:
-    """Every module that holds the parameter (tied weights: several) holds the one handle from now on."""
-    handle = TableHandle(table, table.shard, requires_grad=True)
-    for module in modules:
-        for name, held in list(module._parameters.items()):
-            if held is parameter:
-                module._parameters[name] = handle  # type: ignore[assignment]
-    with torch.no_grad():
-        parameter.grad = None
+def put_handle(parameter: nn.Parameter, table: RowTable) -> None:
+    """The parameter object is the handle from now on, for everyone who holds it."""
+    become(parameter, TableHandle(table, table.shard, requires_grad=True))

@@ -71,7 +71,7 @@ def replace_parameter(optimizer: Optimizer, old: Tensor, table: RowTable) -> Hel
         The shard's state, for `open_window`; empty where the optimizer holds the shard itself.
     """
     for group in optimizer.param_groups:
-        group["params"] = [table.parameter if parameter is old else parameter for parameter in group["params"]]
+        group["params"][:] = [table.parameter if parameter is old else parameter for parameter in group["params"]]
     if old not in optimizer.state:
         return {}
     state = optimizer.state.pop(old)

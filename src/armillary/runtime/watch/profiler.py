@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from armillary.facts.parameter import ParameterFact, Reads, RowFacts
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
+from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.watch.probe import Loss, probe, scalar_loss, stage_seconds
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, row_facts
@@ -59,8 +60,11 @@ def profile(
         raise ValueError(f"profile: {workers} workers do not fill nodes of {workers_per_node}")
     paths = stage_paths(model, stages)
     looked: list[dict[str, Lookups]] = []
+    fixed = {name: why_fixed(parameter) for parameter, (name, *_) in names.items()}
     with untouched(model) as kept, torch.enable_grad():
         watch = WatchReads({name: parameter for parameter, (name, *_) in names.items()}, kept.keep)
+        for name, why in fixed.items():
+            watch.readings[name].refusals.update([why] if why else [])
         for batch in batches:
             if not looked:
                 sample, (arrivals, operations, activations) = batch, probe(model, batch, loss, watch, paths)

@@ -89,7 +89,7 @@ def look_up_orders(stages: Sequence[Stage], names: Sequence[str], model: nn.Modu
 
 def make_tables(
     plan: Plan,
-    training: tuple[nn.Module, Optimizer, Sequence[Stage]],
+    training: tuple[nn.Module, Optimizer],
     orders: Sequence[Sequence[str]],
     divisor: int,
     connection: tuple[Transport, Requests],
@@ -102,20 +102,19 @@ def make_tables(
     Raises:
         ValueError: ranks would look tables up in different orders.
     """
-    (model, optimizer, stages), (transport, requests) = training, connection
+    (model, optimizer), (transport, requests) = training, connection
     groups = table_groups(plan)
     if not groups:
         return RunTables()
     _refuse_other_orders(orders, transport)
     named = dict(model.named_parameters())
-    modules = [*model.modules(), *(module for stage in stages for module in stage.module.modules())]
     owned: dict[int, list[OwnedTable]] = {}
     by_name: dict[str, RowTable] = {}
     held: dict[str, Held] = {}
     for group in groups:
         name = group.parameters[0]
         by_name[name], held[name] = make_table(group, named[name], optimizer, transport)
-        put_handle(modules, named[name], by_name[name])
+        put_handle(named[name], by_name[name])
         owned.setdefault(group.stage, []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
     look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
     for table in by_name.values():

@@ -63,8 +63,6 @@ class OwnedLoop:
         self.engine = ENGINES[self.plan.schedule.name](self.parts)
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
-        for name in self.tables:  # whose rows are elsewhere now
-            self.originals[name].data = self.originals[name].data.new_empty(0)
 
     def _telling(self) -> ToldLosses | None:
         if self.engine.teller is None:
@@ -265,8 +263,8 @@ class OwnedLoop:
 
     def _put_tables_back(self, gather: bool) -> None:
         if gather:
-            modules = [*self.model.modules(), *(m for stage in self.parts.stages for m in stage.module.modules())]
-            put_back(modules, self.optimizer, self.tables, self.held, self.originals, self.transport)
+            handles = {name: self.originals[name] for name in self.tables}
+            put_back(self.optimizer, self.tables, self.held, handles, self.transport)
         else:
             why = "the run was closed with gather=False; export it first, or close it with gather=True"
             refuse_reads(self.tables.values(), self.optimizer, why)

@@ -44,11 +44,11 @@ class UserLoop:
         job: TrainJob,
         executor: Executor,
         held: dict[str, Held],
-        originals: Mapping[str, nn.Parameter],
+        handles: Mapping[str, nn.Parameter],
     ):
-        """originals: the parameters that the tables replaced, by name."""
+        """handles: the parameter objects that are the tables' handles, by name."""
         self.plan, self.model, self.optimizer, self.loss = plan, job.model, job.optimizer, job.loss
-        self.originals, self.is_scaled = originals, job.scaler is not None and job.scaler.is_enabled()
+        self.handles, self.is_scaled = handles, job.scaler is not None and job.scaler.is_enabled()
         self.executor, self.held = executor, held
         self.tally = Tally(plan)
         self.transport = executor.transport
@@ -201,8 +201,7 @@ class UserLoop:
         with torch.no_grad(), self.transport.unrecorded():
             take_mean(self.units, self.optimizer, self.transport)
             if gather:
-                modules, tables = self.model.modules(), self.tables
-                put_back(modules, self.optimizer, tables, self.held, self.originals, self.transport)
+                put_back(self.optimizer, self.tables, self.held, self.handles, self.transport)
             else:
                 why = "the run was closed with gather=False; export it first, or close it with gather=True"
                 refuse_reads(self.tables.values(), self.optimizer, why)
