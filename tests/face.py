@@ -118,10 +118,15 @@ def start(
     loss: Loss,
     example: Batch = None,
     seed: int = 0,
-    timeout: float | None = None,
+    timeout: float = 600.0,
+    report_after: float | None = None,
 ) -> Started:
-    """Collective: puts the plan to work. `example` is a micro-batch, wanted where the schedule owns the loop."""
-    run = armillary.attach(plan, model, optimizer, loss=loss, example=example, seed=seed, timeout=timeout)
+    """Collective: puts the plan to work. `example` is a micro-batch, wanted where the schedule owns the loop.
+
+    report_after: a wait that lasts longer says who stands where; timeout: it ends in an error then.
+    """
+    given = {"example": example, "seed": seed, "timeout": timeout, "report_after": report_after}
+    run = armillary.attach(plan, model, optimizer, loss=loss, **given)
     return Started(run, model, optimizer, loss)
 
 

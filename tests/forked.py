@@ -4,13 +4,15 @@ A forked process has its own environment, folder and output, and ends as the pro
 are given what torchrun gives its ranks. What the fork cannot show is how Python starts: tests of that start it.
 """
 
+import atexit
 import multiprocessing
 import os
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +79,64 @@ def command(arguments: Sequence[object], folder: Path, ranks: int = 0) -> list[E
     return ended
 
 
+class Job:
+    """A user's script, `program(rank, ranks, *args)`, as each rank of a job that nobody ends before its time."""
+
+    def __init__(self, ranks: int, program: Callable[..., object], *args: object) -> None:
+        context, port = forkserver(), free_port()
+        self.kept = tempfile.TemporaryDirectory()
+        self.programs = [
+            context.Process(
+                target=_run_script,
+                args=(_as_torchrun(rank, ranks, port, self.kept.name), f"{self.kept.name}/{rank}"),
+                kwargs={"program": partial(program, rank, ranks, *args)},
+            )
+            for rank in range(ranks)
+        ]
+        for one in self.programs:
+            one.start()
+
+    def ended(self, stopped: Sequence[int] = ()) -> list[Ended]:
+        """How each ended. stopped: ranks that will not."""
+        until, late = time.monotonic() + LONGEST_SECONDS, []
+        for rank, one in enumerate(self.programs):
+            if rank not in stopped:
+                one.join(max(0.0, until - time.monotonic()))
+                late += [rank] * one.is_alive()
+        for one in self.programs:
+            one.kill()
+            one.join()
+        found = [
+            Ended(one.exitcode, *(_text(f"{self.kept.name}/{rank}.{kind}") for kind in ("out", "err")))
+            for rank, one in enumerate(self.programs)
+        ]
+        self.kept.cleanup()
+        assert not late, f"ranks {late} did not end in {LONGEST_SECONDS} s: {found}"
+        return found
+
+
+def _run_script(variables: Mapping[str, str], output: str, program: Callable[[], object]) -> None:
+    """As Python runs a script: what it raises goes to sys.excepthook, then comes what is to be done at exit."""
+    _redirect(output)
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    try:
+        program()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _redirect(output: str) -> None:
+    for number, suffix in ((1, "out"), (2, "err")):
+        with open(f"{output}.{suffix}", "w") as file:
+            os.dup2(file.fileno(), number)
+
+
 def _text(path: str) -> str:
     return Path(path).read_text() if Path(path).exists() else ""
 
@@ -91,9 +151,7 @@ def _as_torchrun(rank: int, ranks: int, port: int, kept: str) -> dict[str, str]:
 
 
 def _run(arguments: tuple[str, ...], folder: str, variables: Mapping[str, str], output: str) -> None:
-    for number, suffix in ((1, "out"), (2, "err")):
-        with open(f"{output}.{suffix}", "w") as file:
-            os.dup2(file.fileno(), number)
+    _redirect(output)
     os.chdir(folder)
     os.environ.update(variables)
     sys.argv = ["armillary", *arguments]

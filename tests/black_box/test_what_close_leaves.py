@@ -36,7 +36,7 @@ def plan_of(name):
     return face.plan_for(made(Reader), word_loss, batches, ranks, exchange={TABLE: name}, per_node=per_node)
 
 
-def started(name, plan, optimizer="adam", timeout=None):
+def started(name, plan, optimizer="adam", timeout=600.0):
     model = chain() if name in CHAIN else made(Reader)
     loss, example = (pair_loss, pair_batch(0, 0)) if name in CHAIN else (word_loss, word_batch(0, 0))
     return face.start(plan, model, OPTIMIZERS[optimizer](model.parameters()), loss, example, timeout=timeout)

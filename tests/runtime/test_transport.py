@@ -10,6 +10,7 @@ from torch import distributed as dist
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
 from armillary.runtime.order import Asked, disagreement
+from armillary.runtime.patience import Patience
 from armillary.runtime.transport import Transport
 from forked import forkserver
 
@@ -127,7 +128,7 @@ def test_splits_are_compared_inside_their_scope():
 
 
 def speak_of_lost_peer(rank, world):
-    transport = Transport(1, timeout_seconds=1.0)
+    transport = Transport(1, patience=Patience(None, 1.0))
     if rank == 1:
         time.sleep(1.5)
         return ""
@@ -138,7 +139,9 @@ def speak_of_lost_peer(rank, world):
 
 def test_a_peer_that_does_not_come_is_an_error_that_says_so(crew):
     error = crew(2).run(speak_of_lost_peer)[0]
-    assert error.startswith("rank 0: AllReduce of 'late' at step 0 failed: a peer has stopped, or did not join in time")
+    assert error.startswith(
+        "rank 0: all-reduce of late, step 0: its peers did not come within timeout=1 s. rank 1: out"
+    )
 
 
 def helpers(rank, world):
@@ -164,7 +167,7 @@ def restarted(rank, port, attempt, outbox):
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt),
     )  # fmt: skip
-    transport = Transport(timeout_seconds=20.0)
+    transport = Transport(patience=Patience(None, 20.0))
     total = transport.start(AllReduce(torch.tensor([rank + 1.0])), "sum")()
     outbox.put((attempt, rank, float(total)))
     outbox.close()

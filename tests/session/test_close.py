@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import sys
 import threading
 import time
 
@@ -42,6 +43,8 @@ def surroundings(model, optimizer, scaler):
         "groups": len(dist.distributed_c10d._world.pg_map),
         "hooks": sum(hooks) + sum(of_parameters),
         "scaler": sorted(vars(scaler)),
+        "excepthook": sys.excepthook,
+        "store": {key for key in dist.distributed_c10d._get_default_store().list_keys() if "armillary" in key},
     }
 
 

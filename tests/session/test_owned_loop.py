@@ -233,7 +233,9 @@ def test_what_was_saved_under_one_plan_opens_under_another(crew, elsewhere, tmp_
 def raise_on_one_rank(rank, world, made):
     model = model_of()
     found = options_of(made)
-    run = armillary.attach(made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), timeout=5.0)
+    run = armillary.attach(
+        made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), report_after=1.0, timeout=5.0
+    )
 
     def train():
         with run:

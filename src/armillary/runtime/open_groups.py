@@ -5,7 +5,6 @@ of one is therefore never freed: it costs its few threads until the process ends
 """
 
 import atexit
-import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
@@ -74,24 +73,14 @@ class OpenGroups:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.close()
 
-    def tell(self, error: str) -> None:
-        """Leaves word for ranks that will wait for this one; asks nobody. The first word stays."""
-        with contextlib.suppress(RuntimeError, ValueError, KeyError, IndexError):
-            store = dist.distributed_c10d._get_default_store()
-            store.compare_set(self._key, "", f"rank {self.rank}: {error}")
-
-    def told(self) -> str:
-        """The first word of any rank, empty if there is none."""
-        with contextlib.suppress(RuntimeError, ValueError, KeyError, IndexError):
-            store = dist.distributed_c10d._get_default_store()
-            if store.check([self._key]):
-                return str(store.get(self._key).decode())
-        return ""
-
     @property
-    def _key(self) -> str:
-        """The same on every rank, and of these groups alone."""
-        return f"armillary/error/{self._open[0].group_name}"
+    def store(self) -> Any:
+        """A client of the job's store of its own: one that waits for an answer keeps no other from asking."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            return store.clone()  # type: ignore[attr-defined]
+        except (RuntimeError, NotImplementedError):  # of a kind that has one client
+            return store
 
 
 def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:

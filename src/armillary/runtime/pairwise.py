@@ -135,6 +135,11 @@ class Pairwise:
 
         return wait
 
+    @property
+    def is_courier(self) -> bool:
+        """Whether the one who asks is the thread that sees to turns: nobody is held up by what it waits for."""
+        return threading.current_thread() is self.courier
+
     def _see_to_turns(self) -> None:
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:

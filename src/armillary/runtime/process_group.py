@@ -13,20 +13,22 @@ import torch.distributed as dist
 __all__ = ["start_process_group", "stop_process_group"]
 
 
-def start_process_group(timeout_seconds: float = 600.0) -> None:
+JOIN_SECONDS = 600.0  # until every rank of the job has started
+
+
+def start_process_group() -> None:
     """Joins the job torchrun describes in the environment; alone, it becomes a job of one.
 
-    A store prefix per restart attempt keeps a restarted gloo job from reading the addresses of the one that died
-    (torchrun reuses its store on one node).
+    The group keeps torch's own timeout: its collectives are the user's, not ours. A store prefix per restart attempt
+    keeps a restarted gloo job from reading the addresses of the one that died (torchrun reuses its store on one node).
     """
     if dist.is_initialized():
         return
     atexit.register(stop_process_group)
-    timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if "RANK" not in os.environ:
         alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         return
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -35,11 +37,11 @@ def start_process_group(timeout_seconds: float = 600.0) -> None:
         int(os.environ["MASTER_PORT"]),
         workers,
         is_master=rank == 0 and not agents,
-        timeout=timeout,
+        timeout=timedelta(seconds=JOIN_SECONDS),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers, timeout=timeout)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers)
 
 
 def stop_process_group() -> None:

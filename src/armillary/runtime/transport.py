@@ -10,8 +10,11 @@ rank order.
 """
 
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,15 +26,22 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
+from armillary.runtime.board import Board
+from armillary.runtime.channel import Pending
 from armillary.runtime.joined import can_join, joined, parted
+from armillary.runtime.lost import adds_nothing
 from armillary.runtime.open_groups import OpenGroups
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
+from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.process_group import start_process_group
+from armillary.runtime.standing import CLOSED, LET_GO, Standing
+from armillary.runtime.watchdog import Watchdog
 
 __all__ = ["Transport", "Wait"]
 
 Wait = Callable[[], Any]
+_IN_WORDS: dict[type[Request], str] = {AllReduce: "all-reduce", AllGather: "all-gather", AllToAll: "all-to-all"}
 
 
 class Transport:
@@ -48,32 +58,42 @@ class Transport:
         self,
         workers_per_node: int = 1,
         check_order: bool = False,
-        timeout_seconds: float = 600.0,
+        patience: Patience = PATIENCE,
         turn_bytes: int = TURN_BYTES,
         process_group: Any = None,
     ):
-        start_process_group(timeout_seconds)
-        self.open_groups = OpenGroups(process_group, timeout_seconds)
+        start_process_group()
+        self.open_groups = OpenGroups(process_group, patience.timeout)
         workers = self.open_groups.workers
         if workers % workers_per_node:
             raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
         self.place = Place(self.open_groups.rank, workers, workers_per_node)
         self.check_order, self.recording = check_order, False
-        self.step = self.sequence = 0
+        self.standing, self.sequence = Standing(), 0
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
         self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
+        self.pairwise = Pairwise(turn_bytes)
+        self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
+        try:
+            self.watchdog = self._open_all(patience)
+            self.order_group = self.open_groups.new(range(workers)) if check_order else None
+        except BaseException:
+            self.open_groups.give_up()
+            raise
+        self._let_go = weakref.finalize(self, self.watchdog.end, LET_GO)
+
+    def _open_all(self, patience: Patience) -> Watchdog:
         backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if "nccl" in str(dist.get_backend()) else {})
         for device, backend in backends.items():
             self._open("world", device, backend)
-        self._refuse_other_groups(workers_per_node)
+        name = self._agreed_name()
         for device, backend in backends.items():
-            if workers_per_node > 1:
+            if self.place.workers_per_node > 1:
                 self._open("node", device, backend)
                 self._open("rail", device, backend)
-        self.pairwise = Pairwise(turn_bytes)
-        self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
-        self.order_group = self.open_groups.new(range(workers)) if check_order else None
+        board = Board(self.open_groups.store, name, self.place.rank, self.place.workers)
+        return Watchdog(self.standing, board, patience)
 
     def _open(self, scope: Scope, device: str, backend: str) -> None:
         for ranks in self._members(scope):  # every rank must take part in making every group
@@ -84,14 +104,46 @@ class Transport:
     def _members(self, scope: Scope) -> Sequence[Sequence[int]]:
         return members(scope, self.place.workers, self.place.workers_per_node)
 
-    def _refuse_other_groups(self, workers_per_node: int) -> None:
-        """Ranks that go on to open different groups would wait for each other."""
-        everyones = self.share((workers_per_node, self.check_order))
-        if len(set(everyones)) > 1:
+    def _agreed_name(self) -> str:
+        """Of this transport, rank 0's choice. Ranks that go on to open different groups would wait for each other."""
+        everyones: list[Any] = [None] * self.place.workers
+        mine = ((self.place.workers_per_node, self.check_order), uuid.uuid4().hex)
+        dist.all_gather_object(everyones, mine, group=self.groups["world", "cpu"][0])
+        wanted = [groups for groups, _ in everyones]
+        if len(set(wanted)) > 1:
             raise ValueError(
-                f"transport: ranks want different groups, (workers per node, check_order) in rank order: {everyones}; "
+                f"transport: ranks want different groups, (workers per node, check_order) in rank order: {wanted}; "
                 "give every rank the same plan and arguments"
             )
+        return str(everyones[0][1])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.standing.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.standing.step = step
+
+    def within(self, call: str, of: str = "") -> AbstractContextManager[None]:
+        """Inside, other ranks see this one in that call (of that), unless it is in another already."""
+        return self.standing.within(call, of)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around every wait for other ranks.
+
+        Raises:
+            RuntimeError: a peer is gone, or did not come in time; says where everyone stood and what came first.
+        """
+        began = time.monotonic()
+        with nullcontext() if self.pairwise.is_courier else self.standing.waiting(what):
+            try:
+                yield
+            except RuntimeError as error:
+                said = self.watchdog.lost(what, time.monotonic() - began, error)
+                raise RuntimeError(said) from None if adds_nothing(error) else error
 
     def start(self, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.
@@ -110,19 +162,14 @@ class Transport:
         if ranks.workers == 1:
             answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
             return lambda: answer
-        try:
-            with _named(f"{label}.{type(request).__name__}"):
-                carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
-        except RuntimeError as error:
-            raise self._lost(request, label, error) from error
+        what = f"{_IN_WORDS[type(request)]} of {label}"
+        with self.waiting(what), _named(f"{label}.{type(request).__name__}"):
+            carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
 
         def wait() -> Any:
             del_after = held  # the sender's buffer is read late: it lives until the wait returns
-            try:
-                with _named(f"{label}.wait"):
-                    carried()
-            except RuntimeError as error:
-                raise self._lost(request, label, error) from error
+            with self.waiting(what), _named(f"{label}.wait"):
+                carried()
             del del_after
             if self.recording:
                 self._record(parts or [(request, label)], ranks, began)
@@ -219,18 +266,10 @@ class Transport:
         taken, self.records = tuple(self.records), []
         return taken
 
-    def _lost(self, request: Request, label: str, error: RuntimeError) -> RuntimeError:
-        told = self.open_groups.told()
-        first = f" The first error was on {told}" if told else ""
-        return RuntimeError(
-            f"rank {self.place.rank}: {type(request).__name__} of {label!r} at step {self.step} failed: a peer "
-            "has stopped, or did not join in time. Look for the first error among the ranks; if ranks ran out of data, "
-            f"use run.batches. ({error}){first}"
-        )
-
     def _refuse_other_orders(self, request: Request, label: str) -> None:
         everyones: list[Any] = [None] * self.place.workers
-        dist.all_gather_object(everyones, asked(self.sequence, label, request), group=self.order_group)
+        with self.waiting(f"comparison of requests for {label}"):
+            dist.all_gather_object(everyones, asked(self.sequence, label, request), group=self.order_group)
         trouble = disagreement(everyones, self._members(request.scope))
         if trouble:
             raise RuntimeError(f"ranks out of order: {trouble}")
@@ -238,7 +277,8 @@ class Transport:
     def share(self, thing: Any) -> list[Any]:
         """Every rank's picklable `thing`, in rank order. For start-up and checkpoints, never inside a step."""
         everyones: list[Any] = [None] * self.place.workers
-        dist.all_gather_object(everyones, thing, group=self.groups["world", "cpu"][0])
+        with self.waiting("all-gather of objects"):
+            dist.all_gather_object(everyones, thing, group=self.groups["world", "cpu"][0])
         return everyones
 
     def spread(self, tensor: Tensor, root: int = 0) -> None:
@@ -246,7 +286,8 @@ class Transport:
         if self.place.workers == 1:
             return
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole, group_src=root, group=self._group("world", whole))
+        with self.waiting(f"broadcast from rank {root}"):
+            dist.broadcast(whole, group_src=root, group=self._group("world", whole))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
@@ -263,45 +304,69 @@ class Transport:
         on_host = self.lanes and tensor.device.type == "cpu"
         return self.lanes[is_up] if on_host else self._group("world", tensor)
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Any:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
         """Starts a message; the handle's wait() returns when the peer has it. Do not touch `tensor` before."""
-        lane = self._lane(tensor, self.place.rank < peer)
-        with _named(f"to rank {peer}.send"):
-            return dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
+        lane, what = self._lane(tensor, self.place.rank < peer), f"message to rank {peer}"
+        with self.waiting(what), _named(f"to rank {peer}.send"):
+            work = dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
+        return _Message(self, work, what)
 
-    def receive(self, into: Tensor, peer: int, tag: int = 0) -> Any:
+    def receive(self, into: Tensor, peer: int, tag: int = 0) -> Pending:
         """Posts a receive; the handle's wait() returns when `into` is filled."""
         assert into.is_contiguous(), f"{tuple(into.shape)} is not contiguous"
-        with _named(f"from rank {peer}.receive"):
-            return dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
+        what = f"message from rank {peer}"
+        with self.waiting(what), _named(f"from rank {peer}.receive"):
+            work = dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
+        return _Message(self, work, what)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.place.workers > 1:
-            dist.barrier(group=self.groups["world", "cpu"][0])
+            with self.waiting("barrier"):
+                dist.barrier(group=self.groups["world", "cpu"][0])
 
     def agree_largest(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks of a few numbers."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.place.workers > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups["world", "cpu"][0])
+            with self.waiting("all-reduce of a maximum"):
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups["world", "cpu"][0])
         largest: list[float] = tensor.tolist()
         return largest
 
+    def tell(self, error: str) -> None:
+        """Leaves word for ranks that will wait for this one; asks nobody. The first word stays."""
+        self.watchdog.tell(error)
+
     def close(self) -> None:
         """Gives the groups back; the default process group stays the user's."""
-        self._end(self.pairwise.close, self.open_groups.close)
+        self._end(CLOSED, self.pairwise.close, self.open_groups.close)
 
     def give_up(self) -> None:
         """As `close`, but without a request and without waiting, whatever is under way."""
-        self._end(self.pairwise.give_up, self.open_groups.give_up)
+        self._end(LET_GO, self.pairwise.give_up, self.open_groups.give_up)
 
-    def _end(self, *ends: Callable[[], None]) -> None:
+    def _end(self, how: str, *ends: Callable[[], None]) -> None:
+        if self._let_go.detach():
+            self.watchdog.end(how)
         for end in ends:
             end()
         self.lanes.clear()
         self.groups.clear()
         self.order_group = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Message:
+    """A send or a receive under way."""
+
+    transport: Transport
+    work: Any
+    what: str
+
+    def wait(self) -> object:
+        with self.transport.waiting(self.what):
+            return self.work.wait()
 
 
 def _named(what: str) -> AbstractContextManager[Any]:

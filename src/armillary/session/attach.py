@@ -18,6 +18,7 @@ from armillary.runtime.agreement import begin_alike
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.patience import Patience
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.schedules.registry import options_of, owns_loop
@@ -34,8 +35,6 @@ from armillary.session.train_job import TrainJob
 
 __all__ = ["attach", "attach_over"]
 
-TIMEOUT_SECONDS = 600.0
-
 
 def attach(
     plan: Plan,
@@ -47,7 +46,8 @@ def attach(
     seed: int = 0,
     first_step: int = 0,
     scaler: Any = None,
-    timeout: float | None = None,
+    report_after: float | None = 60.0,
+    timeout: float = 600.0,
     check_order: bool = False,
     process_group: Any = None,
     topology: Topology | None = None,
@@ -65,7 +65,10 @@ def attach(
         seed: with step, micro-batch and stage, fixes the random numbers of dropout and the like under `run.step`.
         first_step: of a resumed run: how many steps were taken before.
         scaler: the loop's GradScaler, if it has one: ranks then agree on skipped steps.
-        timeout: seconds that a rank waits for another; ten minutes if nobody says.
+        report_after: seconds that a rank waits for another before who stands where is printed to stderr, and again
+            whenever as long has passed; None: never.
+        timeout: seconds after which one wait for another rank ends in an error, which says where the others stood. A
+            rank may be away for as long, for example to evaluate alone.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
         process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
@@ -75,11 +78,12 @@ def attach(
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
     job = TrainJob(model, optimizer, loss, example, seed, first_step, scaler)
-    seconds = TIMEOUT_SECONDS if timeout is None else timeout
-    transport = Transport(plan.workers_per_node, check_order, seconds, turn_bytes_on(topology), process_group)
+    patience = Patience(report_after, timeout)
+    transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
         return attach_over(transport, plan, job)
-    except BaseException:
+    except BaseException as error:
+        transport.tell(f"{type(error).__name__}: {error}")
         transport.give_up()
         raise
 
@@ -91,6 +95,11 @@ def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport:
         owns_transport: whether the run's end is theirs; not where several runs take turns.
     """
     transport.step = job.first_step
+    with transport.within("attach"):
+        return _attached(transport, plan, job, owns_transport)
+
+
+def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool) -> Run:
     if owns_loop(plan.schedule):
         return Run(_owned_loop(plan, job, transport), (), owns_transport)
     model, optimizer = job.model, job.optimizer

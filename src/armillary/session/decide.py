@@ -22,6 +22,7 @@ from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.rivals import CHOSEN, at_once, best, rivals, with_look_ahead
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
+from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
@@ -72,14 +73,14 @@ class Wishes:
         return owns_loop(self.plan.schedule if self.plan is not None else self.schedule)
 
 
-def open_transport(process_group: Any = None) -> Transport:
+def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> Transport:
     """A transport that knows how ranks are packed into nodes; of these ranks, or of all."""
-    alone = Transport(process_group=process_group)
+    alone = Transport(patience=patience, process_group=process_group)
     per_node = workers_per_node(alone)
     if per_node == 1:
         return alone
     alone.close()
-    return Transport(per_node, process_group=process_group)
+    return Transport(per_node, patience=patience, process_group=process_group)
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,20 @@ def subject_of(workload: Workload, seed: int) -> Subject:
     return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
 
 
-def decide(subject: Subject, wishes: Wishes, process_group: Any = None) -> Decided:
+def decide(subject: Subject, wishes: Wishes, process_group: Any = None, patience: Patience = PATIENCE) -> Decided:
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
         ValueError: a wish cannot be granted, or nothing fits.
     """
-    transport = open_transport(process_group)
+    transport = open_transport(process_group, patience)
+    with transport.within("the measuring and planning"):
+        decided = _decided(subject, wishes, transport)
+    transport.close()
+    return decided
+
+
+def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
     topology = wishes.topology or measure(transport)
     found = wishes.profile or _profiled(subject, topology, transport)
 
@@ -122,7 +130,6 @@ def decide(subject: Subject, wishes: Wishes, process_group: Any = None) -> Decid
     if len(plans) > 1:
         model, optimizer, loss = subject.model, subject.optimizer, subject.loss
         chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
-    transport.close()
     return Decided(found, topology, chosen)
 
 

@@ -17,7 +17,8 @@ def agree_on_found_inf(scaler: Any, transport: Transport) -> Callable[[], None]:
 
     def unscale_alike(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
-        largest = transport.agree_largest([max((float(value) for value in found.values()), default=0.0)])
+        with transport.within("unscaling of gradients"):
+            largest = transport.agree_largest([max((float(value) for value in found.values()), default=0.0)])
         for value in found.values():
             value.fill_(largest[0])
         return found

@@ -12,6 +12,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.runtime.measure import measure as measure_links
+from armillary.runtime.patience import Patience
 from armillary.runtime.watch.probe import Loss
 from armillary.session.attach import attach
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, open_transport
@@ -44,7 +45,8 @@ def parallelize(
     steps_by_run: bool = False,
     micro_batches: int | None = None,
     scaler: Any = None,
-    timeout: float | None = None,
+    report_after: float | None = 60.0,
+    timeout: float = 600.0,
     check_order: bool = False,
     process_group: Any = None,
 ) -> Run:
@@ -52,7 +54,7 @@ def parallelize(
 
     Args:
         batches, loss, and all up to micro_batches: as in `auto_plan`.
-        scaler, timeout, check_order, process_group: as in `attach`.
+        scaler, report_after, timeout, check_order, process_group: as in `attach`.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
@@ -62,10 +64,10 @@ def parallelize(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches,
     )  # fmt: skip
-    decided = decide(subject, wishes, process_group)
+    decided = decide(subject, wishes, process_group, Patience(report_after, timeout))
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
-        scaler=scaler, timeout=timeout, check_order=check_order, process_group=process_group,
+        scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, process_group=process_group,
     )  # fmt: skip
 
 

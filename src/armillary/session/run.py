@@ -98,7 +98,8 @@ class Run:
         Raises:
             ValueError: nobody gave the loss to `attach`, or another number of micro-batches is wanted.
         """
-        return self._engine.step(micro_batches)
+        with self._transport.within("step"):
+            return self._engine.step(micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
@@ -144,11 +145,12 @@ class Run:
         Raises:
             ValueError: no rank has a batch.
         """
-        return evaluated(self._engine, batches, measure)
+        with self._transport.within("evaluate"):
+            return evaluated(self._engine, batches, measure)
 
     def report(self) -> Report:
         """Forecast beside measured, per worker and step since attach; it prints."""
-        with self._aside() as engine:
+        with self._aside("report") as engine:
             return report_of(engine)
 
     def metrics(self) -> dict[str, float]:
@@ -176,7 +178,7 @@ class Run:
         Raises:
             ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
         """
-        with self._aside() as engine:
+        with self._aside("save") as engine:
             return save(engine, folder, loop=loop, keep=keep)
 
     def load(self, path: str | Path | None) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Run:
         """
         if path is None:
             return {}
-        with self._aside() as engine:
+        with self._aside("load") as engine:
             return load(engine, path) if isinstance(engine, UserLoop) else reload(engine, path)
 
     def export(self) -> dict[str, Any] | None:
@@ -207,7 +209,7 @@ class Run:
         Raises:
             ValueError: the optimizer holds a parameter that the model does not.
         """
-        with self._aside() as engine:
+        with self._aside("export") as engine:
             return export(engine)
 
     def rebalance(
@@ -229,7 +231,7 @@ class Run:
         Raises:
             ValueError: ranks are at different steps, the topology is of another job, or nobody priced the plan.
         """
-        with self._aside() as engine:
+        with self._aside("rebalance") as engine:
             if not isinstance(engine, UserLoop):
                 raise ValueError(
                     f"run.rebalance: under schedule {engine.plan.schedule.name} tables stay with the owners that the "
@@ -252,9 +254,10 @@ class Run:
         if self._closed:
             return []
         engine = self._engine
-        told = engine.drained()
-        engine.finish()
-        engine.undo(gather)
+        with engine.transport.within("close"):
+            told = engine.drained()
+            engine.finish()
+            engine.undo(gather)
         self._let_go("was closed")
         if self._owns_transport:
             engine.transport.close()
@@ -265,7 +268,7 @@ class Run:
         if self._closed:
             return
         engine, why = self._engine, f"ended on rank {self._rank} with {type(error).__name__}: {error}"
-        engine.transport.open_groups.tell(f"{type(error).__name__}: {error}")
+        engine.transport.tell(f"{type(error).__name__}: {error}")
         engine.give_up(why)
         self._let_go(why)
         if self._owns_transport:
@@ -277,10 +280,10 @@ class Run:
         self._closed = why
 
     @contextmanager
-    def _aside(self) -> Iterator[UserLoop | OwnedLoop]:
+    def _aside(self, call: str) -> Iterator[UserLoop | OwnedLoop]:
         """Requests made inside belong to no step."""
         engine = self._engine
-        with engine.transport.unrecorded():
+        with engine.transport.within(call), engine.transport.unrecorded():
             yield engine
 
     def __enter__(self) -> "Run":

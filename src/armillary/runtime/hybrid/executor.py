@@ -170,6 +170,10 @@ class Executor:
         return any(look_up.rows is not None for look_up in unit.table.pending)
 
     def _launch(self, unit: DenseUnit | RowUnit) -> None:
+        with self.transport.within("backward"):
+            self._launch_after_others(unit)
+
+    def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight)
             if self.deferral.waiting:  # of a backward after which the loop got no batch
@@ -202,6 +206,10 @@ class Executor:
 
     def settle(self) -> None:
         """The end of backward: launches what is left, waits for all of it, makes every `.grad` final."""
+        with self.transport.within("backward"):
+            self._settle()
+
+    def _settle(self) -> None:
         self._open()
         while len(self.flights) < len(self.leaving):
             self._launch(self.leaving[len(self.flights)])

@@ -55,6 +55,10 @@ class LookUps:
                 f"{table.name}: read inside a backward (activation checkpointing recomputes it?); keep the look-up of "
                 "a row-sharded table outside the checkpointed part"
             )
+        with self.transport.within("look-up", table.name):
+            return self._read(table, ids)
+
+    def _read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
         self._refuse_out_of_range(table, ids)
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         learns = torch.is_grad_enabled() and table.requires_grad

@@ -33,7 +33,8 @@ class TableNorms:
         versions = tuple((other.name, other.gradient._version) for other in having)  # type: ignore[union-attr]
         key = (order, versions, self.transport.step)
         if key not in self.known:
-            self.known = {key: self._norms(having, order)}
+            with self.transport.within("gradient norm"):
+                self.known = {key: self._norms(having, order)}
         return self.known[key][having.index(table)].to(table.shard)
 
     def _norms(self, tables: Sequence[RowTable], order: float) -> Tensor:

@@ -42,15 +42,6 @@ class CountedChannel:
 
         return timed
 
-    def lost(self, error: RuntimeError) -> RuntimeError:
-        """What to say where a message did not come through."""
-        told = self.transport.open_groups.told()
-        first = f" The first error was on {told}" if told else ""
-        return RuntimeError(
-            f"rank {self.transport.place.rank}: a message of step {self.transport.step} failed: a peer has stopped, or "
-            f"did not join in time. Look for the first error among the ranks. ({error}){first}"
-        )
-
     def take(self) -> tuple[float, float]:
         """Bytes and seconds since the last call."""
         taken = self.sent_bytes, self.waited_seconds
@@ -65,9 +56,6 @@ class _Timed:
 
     def wait(self) -> object:
         began = time.perf_counter()
-        try:
-            answer = self.pending.wait()
-        except RuntimeError as error:
-            raise self.channel.lost(error) from error
+        answer = self.pending.wait()
         self.channel.waited_seconds += time.perf_counter() - began
         return answer

@@ -45,8 +45,9 @@ def even_batches(executor: Executor, loader: Iterable[Batch]) -> Iterator[Batch]
 def _is_any(executor: Executor, mine: bool) -> bool:
     """Whether it is true of any rank; ranks that are still evaluating are served meanwhile."""
     look_ups = executor.look_ups
-    if not look_ups.pulled:
-        return bool(executor.transport.agree_largest([float(mine)])[0])
-    look_ups.serve_until("idle", float(mine))
-    look_ups.look_ahead.close(look_ups.foreseen)
-    return any(look_ups.weights)
+    with executor.transport.within("batches"):
+        if not look_ups.pulled:
+            return bool(executor.transport.agree_largest([float(mine)])[0])
+        look_ups.serve_until("idle", float(mine))
+        look_ups.look_ahead.close(look_ups.foreseen)
+        return any(look_ups.weights)

@@ -121,25 +121,13 @@ class OwnedLoop:
                 f"run.step: rank {self.rank} hands in {len(wanted)} micro-batches a step (numbers {wanted.start} to "
                 f"{wanted.stop - 1} of {self.options.total(self.workers)}), got {len(batches)}"
             )
-        with self._quoting("run.step"):
-            if self._taken < COMPARED_STEPS:
-                self._refuse_other_batches(batches)
-            self._collect(self.engine.step(batches), is_step=True)
+        if self._taken < COMPARED_STEPS:
+            self._refuse_other_batches(batches)
+        self._collect(self.engine.step(batches), is_step=True)
         self._taken += 1
         self.transport.step += 1
         self.tally.steps += 1
         return self.losses()
-
-    @contextmanager
-    def _quoting(self, call: str) -> Iterator[None]:
-        """A message that fails says little; the rank that left first has said why."""
-        try:
-            yield
-        except RuntimeError as error:
-            if told := self.transport.open_groups.told():
-                why = f"a peer has stopped. The first error was on {told} ({error})"
-                raise RuntimeError(f"rank {self.rank}: {call} failed: {why}") from error
-            raise
 
     def _refuse_other_batches(self, batches: Sequence[Batch]) -> None:
         """Where processes are stages of one replica, each is given all of its micro-batches."""
@@ -164,13 +152,11 @@ class OwnedLoop:
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""
-        with self._quoting("a wait for what is under way"):
-            self._collect(self.engine.settle(), everything=True)
+        self._collect(self.engine.settle(), everything=True)
 
     def drain(self) -> None:
         """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
-        with self._quoting("a wait for what is under way"):
-            self._collect(self.engine.drain(), everything=True)
+        self._collect(self.engine.drain(), everything=True)
 
     def drained(self) -> list[StepLosses]:
         """Drains; the losses of all steps that nobody was given yet."""

@@ -222,15 +222,19 @@ class UserLoop:
         """With a closure the gradients are there only when it returns."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._ready_for_step()
+            self._begin_step()
             return None
 
         def closed() -> Any:
             value = closure()
-            self._ready_for_step()
+            self._begin_step()
             return value
 
         return (args[0], closed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _begin_step(self) -> None:
+        with self.transport.within("step"):
+            self._ready_for_step()
 
     def _ready_for_step(self) -> None:
         if self.executor.is_open:
@@ -258,7 +262,8 @@ class UserLoop:
             for table in self.tables.values():
                 if table.gradient is not None:
                     table.show_gradient(table.gradient)
-        self.executor.after_step()
+        with self.transport.within("step"):
+            self.executor.after_step()
         self.tally.steps += 1
         if len(self.transport.records) > MANY_RECORDS:
             self.count()

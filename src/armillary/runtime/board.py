@@ -1,0 +1,86 @@
+"""What the ranks of one transport tell one another beside their requests: where they stand, and the first error.
+
+It is in the job's store, so it reaches ranks that wait for a collective. Whoever asks is answered in time or not
+at all: the store may be in a process that has stopped.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from armillary.runtime.standing import Stand
+
+__all__ = ["Board"]
+
+ANSWER_SECONDS = 2.0
+T = TypeVar("T")
+
+
+class Board:
+    """
+    Args:
+        store: a client of the job's store that nobody else uses.
+        name: of the transport, the same on its ranks and on no others.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, workers: int) -> None:
+        self.rank, self.workers = rank, workers
+        self._store, self._name = store, name
+        self._is_lost = False  # the store is gone
+
+    def put(self, stand: Stand) -> None:
+        """Says where this rank stands. Waits for nobody."""
+        self._unless_lost(lambda: self._store.set(self._key(self.rank), stand.to_json()))
+
+    def stands(self) -> dict[int, Stand]:
+        """By rank, of those on the board; none if the store does not answer."""
+
+        def read() -> dict[int, Stand]:
+            texts = {rank: self._get(self._key(rank)) for rank in range(self.workers)}
+            return {rank: Stand.from_json(text) for rank, text in texts.items() if text}
+
+        return self._soon(read) or {}
+
+    def tell(self, error: str) -> str:
+        """Leaves word of an error. Returns the first word of any rank, which stays: this or another."""
+        return self._soon(lambda: str(self._store.compare_set(self._key("error"), "", error).decode())) or error
+
+    def told(self) -> str:
+        """The first word of any rank, empty if there is none."""
+        return self._soon(lambda: self._get(self._key("error"))) or ""
+
+    def leave(self, stand: Stand) -> None:
+        """This rank reads no more; its last stand can still be read. The last to leave wipes the board."""
+        self.put(stand)
+        self._soon(self._left)
+
+    def _left(self) -> None:
+        if self._store.add(self._key("left"), 1) == self.workers:
+            for what in (*range(self.workers), "error", "left"):
+                self._store.delete_key(self._key(what))
+
+    def _key(self, what: object) -> str:
+        return f"armillary/{self._name}/{what}"
+
+    def _get(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _soon(self, ask: Callable[[], T]) -> T | None:
+        """The answer, None if it does not come in time."""
+        answers: list[T] = []
+        asking = threading.Thread(
+            target=lambda: self._unless_lost(lambda: answers.append(ask())), name="armillary-board", daemon=True
+        )
+        with suppress(RuntimeError):  # no thread begins while the interpreter ends
+            asking.start()
+            asking.join(ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+    def _unless_lost(self, act: Callable[[], Any]) -> None:
+        if self._is_lost:
+            return
+        try:
+            act()
+        except (RuntimeError, ValueError):  # its process has ended
+            self._is_lost = True

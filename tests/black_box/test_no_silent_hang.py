@@ -1,0 +1,323 @@
+"""Who is waited for in vain is named: in a line after `report_after`, in the error of the others after `timeout`."""
+
+import os
+import re
+import signal
+import time
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import OPTIMIZERS, Reader, chain, made, pair_batch, pair_loss, word_batch, word_loss
+
+import armillary
+import face
+from forked import Job
+
+TABLE = "words.weight"
+PATIENCE = {"report_after": 1.0, "timeout": 5.0}
+SPREAD, DENSE, PIPELINE, DELAYED = "owned_rows", "all_reduce", "pipeline", "delayed_all_reduce"
+
+
+def plan_of(name, ranks):
+    if name in (PIPELINE, DELAYED):
+        return face.plan_for(chain(), pair_loss, [pair_batch(0, n) for n in range(ranks)], ranks, schedule=name)
+    batches = [word_batch(worker, 0) for worker in range(ranks)]
+    return face.plan_for(made(Reader), word_loss, batches, ranks, exchange={TABLE: name})
+
+
+def started(plan, owns_loop=False):
+    model, loss, example = (chain(), pair_loss, pair_batch(0, 0)) if owns_loop else (made(Reader), word_loss, None)
+    return face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), loss, example, **PATIENCE)
+
+
+def train(run, steps, rank):
+    for step in steps:
+        face.step(run, [word_batch(rank, step)])
+
+
+def train_chain(run, steps):
+    for step in steps:
+        count = run.plan.mesh.data_coordinates if run.plan.schedule.name == DELAYED else 2
+        face.step(run, face.own(run, [pair_batch(step, n) for n in range(count)]))
+
+
+# Scripts. Each is what a rank of a job runs.
+
+
+def save_on_rank_0(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    if rank == 0:
+        run.run.save("nowhere")
+    train(run, range(2, 9), rank)
+
+
+def export_on_rank_0(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    if rank == 0:
+        run.run.export()
+    train(run, range(2, 9), rank)
+
+
+def norm_on_rank_0(rank, ranks, plan):
+    run = started(plan)
+    for step in range(4):
+        word_loss(run.model, word_batch(rank, step)).backward()
+        if rank == 0:
+            run.model.words.weight.grad.norm()
+        run.optimizer.step()
+
+
+def uneven_batches(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2 + rank), rank)
+    run.run.close()
+
+
+def raise_on_rank_1(rank, ranks, plan):
+    run = started(plan)
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            raise KeyError("no such word")
+        train(run, [step], rank)
+
+
+def signalled(rank, ranks, plan, number):
+    run = started(plan)
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            os.kill(os.getpid(), number)
+        train(run, [step], rank)
+
+
+def validate_on_rank_0_before_a_broadcast(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    stop = torch.zeros(1)
+    if rank == 0:
+        with torch.no_grad():
+            stop += word_loss(run.model, word_batch(0, 9))
+    dist.broadcast(stop, 0)
+
+
+def evaluate_after_others_closed(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    if rank == 0:
+        face.evaluate(run, word_loss, [word_batch(0, 9)])
+    run.run.close()
+
+
+def save_in_a_pipeline_on_rank_0(rank, ranks, plan):
+    run = started(plan, owns_loop=True)
+    train_chain(run, range(3))
+    if rank == 0:
+        run.run.save("nowhere")
+    train_chain(run, range(3, 9))
+
+
+def raise_in_a_pipeline(rank, ranks, plan):
+    run = started(plan, owns_loop=True)
+    for step in range(9):
+        if (rank, step) == (1, 3):
+            raise KeyError("no such word")
+        train_chain(run, [step])
+
+
+def uneven_steps_of_delayed(rank, ranks, plan):
+    run = started(plan, owns_loop=True)
+    train_chain(run, range(2 + rank))
+    run.run.close()
+
+
+# Legal ones.
+
+
+def look_up_alone_for_longer_than_the_timeout(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    until = time.monotonic() + 6.0
+    while rank == 0 and time.monotonic() < until:
+        with torch.no_grad():
+            word_loss(run.model, word_batch(0, 9))
+        time.sleep(0.1)
+    train(run, range(2, 4), rank)
+    run.run.close()
+
+
+def work_alone_while_others_wait_for_nothing_of_ours(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    time.sleep(6.0 * (rank == 0))
+    dist.barrier()
+    train(run, range(2, 4), rank)
+    run.run.close()
+
+
+def work_alone_for_longer_than_a_report(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    time.sleep(2.5 * (rank == 0))
+    train(run, range(2, 4), rank)
+    run.run.close()
+
+
+JOBS = {
+    "save": (save_on_rank_0, SPREAD),
+    "export": (export_on_rank_0, DENSE),
+    "norm": (norm_on_rank_0, SPREAD),
+    "uneven": (uneven_batches, DENSE),
+    "raise": (raise_on_rank_1, SPREAD),
+    "stop": (signalled, SPREAD, signal.SIGSTOP),
+    "kill": (signalled, DENSE, signal.SIGKILL),
+    "broadcast": (validate_on_rank_0_before_a_broadcast, SPREAD),
+    "closed": (evaluate_after_others_closed, DENSE),
+    "pipeline save": (save_in_a_pipeline_on_rank_0, PIPELINE),
+    "pipeline raise": (raise_in_a_pipeline, PIPELINE),
+    "delayed": (uneven_steps_of_delayed, DELAYED),
+    "look-ups": (look_up_alone_for_longer_than_the_timeout, SPREAD),
+    "nothing of ours": (work_alone_while_others_wait_for_nothing_of_ours, DENSE),
+    "report": (work_alone_for_longer_than_a_report, DENSE),
+}
+RANKS = 2
+TOGETHER = 5  # jobs that wait at the same time, so that the tests need not
+
+
+@cache
+def ended_together(number):
+    names = list(JOBS)[number * TOGETHER :][:TOGETHER]
+    jobs = {name: Job(RANKS, JOBS[name][0], plan_of(JOBS[name][1], RANKS), *JOBS[name][2:]) for name in names}
+    return {name: job.ended(stopped=[1] if name == "stop" else []) for name, job in jobs.items()}
+
+
+def ended(name):
+    return ended_together(list(JOBS).index(name) // TOGETHER)[name]
+
+
+def said(name):
+    """By rank: what it printed of who stands where, and the message it ended with, empty if it ended well."""
+    found = []
+    for one in ended(name):
+        lines = [line for line in one.err.splitlines() if line.startswith("armillary: ")]
+        errors = [line.partition("Error: ")[2] for line in one.err.splitlines() if "Error: " in line]
+        assert (one.code == 1) == bool(errors), one
+        found.append(("\n".join(lines), errors[-1] if errors else ""))
+    return found
+
+
+def is_placed(rank, call, error):
+    """Whether it says that the rank is in that call, or has just raised there."""
+    return re.search(rf"rank {rank}: (in|has stopped with RuntimeError, outside armillary since its) {call}\b", error)
+
+
+def test_save_on_rank_0_alone_is_named_on_both_ranks():
+    (lines, first), (_, second) = said("save")
+    assert "rank 0: in save, " in lines and "; rank 1: in step, all-to-all of look-ups, step 2, since" in lines
+    assert "a wait ends after timeout=5 s" in lines
+    assert first.startswith("rank 0: save, ") and is_placed(1, "step", first)
+    assert second.startswith("rank 1: step, ") and is_placed(0, "save", second)
+    for error in (first, second):
+        assert "within timeout=5 s" in error and "Every rank must call run.save, not one alone" in error
+        assert "gloo" not in error
+    assert sum("The first error was on rank" in error for error in (first, second)) == 1, "quoted by the other rank"
+
+
+def test_export_on_rank_0_alone_is_named_on_both_ranks():
+    (lines, first), (_, second) = said("export")
+    assert "rank 0: in export, " in lines and "rank 1: in step, all-reduce of bucket 0, step 2" in lines
+    assert is_placed(1, "step", first) and is_placed(0, "export", second)
+    assert all("Every rank must call run.export" in error for error in (first, second))
+
+
+def test_a_gradient_norm_of_a_spread_table_on_rank_0_alone_is_named():
+    (lines, first), (_, second) = said("norm")
+    assert "rank 0: in gradient norm, " in lines and f"rank 1: in look-up of {TABLE}, " in lines
+    assert is_placed(0, "gradient norm", second)
+    assert all("known only if every rank asks for it" in error for error in (first, second))
+
+
+def test_uneven_dense_batches_are_told_of_run_batches():
+    (lines, first), (_, second) = said("uneven")
+    assert "rank 0: in close, " in lines and "rank 1: in step, all-reduce of bucket 0, step 2" in lines
+    assert all("run.batches(loader)" in error for error in (first, second))
+
+
+@pytest.mark.parametrize(("name", "waiting"), [("raise", "all-to-all of look-ups"), ("pipeline raise", "message from")])
+def test_what_one_rank_raises_is_quoted_by_the_other_without_any_with_block(name, waiting):
+    (_, first), (_, second) = said(name)
+    assert second == "'no such word'"
+    assert first.startswith(f"rank 0: step, {waiting}")
+    assert first.endswith("a peer has stopped. The first error was on rank 1: KeyError: 'no such word'")
+
+
+def test_a_stopped_rank_is_named_as_silent():
+    (lines, first), _ = said("stop")
+    assert "rank 0: in step, all-to-all of look-ups, step 2" in lines
+    assert "rank 1: no sign of life for" in first and "within timeout=5 s" in first
+
+
+def test_a_killed_rank_is_named_as_silent():
+    (_, first), (_, second) = said("kill")
+    assert "a peer has stopped" in first and "rank 1: no sign of life for" in first and not second
+
+
+def test_who_reads_rows_while_others_are_in_a_collective_of_their_own_is_told_where_they_are():
+    (lines, first), _ = said("broadcast")
+    assert f"rank 0: in look-up of {TABLE}, " in lines and "rank 1: outside armillary since its step, " in lines
+    assert "rank 1: outside armillary since its step" in first and "run.evaluate" in first
+
+
+def test_an_evaluation_after_others_have_closed_is_told_so():
+    (_, first), (_, second) = said("closed")
+    assert first.startswith("rank 0: evaluate, ") and "rank 1: has closed its run" in first and not second
+    assert "before run.close(), or evaluate the plain model after it" in first
+
+
+def test_save_on_rank_0_alone_is_named_under_a_schedule_that_owns_the_loop():
+    (lines, first), (_, second) = said("pipeline save")
+    assert "rank 0: in save, " in lines and "rank 1: in step, message from rank 0, step 3" in lines
+    assert is_placed(1, "step", first) and is_placed(0, "save", second)
+    assert all("Every rank must call run.save" in error for error in (first, second))
+
+
+def test_uneven_steps_are_named_under_delayed_all_reduce():
+    (lines, first), (_, second) = said("delayed")
+    assert "rank 0: in close, " in lines and "rank 1: in step, " in lines
+    assert is_placed(1, "step", first) and is_placed(0, "close", second)
+
+
+@pytest.mark.parametrize("name", ["look-ups", "nothing of ours"])
+def test_who_works_alone_and_keeps_nobody_in_one_wait_is_not_told_of(name):
+    for lines, error in said(name):
+        assert not error and not re.search(r"since [3-9] s", lines), lines
+
+
+def test_who_is_away_for_longer_than_a_report_is_told_of_and_training_goes_on():
+    (_, first), (lines, second) = said("report")
+    assert "rank 0: outside armillary since its step, 1 s ago; rank 1: in step, all-reduce of bucket 0" in lines
+    assert not (first or second)
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"timeout": 0}, "timeout: want a positive number of seconds, got 0"),
+        ({"timeout": True}, "timeout: want a positive number of seconds, got True"),
+        ({"timeout": None}, "timeout: want a positive number of seconds, got None"),
+        ({"timeout": float("inf")}, "timeout: want a positive number of seconds, got inf"),
+        ({"report_after": -1.0}, "report_after: want a positive number of seconds, or None for no reports, got -1.0"),
+        ({"report_after": "60"}, "report_after: want a positive number of seconds, or None for no reports, got '60'"),
+        ({"timeout": 30.0}, "report_after=60: a wait ends after timeout=30 seconds, before it is reported; give a sm"),
+    ],
+)
+def test_waits_that_mean_nothing_are_refused_before_anything_happens(asked, complaint):
+    model = made(Reader)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        armillary.attach(plan_of(DENSE, 1), model, optimizer, **asked)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        armillary.parallelize(model, optimizer, [word_batch(0, 0)], word_loss, **asked)
+    assert not dist.is_initialized()
