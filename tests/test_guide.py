@@ -28,6 +28,6 @@ def run_all(rank, workers, folder):
 def test_the_guide_runs(crew, tmp_path):
     found = crew(2).run(run_all, str(tmp_path))
     for rank, (runs, looked, loop, step, planned, is_empty) in enumerate(found):
-        assert (runs, loop, step, planned, is_empty) == (5, {"step": 10}, 10, 2, rank == 1)
+        assert (runs, loop, step, planned, is_empty) == (6, {"step": 10}, 10, 2, rank == 1)
         assert looked[0] != "none"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]

@@ -29,15 +29,29 @@ from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "FIRST_COUNT", "FLAGS", "FORESEEN", "HEADER_BYTES", "Round", "Table", "Wish", "foreseen_of_each", "look_up",
-    "outlook_bytes", "outlook_columns", "round_leg",
+    "FIRST_COUNT",
+    "FLAGS",
+    "FORESEEN",
+    "HEADER_BYTES",
+    "Round",
+    "State",
+    "Table",
+    "Wish",
+    "foreseen_of_each",
+    "look_up",
+    "outlook_bytes",
+    "outlook_columns",
+    "round_leg",
 ]  # fmt: skip
 
 HEADER_BYTES = 7 * 8  # seven float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
 FIRST_COUNT = 2  # column of an outlook, after the bits and the bytes of rows that the sender expects
 FORESEEN = 52  # look-ups of a batch that may be foreseen: their bits travel in one float64
-_IDLE, _FINISHED = 0, -1
+State = Literal["idle", "finished", "asking"]  # of a rank that wishes for no table
+_IDLE = 0
+_CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2}
+_DOING = {_IDLE: "run a backward", -1: "have finished", -2: "ask for a norm, sum or other value of a whole table"}
 
 
 class Table(NamedTuple):
@@ -52,7 +66,8 @@ class Table(NamedTuple):
 class Wish(NamedTuple):
     """What this rank wants of the round.
 
-    table: index of a table; or "idle" (this rank is in its backward), or "finished" (it will train no more).
+    table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), or "asking"
+        (it wants a value of a whole table, of which every rank tells a part).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     foreseen: bits of the foreseen look-ups this rank has made (see `runtime/hybrid/look_ahead.py`); moved: of those of
@@ -60,7 +75,7 @@ class Wish(NamedTuple):
     outlook: (ranks, n) float64, what each rank is told besides; n is the same on all ranks and in all rounds.
     """
 
-    table: int | Literal["idle", "finished"]
+    table: int | State
     keys: Tensor
     needs_gradient: bool
     step: int
@@ -103,7 +118,7 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     Raises:
         RuntimeError: ranks are at different steps, or some have finished while others still train.
     """
-    code = {"idle": _IDLE, "finished": _FINISHED}.get(wish.table) if isinstance(wish.table, str) else wish.table + 1
+    code = _CODES[wish.table] if isinstance(wish.table, str) else wish.table + 1
     asked = (wish.flags,) * place.workers
     if isinstance(wish.table, int):
         asked = tuple(tables[wish.table].ownership.counts(wish.keys))
@@ -147,12 +162,14 @@ def outlook_bytes(tables: int) -> int:
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:
-    if len(set(wanted)) > 1:
-        done = [rank for rank, code in enumerate(wanted) if code == _FINISHED]
-        raise RuntimeError(
-            f"look-up: ranks {done} have finished while the others run a backward; give every rank as many batches, or "
-            "iterate over run.batches(loader)"
-        )
+    if len(doing := sorted(set(wanted))) > 1:
+        ranks = [[rank for rank, code in enumerate(wanted) if code == one] for one in doing]
+        told = [f"ranks {who} {_DOING[what]}" for who, what in zip(ranks[:-1], doing[:-1], strict=True)]
+        told.append(f"the others {_DOING[doing[-1]]}")
+        remedy = "give every rank as many batches, or iterate over run.batches(loader)"
+        if _CODES["asking"] in doing:
+            remedy = "let every rank ask, not one alone (under `if rank == 0:`)"
+        raise RuntimeError(f"look-up: {' while '.join(told)}; {remedy}")
     if len(set(steps)) > 1:
         raise RuntimeError(
             f"look-up: ranks have taken different numbers of optimizer steps {steps} (rank order); if a GradScaler "

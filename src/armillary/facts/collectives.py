@@ -14,7 +14,18 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Program", "Request", "Scope", "members", "sent_bytes", "summed"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Program",
+    "Request",
+    "Scope",
+    "gathered",
+    "members",
+    "sent_bytes",
+    "summed",
+]
 
 Scope = Literal["world", "node", "rail"]
 
@@ -85,6 +96,12 @@ def summed(tensor: Tensor) -> Program[Tensor]:
     """Its sum over all ranks, which takes its place."""
     total: Tensor = yield AllReduce(tensor)
     return total
+
+
+def gathered(tensor: Tensor) -> Program[Tensor]:
+    """Every rank's, (ranks, *tensor.shape)."""
+    everyones: Tensor = yield AllGather(tensor)
+    return everyones
 
 
 def sent_bytes(request: Request, ranks: int, rank: int) -> float:

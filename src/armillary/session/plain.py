@@ -81,7 +81,8 @@ def refuse_reads(tables: Iterable[RowTable], optimizer: Optimizer, why: str) -> 
         raise RuntimeError(f"{table.name}: its rows cannot be read any more: {why}")
 
     for table in tables:
-        table.reads = refuse
+        table.reads = table.tells = refuse
+        table.deferring = None
         table.parameter.grad = None
         for group in optimizer.param_groups:
             group["params"][:] = [there for there in group["params"] if there is not table.parameter]

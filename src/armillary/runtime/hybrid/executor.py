@@ -74,6 +74,7 @@ class Executor:
         for table in self.tables:
             table.deferring = self.deferral
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
+            table.tells = self.look_ups.everyones
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
         for place, unit in enumerate(self.units):

@@ -5,7 +5,8 @@ The module keeps its parameter's name, shape and place; `F.embedding`, `F.embedd
 what clipping asks of it (norms are global: one small all-reduce for all tables) and scales in place, so
 `torch.nn.utils.clip_grad_norm_` over `model.parameters()` gives the one-process result.
 
-Without gradients, `F.linear(x, table, bias)` reads the table in blocks of rows (evaluation by full softmax).
+Without gradients, `F.linear(x, table, bias)` reads the table in blocks of rows (evaluation by full softmax). Norms,
+sums, extremes and histograms of the whole table are collectives (`row_values.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from armillary.runtime.hybrid.gradient_handle import METADATA, GradientHandle
+from armillary.runtime.hybrid.row_values import RowValues, reads_rows
 
 __all__ = ["Reader", "TableHandle"]
 
@@ -31,6 +33,9 @@ class Reader(Protocol):
 
     @property
     def gradient(self) -> Tensor | None: ...
+    @property
+    def rows(self) -> Tensor: ...
+    def everyones(self, part: Tensor) -> Tensor: ...
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
     def load(self, whole: Tensor) -> None: ...
     def gradient_norms(self, order: float) -> Tensor: ...
@@ -57,6 +62,9 @@ class TableHandle(Tensor):
             f"TableHandle({self.reader.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, rows owned by workers)"
         )
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     @property
     def grad(self) -> "GradientHandle | None":
         local = self.reader.gradient
@@ -71,13 +79,13 @@ class TableHandle(Tensor):
         self.reader.drop_gradient()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TableHandle":
-        raise _refusal(self.reader.name, "copy.deepcopy", "copy the model before attach, or export a plain state_dict")
+        raise _refusal(self.reader.name, "copy.deepcopy", _COPIES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(
             self.reader.name,
             "pickle / torch.save",
-            "run.export() gives the plain single-device state_dict",
+            "run.export() gives the plain single-device state_dict; after run.close() the model itself is plain",
         )
 
     @classmethod
@@ -94,8 +102,11 @@ class TableHandle(Tensor):
         if func in METADATA or func in _CONVERSIONS:  # those that change nothing give the handle back
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        raise _refusal(_name_in((*args, *kwargs.values())), name, _remedy(name))
+        if reads_rows(func):
+            return func(*_as_values(args), **{key: _as_values([value])[0] for key, value in kwargs.items()})
+        given = (*args, *kwargs.values())
+        name, table = getattr(func, "__name__", str(func)), _name_in(given)
+        raise _refusal(table, name, _remedy(name, table, is_written=_is_table(given[0])))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,17 +115,50 @@ class TableHandle(Tensor):
         handle = next((arg for arg in args if isinstance(arg, TableHandle)), None)
         if func is torch.ops.aten.detach.default and handle is not None:
             return _detach(handle)
-        raise _refusal(_name_in(args), str(func), _remedy(func.__name__))
+        raise _refusal(_name_in(args), str(func), _remedy(func.__name__, _name_in(args)))
 
 
-def _remedy(operation: str) -> str:
+_COPIES = (
+    "run.ema(decay) averages the weights as they are trained; run.export() gives plain weights; after run.close() the "
+    "model can be copied"
+)
+_WHOLE = "run.export() gives whole weights on rank 0"
+_REMEDIES = {
+    **dict.fromkeys(("numpy", "__array__", "tolist", "item", "clone", "unbind", "view", "reshape", "flatten"), _WHOLE),
+    "__set__": "write to it before attach, or load_state_dict(...) after",
+    "__setitem__": "write to it before attach, or load_state_dict(...) after",
+}
+
+
+def _remedy(operation: str, table: str, is_written: bool = True) -> str:
+    """is_written: whether the operation writes to the table, if it writes."""
     if operation.startswith("_to_copy"):
         return "convert and move the model before attach"
     if operation.startswith("register_"):
         return "put the hook on what the look-up returns"
-    if operation in ("__set__", "__setitem__") or (operation.endswith("_") and not operation.endswith("__")):
-        return "write to it before attach, or load_state_dict(...) after"
-    return "constrain it: plan(..., {name: 'replicated'})"
+    if operation.endswith("_") and not operation.endswith("__"):
+        return _REMEDIES["__set__"] if is_written else _COPIES
+    return _REMEDIES.get(operation, f"constraints={{{table!r}: 'replicated'}} keeps it whole on every worker")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, TableHandle) or (isinstance(value, list | tuple) and any(map(_is_table, value)))
+
+
+def _as_values(args: Sequence[Any]) -> list[Any]:
+    """Tables as the values of their rows, also in lists."""
+    found: dict[int, RowValues] = {}  # one for each table, as asking for rows may be a collective
+
+    def of(arg: Any) -> Any:
+        if isinstance(arg, list | tuple) and _is_table(arg):
+            return [of(one) for one in arg]
+        if not isinstance(arg, TableHandle):
+            return arg
+        if id(arg) not in found:
+            found[id(arg)] = RowValues(arg.reader, arg.reader.rows, arg.requires_grad)
+        return found[id(arg)]
+
+    return [of(arg) for arg in args]
 
 
 def _refusal(name: str, operation: str, remedy: str) -> NotImplementedError:
@@ -193,7 +237,7 @@ def _detach(table: TableHandle) -> TableHandle:
 def _refuse_options(weight: TableHandle, max_norm: float | None, scale_grad_by_freq: bool) -> None:
     if max_norm is not None or scale_grad_by_freq:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
-        raise _refusal(weight.reader.name, option, _remedy(option))
+        raise _refusal(weight.reader.name, option, _remedy(option, weight.reader.name))
 
 
 def _padding(input: Tensor, inverse: Tensor, padding_idx: int | None, weight: TableHandle) -> int | None:
@@ -244,6 +288,8 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
 
 def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> TableHandle:
     """Loads a whole table: each worker keeps the rows it owns. `load_state_dict` ends here."""
+    if not isinstance(table, TableHandle):
+        raise _refusal(_name_in([source]), "copying it into a tensor", _COPIES)
     if isinstance(source, TableHandle) and source.reader is table.reader:
         return table
     if tuple(source.shape) != tuple(table.shape):
@@ -255,7 +301,7 @@ def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> Ta
 def _set_data(table: TableHandle, value: Tensor) -> None:
     """`Module.to` assigns what it converted, even where nothing was to convert."""
     if not (isinstance(value, TableHandle) and value.reader is table.reader):
-        raise _refusal(table.reader.name, ".data = ", _remedy("__set__"))
+        raise _refusal(table.reader.name, ".data = ", _REMEDIES["__set__"])
 
 
 _CONVERSIONS = {

@@ -7,13 +7,13 @@ torch's own backward of the gather adds up duplicates, in any mode of any of the
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
+from armillary.exchanges.look_up import FLAGS, Round, State, Wish, look_up
+from armillary.facts.collectives import gathered
 from armillary.runtime.hybrid.deferral import Deferral
 from armillary.runtime.hybrid.flight import Flight, advance_together
 from armillary.runtime.hybrid.look_ahead import LookAhead
@@ -177,9 +177,16 @@ class LookUps:
         self.serve_until("idle", weight)
         self.look_ahead.close(self.foreseen)
 
-    def serve_until(self, state: Literal["idle", "finished"], weight: float = 1.0) -> None:
-        """Serves the other ranks until all of them are "idle" (in their backward), or all "finished"; learns what they
-        declare."""
+    def everyones(self, table: RowTable, part: Tensor) -> Tensor:
+        """Collective: what every rank has computed of its rows, (ranks, *part.shape), on the CPU."""
+        with self.transport.unrecorded():
+            self.serve_until("asking")
+            told: Tensor = self.transport.complete(gathered(part), f"values of {table.name}")
+        return told
+
+    def serve_until(self, state: State, weight: float = 1.0) -> None:
+        """Serves the other ranks until all of them are "idle" (in their backward), or all "finished", or all "asking"
+        for values of a whole table; learns what they declare."""
         nothing = torch.empty(0, dtype=torch.int64)
         self.learned = []
         foreseen, moved = self.look_ahead.made, self.look_ahead.moved

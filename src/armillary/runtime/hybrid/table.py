@@ -10,7 +10,7 @@ lazy otherwise.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,19 @@ class Deferring(Protocol):
     def meet(self) -> None: ...
 
 
+def _refuse_values(table: "RowTable", part: Tensor) -> NoReturn:
+    raise NotImplementedError(
+        f"{table.name}: under a schedule that owns the loop there are no norms, sums or other values of whole tables. "
+        "Remedy: run.export() gives whole weights on rank 0"
+    )
+
+
 @dataclass(eq=False)
 class RowTable:
     """State of one table on one rank. Set by the executor:
 
-    reads: answers look-ups. norms: computes the global gradient norms. deferring: brings in what waits or is under way.
+    reads: answers look-ups. norms: computes the global gradient norms. tells: gives every rank's part of a reduction.
+    deferring: brings in what waits or is under way.
     """
 
     name: str
@@ -69,6 +77,7 @@ class RowTable:
     requires_grad: bool
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
+    tells: Callable[["RowTable", Tensor], Tensor] = _refuse_values
     deferring: Deferring | None = None
     look_ahead: LookAhead = "none"  # what of its pulls and pushes leaves at another time (see `look_ahead.py`)
     pending: list[LookUp] = field(default_factory=list)
@@ -116,6 +125,23 @@ class RowTable:
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids (any shape) -> the distinct rows (u, *row shape), and where each id stands among them."""
         return self.reads(self, ids)
+
+    @property
+    def rows(self) -> Tensor:
+        """The newest rows held here. Collective where gradients of them may be under way.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{self.name}: its values are asked for inside a backward; ask before it, or after it")
+        if self.deferring is not None and self.look_ahead == "gradients":
+            self.deferring.meet()
+        return self.shard.detach()
+
+    def everyones(self, part: Tensor) -> Tensor:
+        """Collective where the rows are spread: every rank's part, (ranks, *part.shape)."""
+        return self.tells(self, part) if self.is_pulled else part.unsqueeze(0)
 
     def load(self, whole: Tensor) -> None:
         if self.deferring is not None and self.look_ahead == "gradients":

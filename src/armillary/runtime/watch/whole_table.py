@@ -36,6 +36,13 @@ class _WholeTable:
         learns = torch.is_grad_enabled() and self.whole.requires_grad
         return rows.requires_grad_(learns), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
 
+    @property
+    def rows(self) -> Tensor:
+        return self.whole.detach()
+
+    def everyones(self, part: Tensor) -> Tensor:
+        return part.unsqueeze(0)
+
     def load(self, whole: Tensor) -> None:
         raise AssertionError(f"{self.name}: written to while it is only watched")
 
