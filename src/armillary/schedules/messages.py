@@ -21,14 +21,14 @@ every worker.
 
 from collections.abc import Iterator
 from itertools import count, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from armillary.schedules.action import Kind
 from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "CONTENTS", "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
+    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
     "pipeline_messages", "ring_messages", "sum_path", "use", "used_at", "weight_path",
 ]  # fmt: skip
 
@@ -38,7 +38,6 @@ Content = Literal[
     "partial gradient", "gradient", "weights", "norm", "activation", "activation gradient", "forward weights",
     "backward weights",
 ]  # fmt: skip
-CONTENTS: tuple[Content, ...] = get_args(Content)
 
 
 class Message(NamedTuple):
