@@ -246,7 +246,8 @@ def test_uneven_dense_batches_are_told_of_run_batches():
 
 
 @pytest.mark.parametrize(
-    ("name", "waiting"), [("raise", "all-to-all of look-ups"), ("pipeline raise", "activation of stage 0 from")]
+    ("name", "waiting"),
+    [("raise", "all-to-all of look-ups"), ("pipeline raise", "activation gradient of stage 1 from rank 1")],
 )
 def test_what_one_rank_raises_is_quoted_by_the_other_without_any_with_block(name, waiting):
     (_, first), (_, second) = said(name)

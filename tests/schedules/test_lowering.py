@@ -106,7 +106,7 @@ def test_one_device_and_accumulation_send_nothing():
 
 
 def test_what_shares_a_stage_is_refused():
-    with pytest.raises(ValueError, match=r"runs stage 0 on ranks \[0, 1, 2\]; it makes no pipeline"):
+    with pytest.raises(ValueError, match=r"runs stage 0 on workers \[0, 1, 2\]; it makes no pipeline"):
         Lowering(cyclic(3), 0, range(3))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from armillary.schedules.agenda import Agenda, Due
 from armillary.schedules.instruction import Instruction, Letter, Op
-from armillary.schedules.messages import carrier
+from armillary.schedules.messages import carrier, workers_of_stages
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Lowering", "ranks_of_stages"]
@@ -35,16 +35,9 @@ def ranks_of_stages(schedule: Schedule, ranks: Sequence[int]) -> tuple[int, ...]
     Raises:
         ValueError: a stage runs on several ranks.
     """
-    found: dict[int, set[int]] = {}
-    for worker, row in enumerate(schedule.ticks):
-        for action in row:
-            found.setdefault(action.stage, set()).add(ranks[worker])
-    for stage, several in sorted(found.items()):
-        if len(several) > 1:
-            raise ValueError(
-                f"schedule: {schedule.name} runs stage {stage} on ranks {sorted(several)}; it makes no pipeline"
-            )
-    return tuple(found[stage].pop() for stage in range(schedule.stages))
+    if len(set(ranks)) == 1:
+        return (ranks[0],) * schedule.stages
+    return tuple(ranks[worker] for worker in workers_of_stages(schedule))
 
 
 class Lowering:
