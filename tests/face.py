@@ -120,12 +120,15 @@ def start(
     seed: int = 0,
     timeout: float = 600.0,
     report_after: float | None = None,
+    **asked: Any,
 ) -> Started:
     """Collective: puts the plan to work. `example` is a micro-batch, wanted where the schedule owns the loop.
 
-    report_after: a wait that lasts longer says who stands where; timeout: it ends in an error then.
+    Args:
+        report_after: a wait that lasts longer says who stands where; timeout: it ends in an error then.
+        asked: check_data, broadcast_buffers.
     """
-    given = {"example": example, "seed": seed, "timeout": timeout, "report_after": report_after}
+    given = {"example": example, "seed": seed, "timeout": timeout, "report_after": report_after, **asked}
     run = armillary.attach(plan, model, optimizer, loss=loss, **given)
     return Started(run, model, optimizer, loss)
 
@@ -236,9 +239,9 @@ def batches_of(run: Started, loader: Iterable[Batch]) -> Iterator[Batch]:
     return run.run.batches(loader)
 
 
-def shard(run: Started, loader: Iterable[Batch]) -> Iterable[Batch]:
-    """This rank's share of what every rank draws alike."""
-    return run.run.shard(loader)
+def shard(run: Started, loader: Iterable[Batch], **options: Any) -> Iterable[Batch]:
+    """This rank's share of what every rank draws alike. options: drop_last."""
+    return run.run.shard(loader, **options)
 
 
 def count_bytes(run: Started) -> float:

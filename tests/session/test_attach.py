@@ -116,7 +116,7 @@ def other_schedule(rank, workers):
 
 def other_names(rank, workers):
     model = Small()
-    return owned_plan(model, workers), model.lin, sgd(model.parameters()), {}
+    return owned_plan(model, workers), model.lin, sgd(model.lin.parameters()), {}
 
 
 def other_shapes(rank, workers):
@@ -208,7 +208,7 @@ def no_such_exchange(rank, workers):
 
 REFUSALS = {
     other_world: r"rank 0: the plan is for 8 workers, this job has 2; plan again, or launch with --nproc-per-node 8",
-    other_nodes: r"2 ranks do not fill nodes of 3; plan again",
+    other_nodes: r"attach: the plan is for 6 workers, this job has 2; plan again, or launch with --nproc-per-node 6",
     other_schedule: r"schedule ring owns the loop",
     other_names: r"it has \['emb.weight', 'lin.bias', 'lin.weight'\] which this one does not train and misses",
     other_shapes: r"this is \w{16}: the same names with other shapes or dtypes; plan again",

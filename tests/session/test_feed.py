@@ -9,9 +9,10 @@ import torch
 
 from armillary.reference.serial import train_step
 from armillary.session.decide import first_batches
-from armillary.session.feed import Feed, shard, stream_seed
+from armillary.session.feed import Feed, stream_seed
 from armillary.session.parallelize import measure
 from armillary.session.plot import plot
+from armillary.session.shard import Shard
 from armillary.session.source import leaves
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,10 +32,13 @@ class Counting:
 
 
 def test_shares_are_disjoint_and_complete_but_for_the_last_round():
-    shares = [list(shard(range(11), worker, 3)) for worker in range(3)]
-    assert shares == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    shares = [Shard(range(11), worker, 3) for worker in range(3)]
+    assert [list(share) for share in shares] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    wholes = [Shard(range(11), worker, 3, drop_last=False) for worker in range(3)]
+    assert [list(share) for share in wholes] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]
+    assert [len(share) for share in (*shares, *wholes)] == [3, 3, 3, 4, 4, 3]
     with pytest.raises(ValueError, match="worker 3 of 3"):
-        next(shard(range(11), 3, 3))
+        Shard(range(11), 3, 3)
 
 
 def test_a_feed_goes_from_epoch_to_epoch_in_new_orders():

@@ -169,9 +169,9 @@ class Plan:
         return cls(
             **{
                 **given,
-                "mesh": Mesh(tuple(Axis(name, size) for name, size in given["mesh"].items())),
-                "groups": tuple(_group(group) for group in given["groups"]),
-                "stages": tuple(_stage(stage) for stage in given.get("stages", ())),
+                "mesh": _mesh(given["mesh"]),
+                "groups": tuple(_group(group) for group in _list("groups", given["groups"])),
+                "stages": tuple(_stage(stage) for stage in _list("stages", given.get("stages", ()))),
                 "schedule": _choice(given.get("schedule", asdict(SIMULTANEOUS))),
                 "notes": tuple(given.get("notes", ())),
             }
@@ -195,8 +195,22 @@ def _object(text: str) -> dict[str, Any]:
     return given
 
 
-def _refuse_other_fields(what: str, given: Mapping[str, Any], kind: type) -> None:
+def _mesh(given: Any) -> Mesh:
+    if not isinstance(given, Mapping):
+        raise ValueError(f'plan: mesh is {given!r}; want the ranks along each axis, as in {{"data": 2}}')
+    return Mesh(tuple(Axis(name, size) for name, size in given.items()))
+
+
+def _list(what: str, given: Any) -> Iterable[Any]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"plan: {what} is a {type(given).__name__}; want a list")
+    return given
+
+
+def _refuse_other_fields(what: str, given: Any, kind: type) -> None:
     known = {one.name: one for one in fields(kind)}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"plan: {what} is {given!r}; want an object with {', '.join(known)}")
     if strange := sorted(set(given) - known.keys()):
         raise ValueError(f"plan: {what} has no field {', '.join(strange)}; it has {', '.join(known)}")
     needed = ("mesh", "groups", "model_fingerprint", "name", "parameters", "layout", "begins")
@@ -204,12 +218,16 @@ def _refuse_other_fields(what: str, given: Mapping[str, Any], kind: type) -> Non
         raise ValueError(f"plan: {what} lacks {', '.join(missing)}")
 
 
-def _choice(given: Mapping[str, Any]) -> Choice:
-    _refuse_other_fields(f"choice {given.get('name', '')!r}", given, Choice)
+def _choice(given: Any) -> Choice:
+    _refuse_other_fields(_called("choice", given, "name"), given, Choice)
     return Choice(given["name"], given.get("options", {}))
 
 
-def _maybe(given: Mapping[str, Any] | None) -> Choice | None:
+def _called(kind: str, given: Any, key: str) -> str:
+    return f"{kind} {given.get(key, '')!r}" if isinstance(given, Mapping) else f"a {kind}"
+
+
+def _maybe(given: Any) -> Choice | None:
     return None if given is None else _choice(given)
 
 
@@ -219,7 +237,7 @@ def _forecast(given: Mapping[str, float]) -> Forecast:
 
 
 def _group(given: Mapping[str, Any]) -> Group:
-    _refuse_other_fields(f"group {given.get('name', '')!r}", given, Group)
+    _refuse_other_fields(_called("group", given, "name"), given, Group)
     return Group(
         **{
             **given,
@@ -232,7 +250,7 @@ def _group(given: Mapping[str, Any]) -> Group:
 
 
 def _stage(given: Mapping[str, Any]) -> StagePlan:
-    _refuse_other_fields(f"stage {given.get('begins', '')!r}", given, StagePlan)
+    _refuse_other_fields(_called("stage", given, "begins"), given, StagePlan)
     chosen = {name: _choice(given[name]) for name in ("residency", "objective", "split") if name in given}
     edges = {name: _maybe(given.get(name)) for name in ("edge", "edge_back")}
     return StagePlan(**{**given, **chosen, **edges, "forecast": _forecast(given.get("forecast", {}))})

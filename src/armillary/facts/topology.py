@@ -90,6 +90,12 @@ class Topology:
             raise ValueError(
                 f"topology: want at least one node of one worker, got {self.nodes} x {self.workers_per_node}"
             )
+        for side in ("inside", "between"):
+            if not isinstance(link := getattr(self, side), Link):
+                raise ValueError(
+                    f"topology: {side} is {link!r}; want armillary.Link(seconds a message, bytes a second), as in "
+                    "armillary.Link(1e-4, 1e9)"
+                )
         if not 0 <= self.hidden_share <= 1:
             raise ValueError(f"topology: hidden_share is a share between 0 and 1, got {self.hidden_share}")
         if self.memory_bytes <= 0:

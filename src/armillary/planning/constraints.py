@@ -16,11 +16,31 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
-__all__ = ["Constraint", "allows", "layout_of", "names_of", "resolve", "why_not_by_row"]
+__all__ = ["Constraint", "allows", "layout_of", "names_of", "refuse_misread", "resolve", "why_not_by_row"]
 
 Constraint = str | Choice
 
 LAYOUTS = ("replicated", "row_sharded")
+
+
+def refuse_misread(constraints: object, lazy: object, schedule: object) -> None:
+    """Wishes of another kind than is wanted, which would be taken for something else, or fail far from here.
+
+    Raises:
+        ValueError: one is; the message says how it is written.
+    """
+    if not isinstance(constraints, Mapping):
+        raise ValueError(
+            f"plan: constraints is {constraints!r}; want a mapping from names to what each shall have, as in "
+            "{'emb.weight': 'row_sharded'}"
+        )
+    if isinstance(lazy, str):
+        raise ValueError(f"plan: lazy is the text {lazy!r}, whose letters would be taken for names; write [{lazy!r}]")
+    if not isinstance(schedule, Choice):
+        raise ValueError(
+            f"plan: schedule is {schedule!r}; want a Choice, as in armillary.Choice('ring', {{'slack': 1}}) or "
+            "armillary.Choice.parse('ring(slack=1)')"
+        )
 
 
 def layout_of(choice: Choice) -> Layout:
@@ -48,10 +68,8 @@ def matching(pattern: str, profile: Profile) -> list[ParameterFact]:
     if not found:
         names = [name for fact in profile.parameters for name in (fact.name, *fact.aliases)]
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-        raise ValueError(
-            f"plan: {pattern!r} names no parameter of the model; "
-            f"{'did you mean ' + ' or '.join(map(repr, near)) if near else 'there are ' + ', '.join(names)}?"
-        )
+        others = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
+        raise ValueError(f"plan: {pattern!r} names no parameter of the model; {others}")
     if trained := [fact for fact in found if fact.requires_grad]:
         return trained
     raise ValueError(
@@ -90,8 +108,13 @@ def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) ->
     name = constraint.name if isinstance(constraint, Choice) else constraint
     exchanges = {**dense_exchanges(), **row_exchanges()}
     if name not in exchanges and (isinstance(constraint, Choice) or name not in LAYOUTS):
-        known = ", ".join((*LAYOUTS, *sorted(exchanges)))
-        raise ValueError(f"plan: {pattern!r} is to be {name!r}, which is no layout and no exchange; there are {known}")
+        known = (*LAYOUTS, *sorted(exchanges))
+        near = difflib.get_close_matches(str(name), known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"plan: {pattern!r} is to be {name!r}, which is no layout and no exchange; there are "
+            f"{', '.join(known)}{meant}"
+        )
     if not isinstance(constraint, Choice):
         return
     build = build_row if name in row_exchanges() else build_dense

@@ -23,7 +23,7 @@ from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
-from armillary.planning.constraints import Constraint, allows, names_of, resolve
+from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, resolve
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
 from armillary.planning.look_ahead import looking_ahead, with_prospect
@@ -69,6 +69,7 @@ def plan(
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
+    refuse_misread(constraints, lazy, schedule)
     case = Case(profile, topology, assumptions)
     if owns_loop(schedule):
         is_cut = SCHEDULES[schedule.name].is_cut

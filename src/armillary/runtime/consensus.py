@@ -86,7 +86,7 @@ def take_mean(units: Sequence[Any], optimizer: Optimizer, transport: Transport) 
     for name, mean in mean_weights(units, transport).items():
         parameters[name].copy_(mean)
         if name in kept:
-            optimizer.state[parameters[name]].update(kept[name])
+            optimizer.state.setdefault(parameters[name], {}).update(kept[name])
 
 
 def _mean(tensor: Tensor, ranks: int, transport: Transport) -> Tensor:

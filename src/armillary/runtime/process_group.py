@@ -6,11 +6,12 @@ Requests are `transport.py`'s; its groups are its own, so what is started here m
 import atexit
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["start_process_group", "stop_process_group"]
+__all__ = ["start_process_group", "stop_process_group", "workers_in"]
 
 
 JOIN_SECONDS = 600.0  # until every rank of the job has started
@@ -42,6 +43,12 @@ def start_process_group() -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefixed = dist.PrefixStore(f"armillary/attempt{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=workers)
+
+
+def workers_in(process_group: Any) -> int:
+    """How many ranks a group has; None is the job, which is joined for that."""
+    start_process_group()
+    return dist.get_world_size(process_group)
 
 
 def stop_process_group() -> None:

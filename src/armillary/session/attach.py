@@ -5,7 +5,7 @@ that hold different plans or models, an optimizer that mixes rows on a row-shard
 was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,17 +17,21 @@ from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.agreement import begin_alike
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
+from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.patience import Patience
+from armillary.runtime.process_group import workers_in
 from armillary.runtime.transport import Transport
+from armillary.runtime.unfit_model import AT_WORK
 from armillary.runtime.watch.probe import Loss
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
+from armillary.session.first_batches import FirstBatches
 from armillary.session.found_inf import agree_on_found_inf
 from armillary.session.materialise import begin_optimizer_state, materialise
-from armillary.session.misfit import misfit, refuse_on_every_rank
+from armillary.session.misfit import handed_in, misfit, other_workers, refuse_on_every_rank
 from armillary.session.owned_misfit import owned_misfit
 from armillary.session.run import Run
 from armillary.session.tables import make_table, put_handle
@@ -39,7 +43,7 @@ __all__ = ["attach", "attach_over"]
 def attach(
     plan: Plan,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     loss: Loss | None = None,
     example: Any = None,
@@ -49,6 +53,8 @@ def attach(
     report_after: float | None = 60.0,
     timeout: float = 600.0,
     check_order: bool = False,
+    check_data: bool = True,
+    broadcast_buffers: bool = True,
     process_group: Any = None,
     topology: Topology | None = None,
 ) -> Run:
@@ -60,6 +66,7 @@ def attach(
         model: an ordinary module on this rank; row-sharded tables in it become handles that are read by row. It may
             be on the meta device: then it gets its values here (see `materialise`).
         optimizer: over the model's parameters; keeps its class and options, and holds this rank's rows of the tables.
+            Or several, each parameter in one of them: a step is over when all have stepped, or one steps again.
         loss: loss(model, batch) -> scalar mean over one micro-batch, for `run.step`; a loop of your own needs none.
         example: a micro-batch, to cut the model with, or to try the loss on; nothing is trained on it.
         seed: with step, micro-batch and stage, fixes the random numbers of dropout and the like under `run.step`.
@@ -70,6 +77,11 @@ def attach(
         timeout: seconds after which one wait for another rank ends in an error, which says where the others stood. A
             rank may be away for as long, for example to evaluate alone.
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
+        check_data: compare the first batches across ranks, so that none trains on another's data by mistake. What goes
+            through the model's forward and `run.shard` is seen.
+        broadcast_buffers: rank 0's buffers (BatchNorm's statistics) reach all ranks after every step, as DDP's do
+            before one. Without, every rank has its own, and rank 0's are saved. Not under a schedule that owns the
+            loop, which has a rule of its own.
         process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
             time. Without, as on links of 100 Mbit/s.
@@ -77,8 +89,11 @@ def attach(
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
-    job = TrainJob(model, optimizer, loss, example, seed, first_step, scaler)
+    job = TrainJob(model, as_one(optimizer), loss, example, seed, first_step, scaler, check_data, broadcast_buffers)
     patience = Patience(report_after, timeout)
+    workers = workers_in(process_group)
+    if workers % plan.workers_per_node:  # no groups can be opened, to hear what other ranks say
+        raise ValueError(f"attach: {other_workers(plan, workers)}")
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
         return attach_over(transport, plan, job)
@@ -101,26 +116,38 @@ def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport:
 
 def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool) -> Run:
     if owns_loop(plan.schedule):
-        return Run(_owned_loop(plan, job, transport), (), owns_transport)
+        owned = _owned_loop(plan, job, transport)
+        return Run(owned, (_at_work(job.model),), owns_transport)
     model, optimizer = job.model, job.optimizer
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    begin_optimizer_state(optimizer)
-    complaint = _other_nodes(plan, transport) or misfit(plan, trainable, optimizer, transport.place.workers)
-    refuse_on_every_rank("attach", plan, complaint, transport)
+    complaint = handed_in(model, optimizer) or _other_nodes(plan, transport)
+    if not complaint:
+        for one in members(optimizer):
+            begin_optimizer_state(one)
+        complaint = misfit(plan, trainable, optimizer, transport.place.workers)
+    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
     with all_or_nothing(model, optimizer):
         engine = _user_loop(plan, job, transport, shards)
-    undo: list[Callable[[], None]] = []
+    undo = [_at_work(model)]
     if job.scaler is not None:
         undo.append(agree_on_found_inf(job.scaler, transport))
     return Run(engine, undo, owns_transport)
 
 
+def _at_work(model: nn.Module) -> Callable[[], None]:
+    """Nobody else may train it; what is returned lets it go."""
+    modules = [module for module in model.modules() if module._parameters]
+    AT_WORK.update(modules)
+    return lambda: AT_WORK.difference_update(modules)
+
+
 def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
-    complaint = _other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
-    refuse_on_every_rank("attach", plan, complaint, transport)
+    complaint = handed_in(job.model, job.optimizer) or _other_nodes(plan, transport)
+    complaint = complaint or owned_misfit(plan, job, transport.place.workers)
+    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
     if options_of(plan).method.is_cut:
         transport.open_lanes()
@@ -145,9 +172,10 @@ def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[
             members = {name: trainable[name] for name in group.parameters}
             exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
             units.append(dense_unit(group.name, members, exchange, transport.place))
-    executor = Executor(units, transport, plan.mean)
+    first = FirstBatches(transport, job.check_data)
+    executor = Executor(units, transport, plan.mean, first.compare)
     try:
-        return UserLoop(plan, job, executor, held, handles)
+        return UserLoop(plan, job, executor, held, handles, first)
     except BaseException:
         executor.release()
         raise

@@ -17,6 +17,7 @@ import torch
 
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.runtime.saving.checkpoint import (
     Marker,
     RowIndex,
@@ -50,7 +51,7 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     Raises:
         ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
     """
-    folder, loop = Path(folder), dict(loop or {})
+    folder, loop = Path(folder), {} if loop is None else loop
     if keep < 1:
         raise ValueError(f"save: want to keep at least 1 checkpoint, got {keep}")
     transport = run.transport
@@ -63,7 +64,7 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     run.settle()
     tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
     own = own_tensors(run)
-    loops = transport.share(loop)
+    loops = transport.share(dict(loop))
     path = folder
     with trouble.kept():
         if run.rank == 0:
@@ -91,17 +92,37 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     return path
 
 
-def _refuse_unloadable(loop: dict[str, Any]) -> None:
+def _refuse_unloadable(loop: Any) -> None:
+    if not isinstance(loop, Mapping):
+        raise ValueError(f"loop is a {type(loop).__name__}; want a mapping, as in loop={{'step': 3}}")
+    if _is_loadable(dict(loop)):
+        return
+    path, value = _unloadable_in("loop", dict(loop))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise ValueError(
+        f"{path} is a {kind}, which torch.load(weights_only=True) refuses; give plain values, tensors and state_dicts "
+        "(torch.from_numpy, .item(), int, str)"
+    )
+
+
+def _is_loadable(value: Any) -> bool:
     buffer = io.BytesIO()
-    torch.save(loop, buffer)
-    buffer.seek(0)
     try:
+        torch.save(value, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise ValueError(
-            f"loop holds what torch.load(weights_only=True) refuses; give plain values, tensors and state_dicts. "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    except Exception:
+        return False
+    return True
+
+
+def _unloadable_in(path: str, value: Any) -> tuple[str, Any]:
+    """The innermost thing that torch does not load, and where it stands."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, one in inner:
+        if not _is_loadable(one):
+            return _unloadable_in(f"{path}[{key!r}]", one)
+    return path, value
 
 
 def _refuse_disagreement(run: Job, mine: tuple[Any, ...]) -> None:
@@ -142,7 +163,7 @@ def _write_rows(run: Job, folder: Path, tensors: list[RowTensor], trouble: First
 
 def _write_rest(run: Job, path: Path, rest: Mapping[str, Any]) -> FileRecord:
     """Everything that is not cut by row or by rank. The optimizer goes by parameter name."""
-    content = {**rest, "optimizer_class": type(run.optimizer).__name__}
+    content = {**rest, "optimizer_class": kind_of(run.optimizer)}
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()

@@ -15,11 +15,12 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.constraints import Constraint, refuse_misread
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.rivals import CHOSEN, at_once, best, rivals, with_look_ahead
+from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
@@ -29,6 +30,7 @@ from armillary.runtime.watch.profiler import profile
 from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.events import Decided
+from armillary.session.misfit import handed_in, refuse_unfit
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.trials import fastest
 from armillary.session.workload import Batch, Workload
@@ -66,6 +68,9 @@ class Wishes:
     prefetch: bool = False
     steps_by_run: bool = False
     micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_misread(self.constraints, self.lazy, self.schedule)
 
     @property
     def owns_loop(self) -> bool:
@@ -119,6 +124,7 @@ def decide(subject: Subject, wishes: Wishes, process_group: Any = None, patience
 
 
 def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
+    refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
     topology = wishes.topology or measure(transport)
     found = wishes.profile or _profiled(subject, topology, transport)
 
@@ -138,12 +144,13 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
     _refuse_other_model(found, subject.model)
     if wishes.plan is not None:
         return {CHOSEN: wishes.plan.to_json()}
-    taken = assumptions_of(subject.optimizer)
+    taken, is_one = assumptions_of(subject.optimizer), len(members(subject.optimizer)) == 1
     wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean}
     if wishes.trials < 2 or wishes.owns_loop:
         made = make_plan(
             found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
-            prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run, micro_batches=wishes.micro_batches, **wanted,
+            prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run and is_one,
+            micro_batches=wishes.micro_batches, **wanted,
         )  # fmt: skip
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
@@ -200,8 +207,17 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
     return [batch for together in zip(*drawn, strict=False) for batch in together]
 
 
-def assumptions_of(optimizer: Optimizer) -> Assumptions:
-    """What the optimizer keeps per parameter and whether it moves rows without gradient, found by trying it out."""
+def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
+    """What the optimizer keeps per parameter and whether it moves rows without gradient, found by trying it out; of
+    several the most."""
+    found = [_of_one(one) for one in members(as_one(optimizer))]
+    return Assumptions(
+        optimizer_slots=max(one.optimizer_slots for one in found),
+        moves_quiet_rows=any(one.moves_quiet_rows for one in found),
+    )
+
+
+def _of_one(optimizer: Optimizer) -> Assumptions:
     options = optimizer.param_groups[0]
     quiet = leaves_untouched_rows(optimizer, options)
     parameter, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.optimizers import split
 from armillary.session.job import Job
 from armillary.session.row_tensors import gathered, row_tensors
 
@@ -20,7 +21,8 @@ def export(run: Job) -> dict[str, Any] | None:
 
     Returns:
         On rank 0, copies on the CPU: {"model": state_dict, "optimizer": state_dict}, which the user's own classes load
-        by `load_state_dict` and `torch.save` writes. None on the other ranks.
+        by `load_state_dict` and `torch.save` writes. None on the other ranks. Of several optimizers "optimizer" is a
+        list, in the order in which they were given.
 
     Raises:
         ValueError: the optimizer holds a parameter that the model does not.
@@ -47,7 +49,8 @@ def export(run: Job) -> dict[str, Any] | None:
     numbers = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     numbered = {numbers[name]: state[name] for name in names if state.get(name)}
-    return {"model": model, "optimizer": {"state": numbered, "param_groups": groups}}
+    each = split({"state": numbered, "param_groups": groups}, run.optimizer)
+    return {"model": model, "optimizer": each[0] if len(each) == 1 else each}
 
 
 def _copied(value: Any) -> Any:

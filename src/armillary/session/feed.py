@@ -1,14 +1,14 @@
 """Which batches a worker draws, and whether two workers draw the same by mistake.
 
-Every worker must see its own share of the data. A workload cuts its data itself; `shard` does it for any loader. Ranks
-that see the same data learn as much as one, which nothing else would reveal, so first batches are compared.
+Every worker must see its own share of the data, and a workload cuts its data itself. Ranks that see the same data learn
+as much as one, which nothing else would reveal, so first batches are compared.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,25 +18,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.source import leaves
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "device_of", "opened", "shard", "stream_seed", "together"]
-
-Item = TypeVar("Item")
-
-
-def shard(batches: Iterable[Item], worker: int, workers: int) -> Iterator[Item]:
-    """Every `workers`-th batch, beginning with the one numbered `worker`; an incomplete last round is dropped.
-
-    Works with any loader that gives the same batches on every worker (same seed). Each worker still loads all of them;
-    where loading is costly, use torch's DistributedSampler with num_replicas=run.workers, rank=run.rank.
-
-    Raises:
-        ValueError: there is no such worker.
-    """
-    if not 0 <= worker < workers:
-        raise ValueError(f"shard: worker {worker} of {workers}; workers are numbered from 0")
-    source = iter(batches)
-    while len(together := list(islice(source, workers))) == workers:
-        yield together[worker]
+__all__ = ["Feed", "alike_ranks", "device_of", "opened", "stream_seed", "together"]
 
 
 def stream_seed(seed: int, step: int, worker: int) -> int:

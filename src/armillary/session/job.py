@@ -12,6 +12,7 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
+from armillary.session.first_batches import FirstBatches
 from armillary.session.tally import Tally
 
 __all__ = ["Job"]
@@ -25,6 +26,7 @@ class Job(Protocol):
 
     plan: Plan
     tally: Tally
+    first: FirstBatches
 
     @property
     def model(self) -> nn.Module: ...

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
 from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
@@ -83,7 +84,7 @@ def _optimizer_by_name(run: UserLoop, saved: Saved) -> dict[str, Any] | None:
     """The saved optimizer by parameter name, checked against the run's; None if there is none to load."""
     if saved.optimizer is None:
         return None
-    name = type(run.optimizer).__name__
+    name = kind_of(run.optimizer)
     if saved.optimizer_class not in ("", name):
         raise ValueError(
             f"it was saved from {saved.optimizer_class}, this run has {name}; use the same optimizer class"
@@ -154,7 +155,7 @@ def _fill_optimizer(run: UserLoop, named: Mapping[str, Any], trouble: FirstError
             elif isinstance(value, Tensor):
                 entries[entry] = value.clone()  # it may be mapped from the file
         state[name] = entries
-    with trouble.kept():
+    with trouble.kept(), run.asking():
         run.optimizer.load_state_dict(by_index({**named, "state": state}, names, run.optimizer))
 
 

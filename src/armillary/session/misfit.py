@@ -11,10 +11,22 @@ from armillary.exchanges.exchange import RowExchange, build_dense, build_row, de
 from armillary.facts.plan import Group, Plan, model_fingerprint
 from armillary.planning.assembly import consensus_of
 from armillary.runtime.hybrid.identity import why_fixed
+from armillary.runtime.hybrid.optimizers import holder, kind_of
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
 from armillary.runtime.transport import Transport
+from armillary.runtime.unfit_model import unfit_model
 
-__all__ = ["misfit", "other_job", "refuse_on_every_rank", "row_complaints"]
+NO_OPTIONS: Mapping[str, Any] = {}
+
+__all__ = [
+    "handed_in",
+    "misfit",
+    "other_job",
+    "other_workers",
+    "refuse_on_every_rank",
+    "refuse_unfit",
+    "row_complaints",
+]
 
 
 def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
@@ -22,13 +34,51 @@ def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimiz
     return next(_complaints(plan, trainable, optimizer, workers), "")
 
 
+def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
+    """What speaks against these, whatever the plan, with its remedy; empty if nothing does."""
+    return unfit_model(model) or next(_of_optimizer(model, optimizer), "")
+
+
+def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kind, seen = kind_of(optimizer), set[Tensor]()
+    if strangers := [tuple(parameter.shape) for parameter in held if parameter not in names]:
+        yield (
+            f"{len(strangers)} of the {len(held)} tensors of {kind} are not parameters of the model, the first of "
+            f"shape {strangers[0]}; make it over model.parameters(), and put what else learns into one nn.ModuleDict"
+        )
+    for parameter in held:
+        if parameter in seen:
+            yield f"{kind} holds {names[parameter]!r} twice, and would step it twice; give it each parameter once"
+        seen.add(parameter)
+
+
+def refuse_unfit(who: str, complaint: str, transport: Transport) -> None:
+    """Collective: raises on every rank what any complains of.
+
+    Raises:
+        ValueError: a rank complains.
+    """
+    for rank, theirs in enumerate(transport.share(complaint)):
+        if theirs:
+            raise ValueError(f"{who}: rank {rank}: {theirs}")
+
+
+def other_workers(plan: Plan, workers: int) -> str:
+    """That the plan is for another number of workers, with the remedy; empty if it is not."""
+    if plan.workers == workers:
+        return ""
+    return (
+        f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
+        f"--nproc-per-node {plan.workers}"
+    )
+
+
 def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -> Iterator[str]:
     """What says that the plan was made for another model or another number of workers, whatever its schedule."""
-    if plan.workers != workers:
-        yield (
-            f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
-            f"--nproc-per-node {plan.workers}"
-        )
+    if complaint := other_workers(plan, workers):
+        yield complaint
     missing, extra = sorted(set(plan.parameters) - set(trainable)), sorted(set(trainable) - set(plan.parameters))
     if missing or extra:
         yield (
@@ -44,21 +94,27 @@ def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -
         )
 
 
-def refuse_on_every_rank(who: str, plan: Plan, complaint: str, transport: Transport) -> None:
-    """Shares complaints and plans first: a rank that fitted would else wait for the one that did not.
+def refuse_on_every_rank(
+    who: str, plan: Plan, complaint: str, transport: Transport, options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
+    """Shares complaints, plans and options first: a rank that fitted would else wait for the one that did not.
 
     Raises:
-        ValueError: a rank complains, or ranks hold different plans.
+        ValueError: a rank complains, or ranks hold different plans or options.
     """
-    everyones = transport.share((complaint, hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]))
-    for rank, (theirs, _) in enumerate(everyones):
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    everyones = transport.share((complaint, digest, dict(options)))
+    for rank, (theirs, _, _) in enumerate(everyones):
         if theirs:
             raise ValueError(f"{who}: rank {rank}: {theirs}")
-    if len({digest for _, digest in everyones}) > 1:
-        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest) in enumerate(everyones))
+    if len({digest for _, digest, _ in everyones}) > 1:
+        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest, _) in enumerate(everyones))
         raise ValueError(
             f"{who}: ranks hold different plans ({listing}); plan on one rank and give all of them the file"
         )
+    if any(theirs != everyones[0][2] for _, _, theirs in everyones):
+        listing = ", ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(everyones))
+        raise ValueError(f"{who}: ranks give different options ({listing}); give every rank the same")
 
 
 def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
@@ -90,6 +146,7 @@ def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> It
 
 def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
     """What speaks against exchanging a parameter by row as a group says."""
+    optimizer = holder(optimizer, parameter)
     name, kind = group.parameters[0], type(optimizer).__name__
     exchange: RowExchange = build_row(group.own_exchange.name, **group.own_exchange.options)
     if group.layout != exchange.placement:

@@ -65,7 +65,7 @@ def _move(run: UserLoop, table: RowTable, choice: Choice) -> None:
         if table.has_window:
             run.held[table.name][entry] = rows
         else:
-            run.optimizer.state[table.parameter][entry] = rows
+            run.optimizer.state.setdefault(table.parameter, {})[entry] = rows
     run.executor.look_ups.deal_anew()
 
 

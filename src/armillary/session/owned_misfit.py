@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.planning.parallax import PLAIN
+from armillary.runtime.hybrid.optimizers import kind_of, members
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.tables import table_complaints
@@ -29,6 +30,11 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
         yield (
             f"schedule {name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
             f"loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
+        )
+    if len(members(job.optimizer)) > 1:
+        yield (
+            f"schedule {name} owns the loop and steps one optimizer, got {kind_of(job.optimizer)}; make one, "
+            "with groups of parameters, or plan without a schedule"
         )
     if job.scaler is not None and job.scaler.is_enabled():
         yield (

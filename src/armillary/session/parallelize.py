@@ -11,6 +11,7 @@ from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.patience import Patience
 from armillary.runtime.watch.probe import Loss
@@ -32,7 +33,7 @@ def measure() -> Topology:
 
 def parallelize(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     batches: Iterable[Any],
     loss: Loss,
     *,
@@ -48,18 +49,20 @@ def parallelize(
     report_after: float | None = 60.0,
     timeout: float = 600.0,
     check_order: bool = False,
+    check_data: bool = True,
+    broadcast_buffers: bool = True,
     process_group: Any = None,
 ) -> Run:
     """Plans for this job and attaches the plan; the training loop stays as it was. Every rank must call it.
 
     Args:
         batches, loss, and all up to micro_batches: as in `auto_plan`.
-        scaler, report_after, timeout, check_order, process_group: as in `attach`.
+        scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
     """
-    subject = Subject(model, optimizer, loss, _drawn(batches))
+    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches,
@@ -67,13 +70,14 @@ def parallelize(
     decided = decide(subject, wishes, process_group, Patience(report_after, timeout))
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
-        scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, process_group=process_group,
+        scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, check_data=check_data,
+        broadcast_buffers=broadcast_buffers, process_group=process_group,
     )  # fmt: skip
 
 
 def auto_plan(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     batches: Iterable[Any],
     loss: Loss,
     *,
@@ -107,7 +111,7 @@ def auto_plan(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches,
     )  # fmt: skip
-    return decide(Subject(model, optimizer, loss, _drawn(batches)), wishes)
+    return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), wishes)
 
 
 def _drawn(batches: Iterable[Any]) -> Callable[[int], list[Any]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.runtime.saving.optimizer_state import by_index, by_name
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
@@ -47,7 +48,7 @@ def _refuse_misfit(run: OwnedLoop, saved: Saved) -> None:
         raise ValueError(
             f"it was saved from another model: it misses {missing or 'nothing'} and has {extra or 'nothing'} besides"
         )
-    kind = type(run.optimizer).__name__
+    kind = kind_of(run.optimizer)
     if saved.optimizer_class not in ("", kind):
         raise ValueError(
             f"it was saved from {saved.optimizer_class}, this run has {kind}; use the same optimizer class"

@@ -31,11 +31,11 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.evaluate import Measure, evaluated
 from armillary.session.events import Replanned
 from armillary.session.export import export
-from armillary.session.feed import shard
 from armillary.session.load import load
 from armillary.session.reload import reload
 from armillary.session.replan import replan
 from armillary.session.report import Report, report_of
+from armillary.session.shard import Shard
 
 __all__ = ["Run"]
 
@@ -129,13 +129,20 @@ class Run:
         """
         return self._engine.batches(loader)
 
-    def shard(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """This rank's share of a loader that gives the same batches on every rank; an incomplete last round is
-        dropped. Ranks that hold stages of one replica share one data coordinate: each gets everything."""
-        engine = self._engine
-        if isinstance(engine, OwnedLoop) and not engine.has_own_data:
-            return iter(batches)
-        return shard(batches, engine.rank, engine.workers)
+    def shard(self, loader: Iterable[Item], *, drop_last: bool = True) -> Shard[Item]:
+        """This rank's share of a loader that gives the same batches on every rank; anew in every epoch, and as long as
+        the share is. The loader may shuffle, from one seed on all ranks. Ranks that hold stages of one replica share
+        one data coordinate: each gets everything.
+
+        Args:
+            drop_last: whether an incomplete last round is left out. False is for evaluation: every batch is some
+                rank's, and some ranks have one more (`run.evaluate` takes such, `run.batches` evens them out).
+
+        Raises:
+            ValueError: the loader's sampler cuts the data already.
+        """
+        mesh, first = self._engine.plan.mesh, self._engine.first
+        return Shard(loader, mesh.data_coordinate(self._rank), mesh.data_coordinates, drop_last, first.watch())
 
     def evaluate(self, batches: Iterable[Any], measure: Measure) -> dict[str, float]:
         """Adds up what `measure(model, batch)` says of this rank's batches, over batches and ranks: the same totals on

@@ -9,6 +9,7 @@ from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Group
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.identity import become
+from armillary.runtime.hybrid.optimizers import holder
 from armillary.runtime.hybrid.row_update import (
     Held,
     leaves_untouched_rows,
@@ -30,10 +31,10 @@ def make_table(
     Args:
         shard: this rank's rows, where the parameter itself has no values (meta device).
     """
-    options = options_of(optimizer, parameter)
+    stepper, options = holder(optimizer, parameter), options_of(optimizer, parameter)
     assert options is not None, group.name
     exchange = build_row(group.own_exchange.name, **group.own_exchange.options)
-    has_window = group.is_lazy or (steps_by_row(optimizer, options) and leaves_untouched_rows(optimizer, options))
+    has_window = group.is_lazy or (steps_by_row(stepper, options) and leaves_untouched_rows(stepper, options))
     fields: dict[str, Any] = {
         "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
         "look_ahead": group.look_ahead,

@@ -135,7 +135,7 @@ def _running(
 ) -> tuple[Run, Steps]:
     """A copy under that plan, warm, and its steps."""
     mine, stepper = copy.deepcopy((model, optimizer))
-    run = attach_over(transport, plan, TrainJob(mine, stepper), owns_transport=False)
+    run = attach_over(transport, plan, TrainJob(mine, stepper, check_data=False), owns_transport=False)
     steps = _steps(run, mine, stepper, loss, batches)
     learned = WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0  # steps of which nothing is foreseen yet
     for _ in range(learned + WARM_STEPS):

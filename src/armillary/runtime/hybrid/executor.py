@@ -47,15 +47,18 @@ class RowUnit:
 class Executor:
     """State of the exchange of one model. Between backwards: idle; inside one, the first of `leaving` are under way.
 
-    mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync.
+    mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync. on_settled: called, on every rank
+    alike, when all gradients of a backward are final.
     """
 
     units: Sequence[DenseUnit | RowUnit]
     transport: Transport
     mean: Literal["workers", "weights"] = "workers"
+    on_settled: Callable[[], None] = lambda: None
     is_syncing: bool = True
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
+    settled: int = 0  # backwards that were exchanged
     weight: float = 1.0
     part: float = 1.0  # of the mean that this rank's gradients are, where weights say so
     weighing: Flight | None = None  # asks for the sum of weights
@@ -222,7 +225,9 @@ class Executor:
         self.flights = []
         self.is_open = self.is_owing = False
         self.is_settled = True
+        self.settled += 1
         self.norms.forget()
+        self.on_settled()
 
     def _part(self) -> float:
         """What this rank declared over what all did; known from the look-ups' headers, else asked for."""

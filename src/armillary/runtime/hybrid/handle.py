@@ -134,6 +134,8 @@ def _remedy(operation: str, table: str, is_written: bool = True) -> str:
     """is_written: whether the operation writes to the table, if it writes."""
     if operation.startswith("_to_copy"):
         return "convert and move the model before attach"
+    if operation.endswith(("storage", "data_ptr")):  # asked by what writes files
+        return _WHOLE
     if operation.startswith("register_"):
         return "put the hook on what the look-up returns"
     if operation.endswith("_") and not operation.endswith("__"):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.runtime.hybrid.optimizers import numbered_through
 from armillary.runtime.saving.checkpoint import read_marker, stored_rows, verify
 from armillary.runtime.saving.row_file import StoredRows
 
@@ -98,6 +99,8 @@ def _open_plain(path: Path) -> Saved:
         )
     model = found["model"] if isinstance(found.get("model"), Mapping) else found
     optimizer = found.get("optimizer") if model is not found else None
+    if isinstance(optimizer, list):  # of several
+        optimizer = numbered_through(optimizer)
     digest = f"{path.stat().st_size} bytes, {len(model)} entries"
     return Saved(0, model, optimizer, "", True, (), digest)
 

@@ -21,6 +21,7 @@ from armillary.facts.parameter import ParameterFact, Reads, RowFacts
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.runtime.hybrid.identity import why_fixed
+from armillary.runtime.unfit_model import unfit_model
 from armillary.runtime.watch.probe import Loss, probe, scalar_loss, stage_seconds
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, row_facts
@@ -51,7 +52,7 @@ def profile(
     Raises:
         ValueError: a parameter has no values yet (lazy, meta); the loss is not a scalar to train by; fewer
             batches than workers.
-        TypeError: the model is compiled, or its parameters are already distributed.
+        TypeError: the model is wrapped, compiled, or trained by an open run.
         IndexError: a look-up out of range.
     """
     names = _names(model)
@@ -105,10 +106,8 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _check(model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]]) -> None:
     """Refuses models that cannot be run for a look, or whose operations would not be seen."""
-    for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            where = f"module {path!r}" if path else "the model"
-            raise TypeError(f"profile: {where} is compiled, which hides its reads; profile it before")
+    if complaint := unfit_model(model):
+        raise TypeError(f"profile: {complaint}")
     tensors = [(name, parameter) for parameter, (name, *_) in names.items()]
     for name, tensor in (*tensors, *model.named_buffers()):
         if is_lazy(tensor):
@@ -120,10 +119,6 @@ def _check(model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]]) -> Non
             raise ValueError(
                 f"profile: {name!r} is on the meta device and has no values, so no batch can be run; "
                 f"profile a materialised model (model.to_empty(device='cpu') is enough to see how it is read)"
-            )
-        if hasattr(tensor, "__tensor_flatten__"):
-            raise TypeError(
-                f"profile: {name!r} is a {type(tensor).__name__}; profile the model before it is distributed"
             )
 
 

@@ -1,6 +1,6 @@
 """As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from armillary.runtime.hybrid.executor import Executor
@@ -12,8 +12,11 @@ __all__ = ["even_batches"]
 Batch = TypeVar("Batch")
 
 
-def even_batches(executor: Executor, loader: Iterable[Batch]) -> Iterator[Batch]:
+def even_batches(executor: Executor, loader: Iterable[Batch], show: Callable[[Batch], None]) -> Iterator[Batch]:
     """The loader's batches, as many as the longest rank has; see `Run.batches`.
+
+    Args:
+        show: is shown each batch of this rank's own.
 
     Raises:
         ValueError: this rank has no batch at all; there is nothing it could repeat.
@@ -35,6 +38,8 @@ def even_batches(executor: Executor, loader: Iterable[Batch]) -> Iterator[Batch]
             if ahead.is_on:
                 ahead.turn(executor.look_ups.moved, executor.look_ups.outlook)
                 ahead.foresee(leaves(last), leaves(source.glance()))
+            if batch is not None:
+                show(batch)
             yield last
             batch = source.take() if batch is not None else None
     finally:

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
@@ -22,9 +24,12 @@ from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import parameter_names, table_state
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.registry import options_of
+from armillary.session.engines.contract import ENGINES
 from armillary.session.engines.cut import parts_of
-from armillary.session.engines.interpreted import engine_of
+from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.told_losses import ToldLosses
+from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.source import leaves
 from armillary.session.tally import ALL, Tally
@@ -54,15 +59,19 @@ class OwnedLoop:
         self._groups = [dict(group) | {"params": list(group["params"])} for group in job.optimizer.param_groups]
         self._finished: list[StepLosses] = []
         self._taken = 0  # steps here
+        self._undo: list[RemovableHandle] = []
+        self.first = FirstBatches(transport, job.check_data and self.has_own_data)
         self.begin()
 
     def begin(self) -> None:
         """From a plain model and optimizer, at the transport's step."""
         self.first_step = self.transport.step  # of this part of the training
         self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
-        self.engine = engine_of(self.plan.schedule.name)(self.parts)
+        self.engine = ENGINES[self.plan.schedule.name](self.parts)
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
+        if self.options.method.is_cut:
+            self._undo = refuse_state(self.optimizer, self._refuse_state)
 
     def _telling(self) -> ToldLosses | None:
         if self.engine.teller is None:
@@ -92,7 +101,7 @@ class OwnedLoop:
     @property
     def has_own_data(self) -> bool:
         """Whether processes are data coordinates, not stages of one replica."""
-        return self.options.method.axis == DATA
+        return options_of(self.plan).method.axis == DATA
 
     @property
     def rank(self) -> int:
@@ -123,6 +132,8 @@ class OwnedLoop:
             )
         if self._taken < COMPARED_STEPS:
             self._refuse_other_batches(batches)
+        self.first.take(batches)
+        self.first.compare()
         self._collect(self.engine.step(batches), is_step=True)
         self._taken += 1
         self.transport.step += 1
@@ -223,7 +234,7 @@ class OwnedLoop:
         with torch.no_grad(), self.transport.unrecorded():
             with self.rest() as rest:
                 whole = {name: p.detach().clone() for name, p in self._held_whole().items()}
-            self.engine.detach()
+            self._detach()
             options = [dict(group) for group in self.optimizer.param_groups]
             table_parameters = {name: table.parameter for name, table in self.tables.items()}
             rows = {table.parameter: self.optimizer.state.get(table.parameter) for table in self.tables.values()}
@@ -257,8 +268,19 @@ class OwnedLoop:
 
     def give_up(self, why: str) -> None:
         """Stops at once; asks nobody. What was under way is lost."""
-        self.engine.detach()
+        self._detach()
         refuse_reads(self.tables.values(), self.optimizer, why)
+
+    def _detach(self) -> None:
+        self.engine.detach()
+        for handle in self._undo:
+            handle.remove()
+
+    def _refuse_state(self, _: Optimizer, call: str, remedy: str) -> NoReturn:
+        raise RuntimeError(
+            f"optimizer.{call}: under schedule {self.plan.schedule.name} rank {self.rank} holds the state of some "
+            f"stages only; {remedy}"
+        )
 
     def count(self) -> None:
         """Brings the tally up to date."""

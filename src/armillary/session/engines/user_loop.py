@@ -11,19 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.consensus import mean_optimizer, shown, take_mean
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.late_step import LateSteps
+from armillary.runtime.hybrid.optimizers import holder, members
 from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.watch.probe import Loss
 from armillary.session.engines.even_batches import even_batches
+from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
+from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.tally import Tally
 from armillary.session.train_job import TrainJob
@@ -45,24 +50,36 @@ class UserLoop:
         executor: Executor,
         held: dict[str, Held],
         handles: Mapping[str, nn.Parameter],
+        first: FirstBatches,
     ):
         """handles: the parameter objects that are the tables' handles, by name."""
         self.plan, self.model, self.optimizer, self.loss = plan, job.model, job.optimizer, job.loss
         self.handles, self.is_scaled = handles, job.scaler is not None and job.scaler.is_enabled()
-        self.executor, self.held = executor, held
+        self.executor, self.held, self.first = executor, held, first
+        self.buffers = Buffers(job.model, executor.transport, job.broadcast_buffers)
         self.tally = Tally(plan)
         self.transport = executor.transport
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
         self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
+        self._stepping = {table.name: holder(job.optimizer, table.parameter) for table in executor.tables}
+        self._stepped = set[Optimizer]()  # in this step
+        self._exchanged: dict[Optimizer, int] = {}  # how many backwards had been, when each stepped last
         self._refuse_new_options()
-        self._undo = [
-            job.optimizer.register_step_pre_hook(self._before_step),
-            job.optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._is_asking = False  # for the optimizer's state, itself
+        self._undo: list[RemovableHandle] = []
+        for one in members(job.optimizer):
+            self._undo += [
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
+            ]
+            if self._spread(one):
+                self._undo += refuse_state(one, self._refuse_state)
+        first.look_at(job.model)
         executor.deferral.late_steps = LateSteps(self)
-        executor.deferral.stopped |= {t.name for t in self._windows() if not executor.deferral.late_steps.can_split(t)}
+        late, is_one = executor.deferral.late_steps, len(members(job.optimizer)) == 1
+        executor.deferral.stopped |= {t.name for t in self._windows() if not (is_one and late.can_split(t))}
 
     @property
     def rank(self) -> int:
@@ -113,7 +130,7 @@ class UserLoop:
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        return even_batches(self.executor, loader)
+        return even_batches(self.executor, loader, self.first.take)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step over these micro-batches of this rank, with the mean of their gradients.
@@ -147,6 +164,8 @@ class UserLoop:
         """Gradients and rows that are under way arrive; every rank must call it."""
         self.executor.look_ups.serve_until("idle")
         self.executor.deferral.catch_up()
+        if self._stepped:
+            self._close_step()
 
     def drained(self) -> list[StepLosses]:
         """Losses that were still to come: none."""
@@ -178,11 +197,31 @@ class UserLoop:
         """Inside, what is not cut by row or by rank: "model", a state_dict without tables, and "optimizer", by name.
         Where replicas differ, their mean."""
         means = mean_optimizer(self.units, self.optimizer, self.transport)
-        with shown(self.units, self.transport):
+        with shown(self.units, self.transport), self.asking():
             rest = rest_of(self.model, self.optimizer, self.names, self.tables, self.held)
             for name, entries in means.items():
                 rest["optimizer"]["state"].setdefault(name, {}).update(entries)
             yield rest
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, the optimizer tells its state as it lies here, and takes such."""
+        before, self._is_asking = self._is_asking, True
+        try:
+            yield
+        finally:
+            self._is_asking = before
+
+    def _spread(self, optimizer: Optimizer) -> list[str]:
+        """Tables of whose state the optimizer here holds a part."""
+        return [table.name for table in self._tables_of(optimizer) if table.is_pulled or table.has_window]
+
+    def _refuse_state(self, optimizer: Optimizer, call: str, remedy: str) -> None:
+        if not self._is_asking:
+            tables = ", ".join(self._spread(optimizer))
+            raise RuntimeError(
+                f"optimizer.{call}: rank {self.rank} holds a part of the state of {tables}, as a run is open; {remedy}"
+            )
 
     def forecasts(self) -> list[tuple[str, str, Forecast]]:
         """What `report` compares: every group of the plan."""
@@ -215,28 +254,29 @@ class UserLoop:
     def detach(self) -> None:
         """Stops exchanging; asks nobody. Tables stay handles."""
         self.executor.release()
+        self.first.look_away()
         for handle in self._undo:
             handle.remove()
 
-    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """With a closure the gradients are there only when it returns."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._begin_step()
+            self._begin_step(optimizer)
             return None
 
         def closed() -> Any:
             value = closure()
-            self._begin_step()
+            self._begin_step(optimizer)
             return value
 
         return (args[0], closed, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, optimizer: Optimizer) -> None:
         with self.transport.within("step"):
-            self._ready_for_step()
+            self._ready_for_step(optimizer)
 
-    def _ready_for_step(self) -> None:
+    def _ready_for_step(self, optimizer: Optimizer) -> None:
         if self.executor.is_open:
             raise RuntimeError(
                 f"rank {self.rank}: a backward ended in an error and its exchange is half done; start again from a "
@@ -244,25 +284,38 @@ class UserLoop:
             )
         self._refuse_strangers()
         self._refuse_new_options()
-        if not self.executor.is_settled:  # this rank's backward touched nothing that is exchanged
+        if optimizer in self._stepped:
+            self._close_step()
+        has_new = self.executor.settled != self._exchanged.get(optimizer, 0)
+        if not (self.executor.is_settled and has_new):  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
         if self._is_watched():
             self.executor.deferral.join()
         with torch.no_grad():
-            for table in self.tables.values():
+            for table in self._tables_of(optimizer):
                 table.hand_gradient_over()
             self.executor.deferral.mark()
-            for table in self._windows():
-                open_window(table, self.optimizer, self.held[table.name])
+            for table in self._windows(optimizer):
+                open_window(table, optimizer, self.held[table.name])
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         with torch.no_grad():
-            for table in self._windows():
-                close_window(table, self.optimizer, self.held[table.name])
-            for table in self.tables.values():
+            for table in self._windows(optimizer):
+                close_window(table, optimizer, self.held[table.name])
+            for table in self._tables_of(optimizer):
                 if table.gradient is not None:
                     table.show_gradient(table.gradient)
+        self.executor.weight = 1.0
+        self._exchanged[optimizer] = self.executor.settled
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(members(self.optimizer)):
+            self._close_step()
+
+    def _close_step(self) -> None:
+        """Every optimizer has stepped, or one is about to step again."""
+        self._stepped.clear()
         with self.transport.within("step"):
+            self.buffers.spread()
             self.executor.after_step()
         self.tally.steps += 1
         if len(self.transport.records) > MANY_RECORDS:
@@ -271,8 +324,12 @@ class UserLoop:
     def _is_watched(self) -> bool:
         """Whether somebody else's hooks run with the step: they may look at all rows it moves."""
         mine = {handle.id for handle in self._undo}
-        hooks = {**self.optimizer._optimizer_step_pre_hooks, **self.optimizer._optimizer_step_post_hooks}
-        return bool(set(hooks) - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        hooks = {
+            hook
+            for one in members(self.optimizer)
+            for hook in (*one._optimizer_step_pre_hooks, *one._optimizer_step_post_hooks)
+        }
+        return bool(hooks - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _refuse_strangers(self) -> None:
         """Parameters that learn but are not in the plan would drift apart on the ranks."""
@@ -293,12 +350,17 @@ class UserLoop:
                 continue
             options = {name: value for name, value in group.items() if name not in ("params", "lr")}
             if self.options.setdefault(table.name, options) != options:
-                if not leaves_untouched_rows(self.optimizer, group):
+                if not leaves_untouched_rows(self._stepping[table.name], group):
                     raise ValueError(
                         f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which "
                         "rows move that get no gradient; set them before attach, or plan the table as lazy"
                     )
                 self.options[table.name] = options
 
-    def _windows(self) -> list[RowTable]:
-        return [table for table in self.tables.values() if table.has_window]
+    def _tables_of(self, optimizer: Optimizer) -> list[RowTable]:
+        return [table for table in self.tables.values() if self._stepping[table.name] is optimizer]
+
+    def _windows(self, optimizer: Optimizer | None = None) -> list[RowTable]:
+        """Of one optimizer, or of all."""
+        tables = self.tables.values() if optimizer is None else self._tables_of(optimizer)
+        return [table for table in tables if table.has_window]

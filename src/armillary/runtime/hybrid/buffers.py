@@ -1,0 +1,89 @@
+"""A model's buffers (running statistics, counters): rank 0's reach all ranks once a step, as DDP's do.
+
+Each rank's own batches move them, so without this ranks would evaluate differently, and rank 0's would be saved. They
+travel as bytes that rank 0 alone fills, so that whole numbers and the sign of zero arrive as they are.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from armillary.facts.collectives import summed
+from armillary.runtime.transport import Transport
+
+__all__ = ["LABEL", "Buffers"]
+
+LABEL = "buffers"
+
+
+class _Place(NamedTuple):
+    """Where a buffer stands, since a module may put another tensor there."""
+
+    name: str
+    module: nn.Module
+    key: str
+    shape: torch.Size
+
+    @property
+    def there(self) -> Tensor:
+        found = self.module._buffers[self.key]
+        assert found is not None, self.name
+        return found
+
+
+class Buffers:
+    """Args:
+    is_wanted: False leaves every rank its own.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, is_wanted: bool = True) -> None:
+        self.transport = transport
+        is_on = is_wanted and transport.place.workers > 1
+        self.places = _places(model) if is_on else []
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Collective, where there are any; else nothing is done.
+
+        Raises:
+            RuntimeError: a buffer has changed its shape.
+        """
+        by_device = defaultdict[torch.device, list[tuple[_Place, Tensor]]](list)
+        for place in self.places:
+            by_device[(buffer := place.there).device].append((place, buffer))
+            self._refuse_other_shape(place, buffer)
+        is_first = self.transport.place.rank == 0
+        for pairs in by_device.values():
+            mine = [buffer.contiguous().view(-1).view(torch.uint8) for _, buffer in pairs]
+            flat = torch.cat(mine) if is_first else mine[0].new_zeros(sum(map(len, mine)))
+            theirs = self.transport.complete(summed(flat), LABEL)
+            if not is_first:
+                for (place, buffer), part in zip(pairs, theirs.split(list(map(len, mine))), strict=True):
+                    _write(place, buffer, part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _refuse_other_shape(self, place: _Place, buffer: Tensor) -> None:
+        if buffer.shape != place.shape:
+            raise RuntimeError(
+                f"rank {self.transport.place.rank}: buffer {place.name!r} is {tuple(buffer.shape)} and was "
+                f"{tuple(place.shape)} at attach, so ranks cannot share it; attach(..., broadcast_buffers=False)"
+            )
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Every buffer once, in the model's order; none that is empty."""
+    found: dict[Tensor, _Place] = {}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.numel():
+                found.setdefault(buffer, _Place(f"{path}.{key}" if path else key, module, key, buffer.shape))
+    return list(found.values())
+
+
+def _write(place: _Place, buffer: Tensor, value: Tensor) -> None:
+    """Running statistics are no part of a training step's graph, so one that still waits for its backward may go on."""
+    if getattr(place.module, "track_running_stats", False):
+        buffer.data.copy_(value)
+    elif not torch.equal(buffer, value):
+        buffer.copy_(value)
