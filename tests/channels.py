@@ -1,13 +1,15 @@
-"""Channels for tests: gloo between processes, and an unkind one between threads of one process."""
+"""Channels for tests: gloo between processes, and unkind ones between threads of one process."""
 
-import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+
+from armillary.facts.collectives import Message, Receive, Send
 
 
 class GlooChannel:
@@ -16,25 +18,62 @@ class GlooChannel:
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []  # (peer, bytes)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        self.sent.append((peer, tensor.nbytes))
-        return dist.isend(tensor, peer, tag=tag)
+    def post(self, message: Message) -> Any:
+        tag = zlib.crc32(message.route.encode()) // 2 if message.route else 0
+        if isinstance(message, Receive):
+            return dist.irecv(message.into, message.peer, tag=tag)
+        self.sent.append((message.peer, message.tensor.nbytes))
+        return dist.isend(message.tensor, message.peer, tag=tag)
 
-    def receive(self, into: Tensor, peer: int, tag: int) -> Any:
-        return dist.irecv(into, peer, tag=tag)
+
+@dataclass(eq=False)
+class _Posted:
+    """A message that one thread has posted. wait: fails loudly where a real job would hang."""
+
+    message: Message
+    timeout_seconds: float
+    moved: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> None:
+        kind = "received" if isinstance(self.message, Send) else "sent"
+        assert self.moved.wait(self.timeout_seconds), f"{self.message.what}, {self.message.at}: never {kind}"
 
 
 class Board:
-    """Where threads leave messages: a send is over only when the receive was posted, and the tensor is read then."""
+    """Where threads meet: a message moves, and its tensor is read, when both sides have posted it.
 
-    def __init__(self, timeout_seconds: float = 20.0) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.lines: dict[tuple[int, int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+    By gloo's rule the n-th send of a direction and route meets its n-th receive. By NCCL's, a thread works off its
+    sends and receives with one peer in one queue: a message moves only when it heads the queues of both.
+    """
+
+    def __init__(self, rule: str = "gloo", timeout_seconds: float = 20.0) -> None:
+        self.rule, self.timeout_seconds = rule, timeout_seconds
+        self.queues: dict[Hashable, deque[_Posted]] = defaultdict(deque)
         self.lock = threading.Lock()
 
-    def line(self, sender: int, receiver: int, tag: int) -> "queue.Queue[Any]":
+    def post(self, rank: int, message: Message) -> _Posted:
+        posted = _Posted(message, self.timeout_seconds)
+        is_send = isinstance(message, Send)
         with self.lock:
-            return self.lines[sender, receiver, tag]
+            mine = self.queues[self._row(rank, message.peer, is_send, message.route)]
+            theirs = self.queues[self._row(message.peer, rank, not is_send, message.route)]
+            mine.append(posted)
+            while mine and theirs and isinstance(mine[0].message, Send) != isinstance(theirs[0].message, Send):
+                _move(mine.popleft(), theirs.popleft())
+        return posted
+
+    def _row(self, rank: int, peer: int, is_send: bool, route: str) -> Hashable:
+        return (rank, peer) if self.rule == "nccl" else (rank, peer, is_send, route)
+
+
+def _move(one: _Posted, other: _Posted) -> None:
+    sent, room = (one.message, other.message) if isinstance(one.message, Send) else (other.message, one.message)
+    assert isinstance(sent, Send) and isinstance(room, Receive)
+    assert (sent.what, sent.at) == (room.what, room.at), f"{sent.what}, {sent.at} meets {room.what}, {room.at}"
+    assert sent.tensor.shape == room.into.shape and sent.tensor.dtype == room.into.dtype
+    room.into.detach().copy_(sent.tensor)
+    one.moved.set()
+    other.moved.set()
 
 
 class ThreadChannel:
@@ -42,39 +81,18 @@ class ThreadChannel:
 
     def __init__(self, board: Board, rank: int) -> None:
         self.board, self.rank = board, rank
-        self.sent: list[tuple[int, int, int]] = []  # (peer, tag, bytes)
+        self.sent: list[tuple[int, str, int]] = []  # (peer, what, bytes)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        assert tensor.is_contiguous()
-        self.sent.append((peer, tag, tensor.nbytes))
-        taken = threading.Event()
-        self.board.line(self.rank, peer, tag).put((tensor, taken))
-        return _Handle(lambda: _sure(taken.wait(self.board.timeout_seconds), f"{self.rank} -> {peer}, tag {tag}"))
-
-    def receive(self, into: Tensor, peer: int, tag: int) -> Any:
-        line = self.board.line(peer, self.rank, tag)
-
-        def wait() -> None:
-            tensor, taken = line.get(timeout=self.board.timeout_seconds)
-            assert tensor.shape == into.shape and tensor.dtype == into.dtype
-            into.detach().copy_(tensor)
-            taken.set()
-
-        return _Handle(wait)
+    def post(self, message: Message) -> _Posted:
+        if isinstance(message, Send):
+            assert message.tensor.is_contiguous()
+            self.sent.append((message.peer, message.what, message.tensor.nbytes))
+        return self.board.post(self.rank, message)
 
 
-class _Handle:
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
-
-
-def _sure(fine: bool, what: str) -> None:
-    assert fine, f"{what}: never received"
-
-
-def in_threads(count: int, job: Callable[[int, ThreadChannel], Any]) -> list[Any]:
+def in_threads(count: int, job: Callable[[int, ThreadChannel], Any], rule: str = "gloo") -> list[Any]:
     """Runs job(rank, channel) in as many threads; their answers in rank order. The first error is raised."""
-    board, answers, errors = Board(), [None] * count, []
+    board, answers, errors = Board(rule), [None] * count, []
 
     def run(rank: int) -> None:
         try:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.facts.collectives import Message, Send
 from armillary.reference.cyclic import Reference
 from armillary.schedules.clipping import Clip
 from armillary.schedules.norm_in_time import refuse_in_ring
@@ -84,9 +85,7 @@ class Late:
     def __init__(self, channel: Any, rank: int) -> None:
         self.channel, self.dice = channel, random.Random(rank)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        time.sleep(self.dice.random() * 0.001)
-        return self.channel.send(tensor, peer, tag)
-
-    def receive(self, into: Tensor, peer: int, tag: int) -> Any:
-        return self.channel.receive(into, peer, tag)
+    def post(self, message: Message) -> Any:
+        if isinstance(message, Send):
+            time.sleep(self.dice.random() * 0.001)
+        return self.channel.post(message)

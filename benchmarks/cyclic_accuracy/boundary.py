@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.remedies.remedy import build_remedy, stale_share
 from armillary.schedules.schedule import Schedule
@@ -100,7 +100,7 @@ def _trained(schedule: Schedule, grid: Tensor, momentum: float, remedy: str) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
     stages = cut(model, chain(model), range(1, schedule.stages))
     remedies = (build_remedy(remedy),) if remedy else ()
-    run = OneDevice(stages, optimizer, Course(schedule, lambda value, _: value, remedies=remedies))
+    run = Interpreter(stages, optimizer, Course(schedule, lambda value, _: value, remedies=remedies))
     start = torch.zeros((), dtype=torch.float64)
     early, late = [[torch.zeros_like(grid) for _ in stages] for _ in range(2)]
     for step in range(STEPS):

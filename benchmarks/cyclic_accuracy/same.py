@@ -16,7 +16,7 @@ from torch import Tensor
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_accuracy.rules import WORKERS, Rule, rules_of
@@ -78,7 +78,7 @@ def _on_one_device(parts: Cut, optimizer: torch.optim.Optimizer, schedule: Sched
     stages = [
         Stage(j, stage, {name: name for name, _ in stage.named_parameters()}) for j, stage in enumerate(parts.stages)
     ]
-    run = OneDevice(stages, optimizer, Course(schedule, parts.loss, remedies=rule.built_remedies()))
+    run = Interpreter(stages, optimizer, Course(schedule, parts.loss, remedies=rule.built_remedies()))
     return run.step, run.settle
 
 

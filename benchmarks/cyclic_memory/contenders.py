@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from armillary.runtime.cut.stages import Stage, chain, costs, cut
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
@@ -47,7 +47,7 @@ def build(name: str, shape: Shape, workers: int, samples: int) -> Contender:
         "accumulation": lambda: accumulation(workers, len(stages)),
     }[name.partition(",")[0]]()
     recompute = frozenset(range(len(stages))) if "recomputed" in name else frozenset[int]()
-    run = OneDevice(stages, optimizer, Course(schedule, loss, recompute=recompute))
+    run = Interpreter(stages, optimizer, Course(schedule, loss, recompute=recompute))
     return Contender(lambda: run.step(batches), run.settle, stages, schedule)
 
 

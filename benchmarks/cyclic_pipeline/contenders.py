@@ -16,7 +16,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from armillary.runtime.channel import Channel
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
@@ -90,8 +91,9 @@ def _of_torch(rank: int, micro_batches: int, kind: type[Any]) -> Contender:
 def _of_ours(rank: int, schedule: Schedule, channel: Channel) -> Contender:
     module, (inputs, targets) = _stage(rank), _data(schedule.micro_batches)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    stage = Stage(rank, module, {name: name for name, _ in module.named_parameters()})
-    pipeline = Pipeline(stage, optimizer, Course(schedule, _loss), channel)
+    stages = [Stage(j, nn.Identity(), {}) for j in range(schedule.stages)]
+    stages[rank] = Stage(rank, module, {name: name for name, _ in module.named_parameters()})
+    pipeline = Interpreter(stages, optimizer, Course(schedule, _loss), in_a_row(schedule, rank, channel))
     batches = list(zip(inputs.split(SAMPLES), targets.split(SAMPLES)))
     return Contender(
         partial(pipeline.step, batches), pipeline.settle, lambda: [p.detach() for p in module.parameters()]

@@ -11,7 +11,7 @@ A process makes its own stage only, so that no other stage is in its memory.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.collectives import AllReduce
+from armillary.facts.collectives import AllReduce, Message
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
@@ -87,7 +88,9 @@ def make(name: str, transport: Transport, sizes: Sizes, batch: Batch) -> Mode:
     return Mode(partial(run.step, batches), run.settle, lambda: sum(layer.busy_seconds for layer in stage.module))
 
 
-def replica(stage: Stage, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], transport: Transport) -> Pipeline:
+def replica(
+    stage: Stage, optimizer: Optimizer, loss: Callable[[Any, Any], Tensor], transport: Transport
+) -> Interpreter:
     """This process's stage of its replica. The transport's nodes are the replicas, its rails the stages.
 
     Its `step` takes the one micro-batch of the replica; gradients are final, and averaged, when the optimizer steps.
@@ -96,8 +99,9 @@ def replica(stage: Stage, optimizer: Optimizer, loss: Callable[[Any, Any], Tenso
     count = place.workers_per_node
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.register_step_pre_hook(lambda *_: _average(parameters, transport))
-    channel = _InReplica(transport, place.rank - place.rank % count)
-    return Pipeline(stage, optimizer, Course(gpipe(count, 1), loss), channel)
+    channel, schedule = _InReplica(transport, place.rank - place.rank % count), gpipe(count, 1)
+    seat = in_a_row(schedule, place.rank % count, channel)
+    return Interpreter(_with_others(stage, count), optimizer, Course(schedule, loss), seat)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -111,11 +115,8 @@ class _InReplica:
     transport: Transport
     first: int
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self.transport.send(tensor, self.first + peer, tag)
-
-    def receive(self, into: Tensor, peer: int, tag: int) -> Any:
-        return self.transport.receive(into, self.first + peer, tag)
+    def post(self, message: Message) -> Any:
+        return self.transport.post(replace(message, peer=self.first + message.peer))
 
 
 def _average(parameters: Sequence[nn.Parameter], transport: Transport) -> None:
@@ -130,7 +131,7 @@ def _average(parameters: Sequence[nn.Parameter], transport: Transport) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Pipeline]:
+def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     stage, optimizer = _own(transport.place.rank % sizes.workers, sizes)
     return stage, replica(stage, optimizer, loss, transport)
 
@@ -138,14 +139,19 @@ def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Pipeline]:
 def _shared(transport: Transport, sizes: Sizes) -> tuple[Stage, Shared]:
     schedule, rank = cyclic(sizes.workers, slack=sizes.slack), transport.place.rank
     own, optimizer = _own(Sharing(schedule).stage_of(rank), sizes)
-    stages = [own if j == own.index else _stage(j, nn.Identity()) for j in range(sizes.workers)]
-    return own, Shared(stages, optimizer, Course(schedule, loss), transport, rank)
+    return own, Shared(_with_others(own, sizes.workers), optimizer, Course(schedule, loss), transport, rank)
 
 
-def _pipeline(transport: Transport, sizes: Sizes) -> tuple[Stage, Pipeline]:
+def _pipeline(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     stage, optimizer = _own(transport.place.rank, sizes)
     schedule = cyclic_pipeline(sizes.workers, sizes.workers, sizes.slack)
-    return stage, Pipeline(stage, optimizer, Course(schedule, loss), transport)
+    seat = in_a_row(schedule, stage.index, transport)
+    return stage, Interpreter(_with_others(stage, sizes.workers), optimizer, Course(schedule, loss), seat)
+
+
+def _with_others(own: Stage, count: int) -> list[Stage]:
+    """A model whose other stages are elsewhere."""
+    return [own if j == own.index else _stage(j, nn.Identity()) for j in range(count)]
 
 
 def _own(index: int, sizes: Sizes) -> tuple[Stage, Optimizer]:

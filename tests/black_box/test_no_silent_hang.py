@@ -245,7 +245,10 @@ def test_uneven_dense_batches_are_told_of_run_batches():
     assert all("run.batches(loader)" in error for error in (first, second))
 
 
-@pytest.mark.parametrize(("name", "waiting"), [("raise", "all-to-all of look-ups"), ("pipeline raise", "message from")])
+@pytest.mark.parametrize(
+    ("name", "waiting"),
+    [("raise", "all-to-all of look-ups"), ("pipeline raise", "activation gradient of stage 1 from rank 1")],
+)
 def test_what_one_rank_raises_is_quoted_by_the_other_without_any_with_block(name, waiting):
     (_, first), (_, second) = said(name)
     assert second == "'no such word'"
@@ -278,7 +281,7 @@ def test_an_evaluation_after_others_have_closed_is_told_so():
 
 def test_save_on_rank_0_alone_is_named_under_a_schedule_that_owns_the_loop():
     (lines, first), (_, second) = said("pipeline save")
-    assert "rank 0: in save, " in lines and "rank 1: in step, message from rank 0, step 3" in lines
+    assert "rank 0: in save, " in lines and "rank 1: in step, activation of stage 0 from rank 0, step 3" in lines
     assert is_placed(1, "step", first) and is_placed(0, "save", second)
     assert all("Every rank must call run.save" in error for error in (first, second))
 

@@ -6,9 +6,9 @@ from torch import nn, optim
 
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.one_device import OneDevice
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.schedules.cyclic import cyclic
@@ -92,7 +92,7 @@ def reference(schedule, dtype, is_whole):
 
 def one_device(schedule, dtype, notes):
     stages = model_of(dtype, notes)
-    run = OneDevice(as_stages(stages), optimizer_of(stages.parameters()), Course(schedule, squared_error))
+    run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), Course(schedule, squared_error))
     for batches in data(dtype):
         run.step(batches)
     run.settle()
@@ -102,8 +102,9 @@ def one_device(schedule, dtype, notes):
 def pipeline(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
-        own = as_stages(stages)[rank]
-        run = Pipeline(own, optimizer_of(own.module.parameters()), Course(schedule, squared_error), channel)
+        own, seat = as_stages(stages)[rank], in_a_row(schedule, rank, channel)
+        optimizer = optimizer_of(own.module.parameters())
+        run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error), seat)
         for batches in data(dtype):
             run.step(batches)
         run.settle()

@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.edge import Outgoing
-from armillary.runtime.cyclic.one_device import OneDevice
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
+from armillary.schedules.instruction import Letter
 from armillary.schedules.messages import NORM_BYTES, pipeline_messages
 from armillary.schedules.one_f_one_b import one_f_one_b
 from channels import Board, GlooChannel, ThreadChannel, in_threads
@@ -76,7 +78,7 @@ def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64
         most_held = max(most_held, len(held))
 
     course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
-    run = Pipeline(as_stages(stages)[rank], made, course, channel)
+    run = Interpreter(as_stages(stages), made, course, in_a_row(schedule, rank, channel))
     finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     losses = [loss for one in finished for loss in one.losses]
@@ -231,32 +233,34 @@ class Late:
     def __init__(self, channel, rank):
         self.channel, self.dice = channel, random.Random(rank)
 
-    def send(self, tensor, peer, tag):
-        time.sleep(self.dice.random() * 0.002)
-        return self.channel.send(tensor, peer, tag)
-
-    def receive(self, into, peer, tag):
-        return self.channel.receive(into, peer, tag)
+    def post(self, message):
+        if isinstance(message, Send):
+            time.sleep(self.dice.random() * 0.002)
+        return self.channel.post(message)
 
 
-@pytest.mark.parametrize("schedule", [cyclic_pipeline(3, 2), cyclic_pipeline(3, 5), gpipe(3, 4)], ids=lambda s: s.name)
-def test_nothing_depends_on_who_is_late(schedule):
-    options = {"dropout": 0.0}  # threads share one random number generator
-    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options))
+@pytest.mark.parametrize("rule", ["nccl", "gloo"])
+@pytest.mark.parametrize(
+    "schedule", [cyclic_pipeline(3, 2), cyclic_pipeline(3, 5), gpipe(3, 4), one_f_one_b(3, 4)], ids=lambda s: s.name
+)
+def test_nothing_depends_on_who_is_late_or_by_which_rule_messages_move(schedule, rule):
+    options = {"dropout": 0.0, "settles": (3,)}  # threads share one random number generator
+    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options), rule)
     holds(schedule, options, answers)
 
 
+@pytest.mark.parametrize("rule", ["nccl", "gloo"])
 @pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)
-def test_norms_do_not_depend_on_who_is_late(clip):
+def test_norms_do_not_depend_on_who_is_late(clip, rule):
     schedule, options = cyclic_pipeline(3, 3, 3), {"dropout": 0.0, "clip": clip}
-    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options))
+    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options), rule)
     holds(schedule, options, answers)
 
 
 def test_micro_batches_that_change_their_shape_are_refused_before_they_are_sent():
     channel = ThreadChannel(Board(), rank=0)
-    edge = Outgoing(channel, peer=1)
-    edge.send(*tree_flatten({"body": torch.zeros(3, 5), "factor": 2}))
+    mailbox, letters = Mailbox(channel, torch.device("cpu")), (Letter("activation", 0, m, 0) for m in range(4))
+    mailbox.send(next(letters), 1, *tree_flatten({"body": torch.zeros(3, 5), "factor": 2}))
     before = len(channel.sent)
     for other in (
         {"body": torch.zeros(2, 5), "factor": 2},
@@ -264,9 +268,9 @@ def test_micro_batches_that_change_their_shape_are_refused_before_they_are_sent(
         torch.zeros(3, 5),
     ):
         with pytest.raises(
-            RuntimeError, match=r"goes to stage 1 changed from .* want micro-batches of one shape and dtype"
+            RuntimeError, match=r"activation of stage 0 for rank 1 changed from .* want micro-batches of one shape"
         ):
-            edge.send(*tree_flatten(other))
+            mailbox.send(next(letters), 1, *tree_flatten(other))
     assert len(channel.sent) == before
 
 
@@ -302,11 +306,11 @@ def test_skip_connections_and_constants_cross_processes():
     def alone(rank, channel):
         torch.manual_seed(0)
         stages = shared[rank]
-        run = Pipeline(
-            as_stages(stages)[rank],
+        run = Interpreter(
+            as_stages(stages),
             OPTIMIZERS["adam"](stages[rank].parameters()),
             Course(schedule, squared_error),
-            channel,
+            in_a_row(schedule, rank, channel),
         )
         for batches in data(STEPS, 3):
             run.step(batches)
@@ -322,7 +326,7 @@ def test_pipeline_and_one_device_agree_on_the_same_schedule():
     schedule = cyclic_pipeline(2, 3)
     stages = stages_of(2, dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run = OneDevice(as_stages(stages), optimizer, Course(schedule, squared_error))
+    run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error))
     loop(run, drop(optimizer, DROP), schedule)
     run.settle()
     answers = in_threads(2, lambda rank, channel: one_stage(rank, channel, schedule, dropout=0.0))
@@ -332,10 +336,14 @@ def test_pipeline_and_one_device_agree_on_the_same_schedule():
 def test_what_is_no_pipeline_is_refused():
     stages = stages_of(3)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
+
+    def made(schedule, clip=None):
+        course = Course(schedule, squared_error, clip=clip)
+        return Interpreter(as_stages(stages), optimizer, course, in_a_row(schedule, 0, GlooChannel()))
+
     with pytest.raises(ValueError, match="makes no pipeline"):
-        Pipeline(as_stages(stages)[0], optimizer, Course(cyclic(3), squared_error), GlooChannel())
-    with pytest.raises(ValueError, match="stage 2 is none of the schedule's 2"):
-        Pipeline(as_stages(stages)[2], optimizer, Course(cyclic_pipeline(2, 2), squared_error), GlooChannel())
-    course = Course(cyclic_pipeline(3, 3), squared_error, clip=Clip(1.0))
+        made(cyclic(3))
+    with pytest.raises(ValueError, match="has 2 stages, the model is cut into 3"):
+        made(cyclic_pipeline(2, 2))
     with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):
-        Pipeline(as_stages(stages)[0], optimizer, course, GlooChannel())
+        made(cyclic_pipeline(3, 3), Clip(1.0))

@@ -11,11 +11,11 @@ from armillary.runtime.cyclic import home_updates, remedied_step, shared_stage, 
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
-from armillary.runtime.cyclic.one_device import OneDevice
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.replica import Replica
 from armillary.runtime.cyclic.ring import Ring
 from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.shared_stage import SharedStage
 from armillary.runtime.cyclic.versions import StageWeights
@@ -49,7 +49,7 @@ def reference(schedule):
 def one_device(schedule):
     stages = stages_of(schedule.stages, dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run, scheduler = OneDevice(as_stages(stages), optimizer, Course(schedule, squared_error)), drop(optimizer, DROP)
+    run, scheduler = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error)), drop(optimizer, DROP)
     for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
         if step == DRAIN:
             run.drain()
@@ -105,7 +105,9 @@ def pipeline(schedule):
         channel.board.timeout_seconds = 1.0
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
-        run = Pipeline(as_stages(stages)[rank], optimizer, Course(schedule, squared_error), channel)
+        run = Interpreter(
+            as_stages(stages), optimizer, Course(schedule, squared_error), in_a_row(schedule, rank, channel)
+        )
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
             if step == DRAIN:

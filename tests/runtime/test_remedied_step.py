@@ -6,9 +6,9 @@ from torch.func import functional_call
 
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.one_device import OneDevice
-from armillary.runtime.cyclic.pipeline import Pipeline
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.remedied_step import RemediedStep
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.remedies.remedy import build_remedy
@@ -41,7 +41,7 @@ def by_reference(schedule, names, optimizer="momentum", drains=(), dtype=torch.f
 def by_one_device(schedule, names, optimizer="momentum", drains=(), dtype=torch.float64, settles=(), **options):
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
-    run = OneDevice(as_stages(stages), made, Course(schedule, squared_error, remedies=remedied(names)))
+    run = Interpreter(as_stages(stages), made, Course(schedule, squared_error, remedies=remedied(names)))
     scheduler = drop(made, DROP)
     for step, batches in enumerate(data(STEPS, schedule.micro_batches, dtype)):
         if step in drains:
@@ -131,7 +131,8 @@ def by_pipeline(rank, channel, schedule, names, drains):
     stages = stages_of(schedule.stages, dropout=0.0)  # threads share one random number generator
     made = OPTIMIZERS["momentum"](stages[rank].parameters())
     course = Course(schedule, squared_error, remedies=remedied(names))
-    run, scheduler = Pipeline(as_stages(stages)[rank], made, course, channel), drop(made, DROP)
+    run = Interpreter(as_stages(stages), made, course, in_a_row(schedule, rank, channel))
+    scheduler = drop(made, DROP)
     for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
         if step in drains:
             run.drain()

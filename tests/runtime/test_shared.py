@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.shared import Shared
@@ -235,12 +236,10 @@ class Late:
     def __init__(self, channel, rank):
         self.channel, self.dice = channel, random.Random(rank)
 
-    def send(self, tensor, peer, tag):
-        time.sleep(self.dice.random() * 0.002)
-        return self.channel.send(tensor, peer, tag)
-
-    def receive(self, into, peer, tag):
-        return self.channel.receive(into, peer, tag)
+    def post(self, message):
+        if isinstance(message, Send):
+            time.sleep(self.dice.random() * 0.002)
+        return self.channel.post(message)
 
 
 @pytest.mark.parametrize("clip", [None, *EVERY_CLIP], ids=str)

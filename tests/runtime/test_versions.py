@@ -10,7 +10,7 @@ from torch import nn
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of
-from armillary.runtime.cyclic.one_device import OneDevice
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules.accumulation import accumulation
@@ -88,7 +88,7 @@ def test_two_parameters_whose_gradients_share_memory_get_their_own_sums():
     course = Course(accumulation(3, 1), lambda output, _: output.sum())
     seen = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad for n, p in module.named_parameters()}))
-    run = OneDevice([stage], optimizer, course)
+    run = Interpreter([stage], optimizer, course)
     run.step([(value, None) for value in given])
     run.settle()
     for name, parameter in want.named_parameters():

@@ -6,26 +6,22 @@ process, and `planning/pricing` turns them into seconds.
 
 Every request names its *scope*, the set of ranks it concerns: all of them (`world`), the ranks of one node (`node`),
 or the ranks that have the same place in every node (`rail`). The last two exist when nodes hold several ranks.
+
+Messages between two ranks are requests too (`Send`, `Receive`). Between two ranks they keep one order: the n-th that
+one sends is the n-th that the other receives. Nothing else joins a message to its receive; `what` is checked, never
+matched.
 """
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Program",
-    "Request",
-    "Scope",
-    "gathered",
-    "members",
-    "sent_bytes",
-    "summed",
-]
+    "AllGather", "AllReduce", "AllToAll", "Message", "Program", "Receive", "Request", "Scope", "Send", "gathered",
+    "members", "sent_bytes", "summed",
+]  # fmt: skip
 
 Scope = Literal["world", "node", "rail"]
 
@@ -87,7 +83,37 @@ class AllToAll:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Send:
+    """A tensor for one other rank; over when that rank has it. Until then nobody may change the tensor.
+
+    what: as traces and errors call it. at: which of them, for `check_order`.
+    route: messages of one route keep their order. Routes of their own are for schedules that are not lowered to a list
+        of instructions, whose receivers do not know the order of the sends; "" is the route of those that are.
+    """
+
+    what: str
+    peer: int
+    tensor: Tensor
+    route: str = ""
+    at: str = ""
+    way: ClassVar[str] = "to"
+
+
+@dataclass(frozen=True, eq=False)
+class Receive:
+    """Room for the next message of that rank: a contiguous tensor of its form. Over when the room is filled."""
+
+    what: str
+    peer: int
+    into: Tensor
+    route: str = ""
+    at: str = ""
+    way: ClassVar[str] = "from"
+
+
 Request = AllReduce | AllGather | AllToAll
+Message = Send | Receive
 Result = TypeVar("Result")
 Program = Generator[Request, Any, Result]
 
@@ -104,7 +130,7 @@ def gathered(tensor: Tensor) -> Program[Tensor]:
     return everyones
 
 
-def sent_bytes(request: Request, ranks: int, rank: int) -> float:
+def sent_bytes(request: Request | Message, ranks: int, rank: int) -> float:
     """Payload bytes that `rank` sends to others for one request among `ranks` ranks.
 
     All-reduce is counted as the ring it is priced as: 2 (ranks - 1) / ranks of the tensor (Thakur, Rabenseifner and
@@ -112,6 +138,10 @@ def sent_bytes(request: Request, ranks: int, rank: int) -> float:
     are not payload.
     """
     match request:
+        case Send(tensor=tensor):
+            return float(tensor.nbytes)
+        case Receive():
+            return 0.0
         case AllReduce(tensor):
             return 2 * (ranks - 1) / ranks * tensor.nbytes
         case AllGather(tensor):

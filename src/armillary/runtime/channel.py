@@ -1,13 +1,13 @@
-"""Point-to-point messages, as the schedules' runtimes want them: started now, waited for later.
+"""Messages between two processes, as schedules want them: started now, waited for later.
 
-What an implementation promises: messages with the same sender, receiver and tag arrive in order. What its users
-promise, because gloo needs it (torch 2.13): a receive is posted before it is needed, a sent tensor is not changed
-before its wait, a send is waited for only when the receive is certain to have been posted, and nothing is ever polled.
+What an implementation promises: messages of one sender, receiver and route arrive in order. What its users promise,
+because gloo needs it (torch 2.13): a receive is posted before it is needed, a sent tensor is not changed before its
+wait, a send is waited for only when the receive is certain to have been posted, and nothing is ever polled.
 """
 
 from typing import Protocol
 
-from torch import Tensor
+from armillary.facts.collectives import Message
 
 __all__ = ["Channel", "Pending"]
 
@@ -22,8 +22,5 @@ class Pending(Protocol):
 class Channel(Protocol):
     """This process's connection to its peers."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to send a contiguous tensor."""
-
-    def receive(self, into: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to receive into a contiguous tensor of the right shape and dtype."""
+    def post(self, message: Message) -> Pending:
+        """Starts to send a contiguous tensor, or to receive into one of the right shape and dtype."""

@@ -23,13 +23,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.exchanges.exchange import Place
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, Scope, members, sent_bytes
+from armillary.facts.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Message,
+    Program,
+    Request,
+    Scope,
+    Send,
+    members,
+    sent_bytes,
+)  # fmt: skip
 from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
 from armillary.runtime.board import Board
 from armillary.runtime.channel import Pending
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.lost import adds_nothing
+from armillary.runtime.messages import Messages, OutOfOrder
 from armillary.runtime.open_groups import OpenGroups
 from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
@@ -75,6 +87,7 @@ class Transport:
         self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
+        self.messages = Messages(self.place.rank, self._lane, check_order)
         try:
             self.watchdog = self._open_all(patience)
             self.order_group = self.open_groups.new(range(workers)) if check_order else None
@@ -304,20 +317,18 @@ class Transport:
         on_host = self.lanes and tensor.device.type == "cpu"
         return self.lanes[is_up] if on_host else self._group("world", tensor)
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Starts a message; the handle's wait() returns when the peer has it. Do not touch `tensor` before."""
-        lane, what = self._lane(tensor, self.place.rank < peer), f"message to rank {peer}"
-        with self.waiting(what), _named(f"to rank {peer}.send"):
-            work = dist.isend(tensor.detach().contiguous(), group=lane, tag=tag, group_dst=peer)
-        return _Message(self, work, what)
+    def post(self, message: Message) -> Pending:
+        """Starts a message, or makes room for one of a peer's. `wait` of what is returned ends when it has arrived.
 
-    def receive(self, into: Tensor, peer: int, tag: int = 0) -> Pending:
-        """Posts a receive; the handle's wait() returns when `into` is filled."""
-        assert into.is_contiguous(), f"{tuple(into.shape)} is not contiguous"
-        what = f"message from rank {peer}"
-        with self.waiting(what), _named(f"from rank {peer}.receive"):
-            work = dist.irecv(into, group=self._lane(into, peer < self.place.rank), tag=tag, group_src=peer)
-        return _Message(self, work, what)
+        Raises (by `wait`):
+            RuntimeError: the peer is gone, or (check_order) sends something else; it names rank and message.
+        """
+        tensor = (message.tensor if isinstance(message, Send) else message.into).detach()
+        assert isinstance(message, Send) or tensor.is_contiguous(), f"{tuple(tensor.shape)} is not contiguous"
+        posted = _Posted(self, message, f"{message.what} {message.way} rank {message.peer}", time.perf_counter())
+        with self.waiting(posted.name), _named(f"{message.what}.{type(message).__name__}"):
+            posted.work = self.messages.start(message, tensor.contiguous())
+        return posted
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -356,17 +367,28 @@ class Transport:
         self.order_group = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Message:
-    """A send or a receive under way."""
+@dataclass(eq=False, slots=True)
+class _Posted:
+    """A message under way."""
 
     transport: Transport
-    work: Any
-    what: str
+    message: Message
+    name: str
+    began: float
+    work: Any = None
 
-    def wait(self) -> object:
-        with self.transport.waiting(self.what):
-            return self.work.wait()
+    def wait(self) -> None:
+        transport, message = self.transport, self.message
+        try:
+            with transport.waiting(self.name), _named(f"{message.what}.wait"):
+                self.work.wait()
+        except OutOfOrder as error:
+            raise RuntimeError(str(error)) from None
+        if transport.recording:
+            kind, seconds = type(message).__name__, time.perf_counter() - self.began
+            sent = sent_bytes(message, transport.place.workers, transport.place.rank)
+            began = self.began - transport.origin_seconds
+            transport.records.append(Record(transport.step, message.what, kind, began, seconds, sent))
 
 
 def _named(what: str) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What all pipelines have in common: a stage a process, which stays there; only tables, and what they bring, differ."""
+"""What all pipelines have in common: stages that stay with a process; only tables, and what they bring, differ."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,14 +21,15 @@ def pipeline_method(
     notes: Callable[[Planned], list[str]],
     knows: frozenset[str] = PIPELINE_OPTIONS,
     examples: tuple[Options, ...] = ({"workers": 3, "micro_batches": 4},),
+    parts: int = 1,
 ) -> Method:
-    """A pipeline's registry entry; arguments as in `Method`."""
+    """A pipeline's registry entry; arguments as in `Method`. parts: stages a process."""
     return Method(
         table=table,
         knows=knows,
         examples=examples,
         has_rows=True,
-        implied=_as_many_stages,
+        implied=lambda given, workers: {"stages": parts * workers},
         defaults=_micro_batches,
         refuse_late_norm=refuse_in_pipeline,
         owner=_owner,
@@ -40,17 +41,13 @@ def pipeline_method(
     )
 
 
-def _as_many_stages(given: Options, workers: int) -> Options:
-    return {"stages": workers}
-
-
 def _micro_batches(given: Options, workers: int) -> Options:
-    """As many as stages where nobody says."""
+    """As many as processes where nobody says."""
     return {"micro_batches": workers}
 
 
 def _owner(options: ScheduleOptions, stage: int) -> int:
-    return stage
+    return options.schedule().worker_of(0, stage)
 
 
 def _traffic(options: ScheduleOptions, stage: int) -> Traffic:

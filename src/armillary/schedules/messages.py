@@ -19,17 +19,18 @@ Source: Fournier & Oyallon, 2024 (point-to-point data parallelism). Departure: t
 every worker.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from armillary.schedules.action import Kind
 from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "CONTENTS", "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
+    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
     "pipeline_messages", "ring_messages", "sum_path", "use", "used_at", "weight_path",
+    "workers_of_stages",
 ]  # fmt: skip
 
 NORM_BYTES = 8
@@ -38,7 +39,6 @@ Content = Literal[
     "partial gradient", "gradient", "weights", "norm", "activation", "activation gradient", "forward weights",
     "backward weights",
 ]  # fmt: skip
-CONTENTS: tuple[Content, ...] = get_args(Content)
 
 
 class Message(NamedTuple):
@@ -225,29 +225,49 @@ def pipeline_messages(schedule: Schedule, clip: Clip | None = None) -> list[Mess
         ValueError: a stage runs on several workers, so they form no pipeline.
     """
     found: list[Message] = []
+    workers = workers_of_stages(schedule)
     for worker, row in enumerate(schedule.ticks):
-        if {action.stage for action in row} != {worker}:
-            raise ValueError(f"schedule: {schedule.name} gives worker {worker} other stages; it makes no pipeline")
         for action in row:
-            receiver = worker + 1 if action.kind == "F" else worker - 1
-            if 0 <= receiver < schedule.workers:
-                lag = schedule.action(action.kind, action.micro_batch, receiver).start - action.start
+            after = action.stage + (1 if action.kind == "F" else -1)
+            if 0 <= after < schedule.stages and workers[after] != worker:
+                lag = schedule.action(action.kind, action.micro_batch, after).start - action.start
                 content: Content = "activation" if action.kind == "F" else "activation gradient"
-                found.append(Message(action.start, lag, worker, receiver, content, worker))
+                found.append(Message(action.start, lag, worker, workers[after], content, action.stage))
     needs_norm = clip is not None and clip.needs_all_stages
-    return sorted([*found, *(_pipeline_norms(schedule) if needs_norm else ())])
+    return sorted([*found, *(_pipeline_norms(schedule, workers) if needs_norm else ())])
 
 
-def _pipeline_norms(schedule: Schedule) -> Iterator[Message]:
-    """Down the stages, and up again; see Note [Norms]."""
+def workers_of_stages(schedule: Schedule) -> tuple[int, ...]:
+    """The worker that runs each stage.
+
+    Raises:
+        ValueError: a stage runs on several workers, so they form no pipeline.
+    """
+    found: dict[int, set[int]] = {}
+    for worker, row in enumerate(schedule.ticks):
+        for action in row:
+            found.setdefault(action.stage, set()).add(worker)
+    for stage, several in sorted(found.items()):
+        if len(several) > 1:
+            raise ValueError(
+                f"schedule: {schedule.name} runs stage {stage} on workers {sorted(several)}; it makes no pipeline"
+            )
+    return tuple(min(found[stage]) for stage in range(schedule.stages))
+
+
+def _pipeline_norms(schedule: Schedule, workers: Sequence[int]) -> Iterator[Message]:
+    """Down the stages, and up again from worker to worker; see Note [Norms]."""
     last, number = schedule.micro_batches - 1, carrier(schedule)
     later = (1 + number // schedule.micro_batches) * schedule.period
     done = [schedule.action("B", last, stage).start for stage in range(schedule.stages)]
     goes = [schedule.action("F", number % schedule.micro_batches, j).start + later for j in range(schedule.stages)]
     for lower, upper in pairwise(range(schedule.stages)):
-        yield Message(done[upper], done[lower] - done[upper], upper, lower, "norm", upper)
-        sent = goes[lower] if lower else done[0]
-        yield Message(sent, goes[upper] - sent, lower, upper, "norm", lower)
+        if workers[lower] != workers[upper]:
+            yield Message(done[upper], done[lower] - done[upper], workers[upper], workers[lower], "norm", upper)
+    for lower, upper in pairwise(dict.fromkeys(workers)):
+        below, above = workers.index(lower), workers.index(upper)
+        sent = goes[below] if below else done[0]
+        yield Message(sent, goes[above] - sent, lower, upper, "norm", below)
 
 
 def use(schedule: Schedule, worker: int, stage: int, kind: Kind = "F") -> int:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from armillary.facts.collectives import Receive, Send
 from armillary.runtime.channel import Channel, Pending
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
-from armillary.schedules.messages import CONTENTS, Content, Message
+from armillary.schedules.messages import Content, Message
 
 __all__ = ["Courier", "Key"]
 
@@ -39,7 +40,7 @@ class Courier:
 
     def send(self, key: Key, flats: Flats, receiver: int, needed: int) -> None:
         """Starts a message that its receiver needs at tick `needed`, counted from the first step."""
-        started = [(self._channel.send(flat, receiver, _tag(key)), flat) for flat in flats]
+        started = [(self._channel.post(Send(_what(key), receiver, flat, _what(key))), flat) for flat in flats]
         self._under_way.append((self._over(receiver, needed), started))
 
     def reap(self, tick: int | None) -> None:
@@ -64,7 +65,8 @@ class Courier:
         }
         flats = make.get(content, self._flat[stage].empty_gradients)()
         peer = self.into[key].sender if sender is None else sender
-        self._posted[key].append([(self._channel.receive(flat, peer, _tag(key)), flat) for flat in flats])
+        what = _what(key)
+        self._posted[key].append([(self._channel.post(Receive(what, peer, flat, what)), flat) for flat in flats])
 
     def posted(self, key: Key) -> int:
         """How many receives are posted and not yet taken."""
@@ -87,5 +89,5 @@ class Courier:
         yield from (flat for _, message in self._under_way for _, flat in message)
 
 
-def _tag(key: Key) -> int:
-    return key[1] * len(CONTENTS) + CONTENTS.index(key[0])
+def _what(key: Key) -> str:
+    return f"{key[0]} of stage {key[1]}"

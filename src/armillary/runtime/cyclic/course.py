@@ -8,15 +8,16 @@ from torch import Tensor
 
 from armillary.schedules.agenda import Due
 from armillary.schedules.clipping import Clip
+from armillary.schedules.instruction import Instruction
 from armillary.schedules.remedies.remedy import Remedy
 from armillary.schedules.schedule import Place, Schedule
 
 __all__ = ["Course", "Observer"]
 
-Observer = Callable[[Due, int, Collection[Place]], None]
+Observer = Callable[[Due | Instruction, int, Collection[Place]], None]
 
 
-def _ignore(due: Due, version: int, held: Collection[Place]) -> None:
+def _ignore(due: Due | Instruction, version: int, held: Collection[Place]) -> None:
     """The observer that does not look."""
 
 

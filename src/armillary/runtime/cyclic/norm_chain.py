@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from armillary.facts.collectives import Receive, Send
 from armillary.runtime.channel import Channel, Pending
-from armillary.runtime.cyclic.edge import NORM_TAG
 
 __all__ = ["NormChain"]
+
+NORM = "norm"  # its route
 
 
 class NormChain:
@@ -71,11 +73,11 @@ class NormChain:
             pending, _ = self._under_way.pop(0)
             pending.wait()
         sent = square.to(self._device)
-        self._under_way.append((self._channel.send(sent, peer, NORM_TAG), sent))
+        self._under_way.append((self._channel.post(Send(NORM, peer, sent, NORM)), sent))
 
     def _post(self, peer: int) -> tuple[Pending, Tensor]:
         room = torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._channel.receive(room, peer, NORM_TAG), room
+        return self._channel.post(Receive(NORM, peer, room, NORM)), room
 
     @staticmethod
     def _arrived(posted: list[tuple[Pending, Tensor]]) -> Tensor:

@@ -1,8 +1,8 @@
 """Lists of tensors whose form both sides know, on their way between processes: posted, taken, sent, waited for later.
 
-A line is a peer and a tag; what goes by one line arrives in order. A receive is posted as early as it is certain, or at
-the latest when it is taken. A send keeps its tensors until the receiver needed them by the schedule's clock, and is
-waited for only then: see Note [Nothing can hang] in `courier.py`.
+A line is a peer and what comes from there; what goes by one line arrives in order. A receive is posted as early as it
+is certain, or at the latest when it is taken. A send keeps its tensors until the receiver needed them by the schedule's
+clock, and is waited for only then: see Note [Nothing can hang] in `courier.py`.
 """
 
 from collections import defaultdict, deque
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from armillary.facts.collectives import Receive, Send
 from armillary.runtime.channel import Channel, Pending
 
 __all__ = ["Line", "Parcels"]
@@ -20,7 +21,7 @@ class Line(NamedTuple):
     """One way from or to one process."""
 
     peer: int
-    tag: int
+    what: str
 
 
 class Parcels:
@@ -33,7 +34,9 @@ class Parcels:
 
     def post(self, line: Line, room: list[Tensor]) -> None:
         """Makes room for one more message."""
-        self._posted[line].append([(self._channel.receive(part, *line), part) for part in room])
+        self._posted[line].append(
+            [(self._channel.post(Receive(line.what, line.peer, part, line.what)), part) for part in room]
+        )
 
     def posted(self, line: Line) -> int:
         """Messages posted and not yet taken."""
@@ -51,7 +54,8 @@ class Parcels:
 
     def send(self, line: Line, parts: list[Tensor], over: int) -> None:
         """Sends contiguous tensors that nobody will change; `over`: the tick after which they may be waited for."""
-        self._under_way.append((over, [(self._channel.send(part, *line), part) for part in parts]))
+        started = [(self._channel.post(Send(line.what, line.peer, part, line.what)), part) for part in parts]
+        self._under_way.append((over, started))
 
     def reap(self, tick: int | None) -> None:
         """Waits for the sends that are over before `tick`, or for all."""

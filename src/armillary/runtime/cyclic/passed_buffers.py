@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from armillary.runtime.channel import Channel
-from armillary.runtime.cyclic.edge import Incoming, Outgoing
 from armillary.runtime.cyclic.flat_stage import FlatStage
+from armillary.runtime.mailbox import Mailbox
+from armillary.schedules.instruction import Letter
 from armillary.schedules.shared import Sharing
 
 __all__ = ["PassedBuffers"]
@@ -25,12 +26,10 @@ class PassedBuffers:
     """
 
     def __init__(self, module: nn.Module, sharing: Sharing, channel: Channel, rank: int) -> None:
-        self._sharing, self._module, self._channel, self._rank = sharing, module, channel, rank
+        self._sharing, self._module, self._rank = sharing, module, rank
         self._stage = sharing.stage_of(rank)
-        self._device = FlatStage(dict(module.named_parameters())).device
+        self._mailbox = Mailbox(channel, FlatStage(dict(module.named_parameters())).device, is_lowered=False)
         self._is_idle = len(sharing.ranks(self._stage)) == 1 or not any(True for _ in module.buffers())
-        self._incoming: dict[int, Incoming] = {}  # by peer
-        self._outgoing: dict[int, Outgoing] = {}
         self._before: list[Tensor] = []  # copies, of before a forward
         self._written = set[int]()  # by any forward so far, of any device before this one
         self._owed: int | None = None  # the next micro-batch, which is not handed in yet
@@ -38,17 +37,14 @@ class PassedBuffers:
     def expect(self, number: int) -> None:
         """Makes room for what a micro-batch of this device will read; the one before it is handed in."""
         if number > 0 and not self._is_idle:
-            peer = self._rank_of(number - 1)
-            if peer not in self._incoming:
-                self._incoming[peer] = Incoming(self._channel, peer, self._device)
-            self._incoming[peer].post()
+            self._mailbox.expect(self._letter(number), self._rank_of(number - 1))
 
     def before(self, number: int) -> None:
         """A micro-batch of this device is about to run forward."""
         if self._is_idle:
             return
         if number > 0:
-            leaves, _ = self._incoming[self._rank_of(number - 1)].take()
+            leaves, _ = self._mailbox.take(self._letter(number))
             places, tensors = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
             own = list(self._module.buffers())
             for place, tensor in zip(places, tensors, strict=True):
@@ -70,16 +66,18 @@ class PassedBuffers:
         """Sends what could not be sent yet, if its reader is handed in now."""
         if self._owed is None or self._owed >= handed_in:
             return
-        peer, self._owed = self._rank_of(self._owed), None
+        number, self._owed = self._owed, None
         own, places = list(self._module.buffers()), sorted(self._written)
-        if peer not in self._outgoing:
-            self._outgoing[peer] = Outgoing(self._channel, peer, self._stage)
-        self._outgoing[peer].send(*tree_flatten([places, [own[place].clone() for place in places]]))
+        parts = tree_flatten([places, [own[place].clone() for place in places]])
+        self._mailbox.send(self._letter(number), self._rank_of(number), *parts)
 
     def wait(self) -> None:
         """Everything sent has arrived."""
-        for edge in self._outgoing.values():
-            edge.wait()
+        self._mailbox.all_over()
+
+    def _letter(self, number: int) -> Letter:
+        """What that micro-batch reads."""
+        return Letter("buffers", *divmod(number, self._sharing.schedule.workers), self._stage)
 
     def _rank_of(self, number: int) -> int:
         return self._sharing.rank_of((*divmod(number, self._sharing.schedule.workers), self._stage))

@@ -19,12 +19,13 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, without_autocast
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import refuse_gradients
-from armillary.runtime.cyclic.edge import Incoming, Outgoing
 from armillary.runtime.cyclic.passed_buffers import PassedBuffers
 from armillary.runtime.cyclic.shared_stage import SharedStage
 from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.agenda import Agenda, Due
+from armillary.schedules.instruction import Letter
 from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.schedule import Place
 from armillary.schedules.shared import Sharing
@@ -60,9 +61,10 @@ class Shared:
         self.part = SharedStage(stages, optimizer, course, channel, rank)
         self.drains = self.part.drains
         self._stage = stages[self.part.index]
-        self._optimizer, self._course, self._channel = optimizer, course, channel
+        self._optimizer, self._course = optimizer, course
         self._buffers = PassedBuffers(self._stage.module, sharing, channel, rank)
         self._device = self.part.replica.flat.device
+        self._mailbox = Mailbox(channel, self._device, is_lowered=False)
         self._is_first, self._is_last = self._stage.index == 0, self._stage.index == schedule.stages - 1
         self._agenda = Agenda(schedule, range(schedule.workers))
         self._next = rank - sharing.ranks(self._stage.index)[0]  # micro-batch of the next forward, counted through
@@ -70,8 +72,6 @@ class Shared:
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._flights: dict[Place, Flight] = {}
         self._given: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self._incoming: dict[int, Incoming] = {}  # by peer
-        self._outgoing: dict[int, Outgoing] = {}
         self._book = LossBook(schedule.micro_batches)
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
@@ -102,8 +102,7 @@ class Shared:
         finished = self._work_off(self._agenda.rest())
         self.part.settle()
         self._buffers.wait()
-        for edge in self._outgoing.values():
-            edge.wait()
+        self._mailbox.all_over()
         return finished
 
     def drain(self) -> list[StepLosses]:
@@ -136,7 +135,7 @@ class Shared:
         number, self._next = self._next, self._next + len(self.sharing.ranks(j))
         self._make_room(self._next)
         self._buffers.before(number)
-        arrived = None if self._is_first else self._from(self.sharing.rank_of((step, micro_batch, j - 1))).take()
+        arrived = None if self._is_first else self._mailbox.take(Letter("activation", step, micro_batch, j - 1))
         given, target = self._given.pop((step, micro_batch))
         value, self._flights[place] = take_off(
             self._stage,
@@ -152,8 +151,8 @@ class Shared:
             self._book.enter(step, micro_batch, value.leaves[0])
         else:
             peer = self.sharing.rank_of((step, micro_batch, j + 1))
-            self._from(peer).post()
-            self._to(peer, j + 1).send(value.leaves, value.spec)
+            self._mailbox.expect(Letter("activation gradient", step, micro_batch, j + 1), peer)
+            self._mailbox.send(Letter("activation", *place), peer, value.leaves, value.spec)
         return version
 
     def _backward(self, place: Place) -> int:
@@ -161,13 +160,13 @@ class Shared:
         flight = self._flights.pop(place)
         gradients = None
         if not self._is_last:
-            gradients, _ = self._from(self.sharing.rank_of((step, micro_batch, j + 1))).take()
-        for edge in self._outgoing.values():  # the activation's gradient came back; those sent down are a turn old
-            edge.wait()
+            gradients, _ = self._mailbox.take(Letter("activation gradient", step, micro_batch, j + 1))
+        self._mailbox.all_over()  # the activation's gradient came back; those sent down are a turn old
         own: dict[str, Tensor] = {}
         landed = flight.land(gradients, own.__setitem__)
         if not self._is_first:
-            self._to(self.sharing.rank_of((step, micro_batch, j - 1)), j - 1).send(*tree_flatten(landed.value))
+            peer = self.sharing.rank_of((step, micro_batch, j - 1))
+            self._mailbox.send(Letter("activation gradient", *place), peer, *tree_flatten(landed.value))
         self.part.add(place, own)
         self._autocasts = {s: kept for s, kept in self._autocasts.items() if s >= step}
         return flight.version
@@ -177,16 +176,8 @@ class Shared:
         count, j = self.schedule.micro_batches, self._stage.index
         while self._expected <= min(last, self._handed_in - 1):
             if not self._is_first:
-                self._from(self.sharing.rank_of((*divmod(self._expected, count), j - 1))).post()
+                step, micro_batch = divmod(self._expected, count)
+                letter = Letter("activation", step, micro_batch, j - 1)
+                self._mailbox.expect(letter, self.sharing.rank_of((step, micro_batch, j - 1)))
             self._buffers.expect(self._expected)
             self._expected += len(self.sharing.ranks(j))
-
-    def _from(self, peer: int) -> Incoming:
-        if peer not in self._incoming:
-            self._incoming[peer] = Incoming(self._channel, peer, self._device)
-        return self._incoming[peer]
-
-    def _to(self, peer: int, stage: int) -> Outgoing:
-        if peer not in self._outgoing:
-            self._outgoing[peer] = Outgoing(self._channel, peer, stage)
-        return self._outgoing[peer]

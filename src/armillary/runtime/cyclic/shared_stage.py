@@ -35,7 +35,7 @@ from armillary.schedules.shared import Sharing
 
 __all__ = ["SharedStage"]
 
-_PARTIAL, _SUM, _WEIGHTS = range(1 << 16, (1 << 16) + 3)  # tags, beyond those of buffers (`edge.py`)
+_PARTIAL, _SUM, _WEIGHTS = "partial gradient", "gradient", "weights"
 _PATIENCE_TICKS = 2  # that a send is waited for later than it might be
 _NEVER = 1 << 62  # a tick
 
@@ -206,18 +206,18 @@ class SharedStage:
             path = self.sharing.weight_path(version, j)
             self._post(path[path.index(self.rank) - 1], _WEIGHTS)
 
-    def _post(self, peer: int, tag: int) -> None:
-        if not self._parcels.posted(Line(peer, tag)):
-            self._parcels.post(Line(peer, tag), self._room(tag))
+    def _post(self, peer: int, what: str) -> None:
+        if not self._parcels.posted(Line(peer, what)):
+            self._parcels.post(Line(peer, what), self._room(what))
 
-    def _take(self, peer: int, tag: int) -> list[Tensor]:
-        return self._parcels.take(Line(peer, tag), lambda: self._room(tag))
+    def _take(self, peer: int, what: str) -> list[Tensor]:
+        return self._parcels.take(Line(peer, what), lambda: self._room(what))
 
-    def _send(self, peer: int, tag: int, parts: list[Tensor], needed: int) -> None:
-        self._parcels.send(Line(peer, tag), parts, needed + _PATIENCE_TICKS)
+    def _send(self, peer: int, what: str, parts: list[Tensor], needed: int) -> None:
+        self._parcels.send(Line(peer, what), parts, needed + _PATIENCE_TICKS)
 
-    def _room(self, tag: int) -> list[Tensor]:
-        return self.replica.flat.empty_weights() if tag == _WEIGHTS else self.replica.flat.empty_gradients()
+    def _room(self, what: str) -> list[Tensor]:
+        return self.replica.flat.empty_weights() if what == _WEIGHTS else self.replica.flat.empty_gradients()
 
 
 class _AtHome:

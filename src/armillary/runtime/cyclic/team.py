@@ -6,7 +6,7 @@ one owner each (`stage_tables.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import AllReduce
 from armillary.runtime.cyclic.flat_stage import FlatStage
-from armillary.runtime.cyclic.stage_tables import Tables
 from armillary.runtime.cyclic.twin_bucket import Requests
 from armillary.runtime.cyclic.versions import Means
 
@@ -26,12 +25,10 @@ class Team:
     """
     Args:
         place: of this rank. requests: to the others; None if there are none.
-        tables: by stage.
     """
 
     place: Place
     requests: Requests | None = None
-    tables: Tables = field(default_factory=dict)
 
     def mean(self, parameters: Mapping[str, nn.Parameter], mine: Means, stage: int) -> Means:
         """The mean over ranks of a stage's gradients; a parameter that no rank used is left out.
@@ -52,5 +49,5 @@ class Team:
 
 
 def alone() -> Team:
-    """One rank, no tables."""
+    """One rank."""
     return Team(Place(0, 1))

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from armillary.facts.collectives import Request, sent_bytes
+from armillary.facts.collectives import Message, Request, sent_bytes
 from armillary.runtime.channel import Pending
 from armillary.runtime.transport import Transport
 
@@ -22,12 +20,10 @@ class CountedChannel:
     sent_bytes: float = 0
     waited_seconds: float = 0.0
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        self.sent_bytes += tensor.nbytes
-        return _Timed(self.transport.send(tensor, peer, tag), self)
-
-    def receive(self, into: Tensor, peer: int, tag: int) -> Pending:
-        return _Timed(self.transport.receive(into, peer, tag), self)
+    def post(self, message: Message) -> Pending:
+        place = self.transport.place
+        self.sent_bytes += sent_bytes(message, place.workers, place.rank)
+        return _Timed(self.transport.post(message), self)
 
     def start(self, request: Request, label: str) -> Callable[[], Any]:
         place = self.transport.place

@@ -25,8 +25,8 @@ from armillary.runtime.saving.optimizer_state import parameter_names, table_stat
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
-from armillary.session.engines.contract import ENGINES
 from armillary.session.engines.cut import parts_of
+from armillary.session.engines.interpreted import engine_of
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
@@ -67,7 +67,7 @@ class OwnedLoop:
         """From a plain model and optimizer, at the transport's step."""
         self.first_step = self.transport.step  # of this part of the training
         self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
-        self.engine = ENGINES[self.plan.schedule.name](self.parts)
+        self.engine = engine_of(self.plan.schedule.name)(self.parts)
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.session.cyclic.own_stage import OwnStage
+from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import ENGINES, Parts
 from armillary.session.workload import Batch
 
@@ -22,7 +22,7 @@ class SharedEngine:
         self.runtime = Shared(parts.stages, parts.job.optimizer, parts.course, parts.channel, parts.rank)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         self.teller = self.runtime.sharing.ranks(len(parts.stages) - 1)[0]
-        self._own = OwnStage(parts.stages, self.runtime.part.index, parts.transport)
+        self._own = OwnStages(parts.stages, [self.runtime.part.index], parts.transport)
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         return self.runtime.step(self.parts.given(batches))

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from armillary.facts.collectives import Receive, Send
 from armillary.runtime.channel import Pending
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.transport import Transport
 
 __all__ = ["ToldLosses"]
 
-TAG = 1 << 20  # of no other message
+LOSSES = "losses of a step"
 
 
 class ToldLosses:
@@ -46,13 +47,13 @@ class ToldLosses:
             for one in known:
                 numbers = torch.stack([loss.detach().double().cpu() for loss in one.losses])
                 peers = [peer for peer in range(place.workers) if peer != self._teller]
-                self._sent += [(self._transport.send(numbers, peer, TAG), numbers) for peer in peers]
+                self._sent += [(self._transport.post(Send(LOSSES, peer, numbers, LOSSES)), numbers) for peer in peers]
             while len(self._sent) > 4 * (self._lag + 1) * place.workers or (everything and self._sent):
                 self._sent.popleft()[0].wait()
             self._known += known
         elif is_step:
             room = torch.empty(self._count, dtype=torch.float64)
-            self._posted.append((self._transport.receive(room, self._teller, TAG), room))
+            self._posted.append((self._transport.post(Receive(LOSSES, self._teller, room, LOSSES)), room))
         found = []
         while self._next < self._asked and (everything or self._asked - self._next > self._lag):
             if place.rank == self._teller:

@@ -1,6 +1,6 @@
-"""The one stage that a process keeps; the parameters of the others are empty, but for looks at the whole model."""
+"""The stages that a process keeps; the parameters of the others are empty, but for looks at the whole model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.transport import Transport
 
-__all__ = ["OwnStage", "held_whole"]
+__all__ = ["OwnStages", "held_whole"]
 
 
 def held_whole(stage: Stage) -> list[nn.Parameter]:
@@ -18,16 +18,16 @@ def held_whole(stage: Stage) -> list[nn.Parameter]:
     return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
 
 
-class OwnStage:
+class OwnStages:
     """
     Args:
         stages: of the whole model.
-        index: of the stage kept here.
+        kept: numbers of those kept here.
     """
 
-    def __init__(self, stages: Sequence[Stage], index: int, transport: Transport) -> None:
+    def __init__(self, stages: Sequence[Stage], kept: Collection[int], transport: Transport) -> None:
         self._stages, self._transport = stages, transport
-        others = [stage for stage in stages if stage.index != index]
+        others = [stage for stage in stages if stage.index not in kept]
         self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
         self._empty()
 

@@ -1,0 +1,260 @@
+"""Carries out one rank's list of instructions: forwards and backwards of the stages here, letters, optimizer steps.
+
+Schedules differ in where a value comes from and where a gradient goes, and that stands in the list. A value that is
+made here and read here waits in memory; one for another rank leaves by a letter. There is no clock: instructions are
+carried out in the order of the list, and each waits only for what it needs.
+
+Note [Tables]. The rows of a stage's tables are owned by all ranks of the schedule, so all take part in its look-ups and
+pushes: those that do not run the stage serve. Lists have these at one place for all, so nobody waits in a circle.
+
+Source: Fournier & Oyallon, 2024 (one device, pipeline); Narayanan et al., 2021; Huang et al., GPipe, 2019.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
+from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
+from armillary.runtime.cyclic.remedied_step import RemediedStep
+from armillary.runtime.cyclic.seat import Seat, side_by_side
+from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.updates import Updates
+from armillary.runtime.cyclic.versions import Means, StageWeights
+from armillary.runtime.mailbox import Mailbox
+from armillary.schedules.instruction import Instruction, Letter
+from armillary.schedules.lowering import NO_MICRO_BATCH, Lowering
+from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_on_one_device
+from armillary.schedules.schedule import Place
+
+__all__ = ["Interpreter"]
+
+
+class Interpreter:
+    """Begins empty; each `step` hands in one training step and works it off as far as needs no later one.
+
+    Every rank makes the same calls.
+
+    Args:
+        stages: the whole model, cut.
+        optimizer: the user's; of its parameters those of the stages here are stepped.
+        seat: all workers of the schedule are here, if not said.
+
+    Raises:
+        ValueError: the schedule has another number of stages, runs one of them on several ranks, or leaves no time for
+            the norm to clip by.
+    """
+
+    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, seat: Seat | None = None) -> None:
+        schedule, seat = course.schedule, seat or side_by_side(course.schedule)
+        if len(stages) != schedule.stages:
+            raise ValueError(
+                f"schedule: {schedule.name} has {schedule.stages} stages, the model is cut into {len(stages)}"
+            )
+        self.schedule, self.drains = schedule, list[int]()
+        self._optimizer, self._course, self._seat = optimizer, course, seat
+        is_alone = len(set(seat.ranks)) == 1
+        (refuse_on_one_device if is_alone else refuse_in_pipeline)(schedule, course.clip)
+        has_norms = course.clip is not None and course.clip.needs_all_stages
+        replicas = seat.team.place.workers
+        self._lowering = Lowering(schedule, seat.rank, seat.ranks, has_norms, tuple(seat.tables), replicas)
+        here = {action.stage for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row}
+        self._stages = {stage.index: stage for stage in stages if stage.index in here}
+        self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
+        self._updates = Updates(list(self._weights.values()), course.clip, self.drains)
+        own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
+        self._device = next((parameter.device for parameter in own), torch.device("cpu"))
+        self._device_type = device_type_of(own)
+        self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device)
+        self._autocasts: dict[int, Autocast] = {}  # by step
+        self._done = {j: [0] * schedule.micro_batches for j in {*self._stages, *seat.tables}}  # forwards begun
+        self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
+        self._targets: dict[tuple[int, int], Any] = {}
+        self._flights: dict[Place, Flight] = {}
+        self._means: dict[tuple[int, int], Means] = {}  # by step and stage
+        self._squares: dict[tuple[int, int], Tensor] = {}
+        self._book = LossBook(schedule.micro_batches)
+        self._carries: Mapping[str, Callable[[Instruction], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "SEND": self._send,
+            "RECEIVE": self._expect,
+            "OVER": self._see_over,
+            "REDUCE": self._reduce,
+            "UPDATE": self._update,
+            "NORM": self._add_norm,
+            "KNOW": self._learn_norm,
+            "SERVE": self._serve,
+            "PUSH": self._push,
+        }
+
+    def _versions_of(self, stage: Stage) -> StageWeights:
+        step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
+        return StageWeights(stage, step, self.schedule.micro_batches)
+
+    def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
+        """Hands in one training step: per micro-batch, what the first stage reads and what the last one's loss wants.
+
+        The optimizer's options of this moment are those of the step. Returns the steps whose losses are all there now,
+        on the rank of the last stage; under a staggered schedule that is the step before.
+
+        Raises:
+            ValueError: another number of micro-batches than the schedule's.
+        """
+        name, wanted = self.schedule.name, self.schedule.micro_batches
+        if len(micro_batches) != wanted:
+            raise ValueError(f"schedule: {name} got {len(micro_batches)} micro-batches, want {wanted}")
+        refuse_gradients(self._optimizer)
+        self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
+        step, options = self._lowering.steps, options_of(self._optimizer)
+        self._updates.begin(step, options)
+        for tables in self._seat.tables.values():
+            tables.begin(step, options)
+        self._autocasts[step] = Autocast.now(self._device_type)
+        for micro_batch, (value, target) in enumerate(micro_batches):
+            if 0 in self._stages:
+                self._values[Letter("activation", step, micro_batch, -1)] = enter(value)
+            if self.schedule.stages - 1 in self._stages:
+                self._targets[step, micro_batch] = target
+        return self._carry_out(self._lowering.next_step())
+
+    def settle(self) -> list[StepLosses]:
+        """Finishes what is under way: the stages here hold their newest weights, and training is unchanged."""
+        finished = self._carry_out(self._lowering.rest())
+        for tables in self._seat.tables.values():
+            tables.settle()
+        return finished
+
+    def drain(self) -> list[StepLosses]:
+        """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
+        finished = self.settle()
+        self.drains.append(self._lowering.steps)
+        for weights in self._weights.values():
+            weights.drain()
+        return finished
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
+        with without_autocast(self._device_type):
+            for one in instructions:
+                self._carries[one.op](one)
+        return self._book.complete()
+
+    def _forward(self, one: Instruction) -> None:
+        step, micro_batch, j = one.place
+        version, team, tables = self.schedule.version(one.place, self.drains), self._seat.team, self._seat.tables
+        is_last = j == self.schedule.stages - 1
+        target = self._targets.pop((step, micro_batch)) if is_last else None
+        rows = tables[j].visit(one.place, version) if j in tables else None
+        number = team.place.rank * self.schedule.micro_batches + micro_batch  # among those of all replicas
+        value, self._flights[one.place] = take_off(
+            self._stages[j],
+            Reads(version, self._weights[j].read(step, micro_batch, version), rows),
+            self._taken(Letter("activation", step, micro_batch, j - 1)),
+            (self._course.seed, (step, number, j)),
+            self._autocasts[step],
+            loss=(lambda output: self._course.loss(output, target)) if is_last else None,
+            keep=j not in self._course.recompute,
+        )
+        if is_last:
+            self._book.enter(step, micro_batch, value.leaves[0])
+        else:
+            self._values[Letter("activation", *one.place)] = value
+        self._done[j][micro_batch] += 1
+        self._forget(j)
+        self._course.observe(one, version, self._flights.keys())
+
+    def _backward(self, one: Instruction) -> None:
+        step, micro_batch, j = one.place
+        flight, weights = self._flights.pop(one.place), self._weights[j]
+        is_last = j == self.schedule.stages - 1
+        gradients = None if is_last else self._taken(Letter("activation gradient", step, micro_batch, j + 1)).leaves
+        weights.expect(step, micro_batch)
+        landed = flight.land(gradients, weights.add)
+        if j:
+            self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
+        means = weights.complete(step, micro_batch, landed.beside)
+        if means is not None:
+            self._means[step, j] = means
+        self._forget(j)
+        self._course.observe(one, flight.version, self._flights.keys())
+
+    def _reduce(self, one: Instruction) -> None:
+        mine = self._means[one.step, one.stage]
+        self._means[one.step, one.stage] = self._seat.team.mean(self._weights[one.stage].parameters, mine, one.stage)
+
+    def _update(self, one: Instruction) -> None:
+        means = self._means.pop((one.step, one.stage))
+        square = self._updates.complete(self._weights[one.stage], one.step, means)
+        if square is not None:
+            self._squares[one.step, one.stage] = square
+        self._forget(one.stage)
+        self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._updates.first_open}
+
+    def _add_norm(self, one: Instruction) -> None:
+        """Of the stages above and this one; with the first stage's the norm of the step is known."""
+        square = self._squares.pop((one.step, one.stage))
+        if one.stage < self.schedule.stages - 1:
+            above = self._taken(Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1))
+            square = above.leaves[0] + square
+        if one.stage > 0:
+            self._pass_on(Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage), square)
+        else:
+            self._know(one, square)
+
+    def _learn_norm(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._know(one, self._taken(one.letter).leaves[0])
+
+    def _know(self, one: Instruction, square: Tensor) -> None:
+        self._updates.know(one.step, square)
+        self._values.pop(Letter("norm", one.step - 1, NO_MICRO_BATCH, one.stage), None)  # where nobody else is told
+        self._pass_on(Letter("norm", one.step, NO_MICRO_BATCH, one.stage), square)
+
+    def _pass_on(self, letter: Letter, square: Tensor) -> None:
+        self._values[letter] = Value(*tree_flatten(square.to(self._device)))
+
+    def _serve(self, one: Instruction) -> None:
+        """This rank's part in the look-ups of another's forward; see Note [Tables]."""
+        self._seat.tables[one.stage].visit(one.place, self.schedule.version(one.place, self.drains)).serve()
+        self._done[one.stage][one.micro_batch] += 1
+        self._forget(one.stage)
+
+    def _push(self, one: Instruction) -> None:
+        self._seat.tables[one.stage].learn(one.step)
+        self._forget(one.stage)
+
+    def _send(self, one: Instruction) -> None:
+        assert one.letter is not None and self._mailbox is not None
+        value = self._values.pop(one.letter)
+        self._mailbox.send(one.letter, one.peer, value.leaves, value.spec)
+
+    def _expect(self, one: Instruction) -> None:
+        assert one.letter is not None and self._mailbox is not None
+        self._mailbox.expect(one.letter, one.peer)
+
+    def _see_over(self, one: Instruction) -> None:
+        assert one.letter is not None and self._mailbox is not None
+        self._mailbox.over(one.letter)
+
+    def _taken(self, letter: Letter) -> Value:
+        """What was made here or comes from elsewhere."""
+        if letter in self._values:
+            return self._values.pop(letter)
+        assert self._mailbox is not None, f"{letter} was never made"
+        return Value(*self._mailbox.take(letter))
+
+    def _forget(self, j: int) -> None:
+        """Drops the versions of a stage that no forward to come reads."""
+        places = ((done, micro_batch, j) for micro_batch, done in enumerate(self._done[j]))
+        oldest = min(self.schedule.version(place, self.drains) for place in places)
+        if j in self._weights:
+            self._weights[j].forget(oldest)
+        if j in self._seat.tables:
+            self._seat.tables[j].forget(oldest)

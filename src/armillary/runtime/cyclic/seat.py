@@ -1,0 +1,39 @@
+"""Where a process sits among those that carry out one schedule: its rank, who runs what, how it reaches the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from armillary.runtime.channel import Channel
+from armillary.runtime.cyclic.stage_tables import Tables
+from armillary.runtime.cyclic.team import Team, alone
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["Seat", "in_a_row", "side_by_side"]
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """
+    Args:
+        ranks: by worker of the schedule.
+        channel: to the other ranks; None if all workers are here.
+        team: the ranks that hold the same stages, with data of their own.
+        tables: of every stage that reads some, this rank's or not.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    channel: Channel | None = None
+    team: Team = field(default_factory=alone)
+    tables: Tables = field(default_factory=dict)
+
+
+def in_a_row(schedule: Schedule, rank: int, channel: Channel, tables: Tables | None = None) -> Seat:
+    """A worker of the schedule a rank."""
+    return Seat(rank, range(schedule.workers), channel, tables=tables or {})
+
+
+def side_by_side(schedule: Schedule, team: Team | None = None, tables: Tables | None = None) -> Seat:
+    """All workers of the schedule in this process; the ranks of the team do the same with data of their own."""
+    team = team or alone()
+    return Seat(team.place.rank, [team.place.rank] * schedule.workers, team=team, tables=tables or {})

@@ -1,0 +1,58 @@
+"""What carries out every schedule that is lowered to lists of instructions: pipelines, and stages on one device.
+
+A schedule that registers no engine of its own goes this way.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row, side_by_side
+from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.team import Team
+from armillary.schedules.lowering import ranks_of_stages
+from armillary.session.cyclic.own_stages import OwnStages
+from armillary.session.engines.contract import ENGINES, Engine, Parts
+from armillary.session.workload import Batch
+
+__all__ = ["InterpretedEngine", "engine_of"]
+
+
+class InterpretedEngine:
+    """Losses are known on the process of the last stage; where each runs all stages, on each those of its own data."""
+
+    beside_bytes = 0.0
+
+    def __init__(self, parts: Parts) -> None:
+        schedule, tables, place = parts.course.schedule, parts.tables.by_stage, parts.transport.place
+        self.parts, self.teller, self._own = parts, None, None
+        if parts.options.method.is_side_by_side:
+            seat = side_by_side(schedule, Team(place, parts.channel), tables)
+        else:
+            seat = in_a_row(schedule, place.rank, parts.channel, tables)
+        self._ranks = ranks_of_stages(schedule, seat.ranks)
+        self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.course, seat)
+        self.settle, self.drain = self.runtime.settle, self.runtime.drain
+        if not parts.options.method.is_side_by_side:
+            self.teller = self._ranks[-1]
+            here = [stage for stage, rank in enumerate(self._ranks) if rank == place.rank]
+            self._own = OwnStages(parts.stages, here, parts.transport)
+
+    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        return self.runtime.step(self.parts.given(batches))
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        if self._own is None:
+            yield
+            return
+        with self._own.whole(self._ranks, self._ranks):
+            yield
+
+    def detach(self) -> None:
+        """There is no hook."""
+
+
+def engine_of(schedule: str) -> Callable[[Parts], Engine]:
+    """What carries out a schedule of that name."""
+    return ENGINES.all().get(schedule, InterpretedEngine)

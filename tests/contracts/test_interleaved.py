@@ -1,0 +1,122 @@
+"""Proof of the contracts: interleaved 1F1B, two stages a process. One more schedule is one file."""
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+from typer.testing import CliRunner
+
+from armillary.cli.find import find, small
+from armillary.cli.main import app
+from armillary.cli.schedule_options import chosen
+from armillary.facts.topology import Link, Topology
+from armillary.schedules.action import Action
+from armillary.schedules.checker import Setting, flaw
+from armillary.schedules.clipping import Clip
+from armillary.schedules.in_pipeline import pipeline_method
+from armillary.schedules.lowering import Lowering
+from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.schedule import Schedule, parse
+from armillary.session.decide import Wishes
+from armillary.session.verify import verify_workload
+
+PARTS = 2
+
+
+def interleaved(workers, micro_batches):
+    """Narayanan et al., 2021: workers' micro-batches by turns through the first part, then the second."""
+
+    def order(kind, worker):
+        groups = [range(first, min(first + workers, micro_batches)) for first in range(0, micro_batches, workers)]
+        parts = list(range(PARTS))[:: 1 if kind == "F" else -1]
+        every = itertools.product(groups, parts)
+        return [(kind, part * workers + worker, m) for group, part in every for m in group]
+
+    def queue(worker):
+        forwards, backwards = order("F", worker), order("B", worker)
+        ahead = min(len(forwards), 2 * (workers - worker - 1) + (PARTS - 1) * workers)
+        mixed = itertools.chain.from_iterable(zip(forwards[ahead:], backwards))
+        return [*forwards[:ahead], *mixed, *backwards[len(forwards) - ahead :]]
+
+    def needed(kind, stage, m):
+        if kind == "F":
+            return [("F", stage - 1, m)] if stage else []
+        return [("F", stage, m)] if stage == PARTS * workers - 1 else [("B", stage + 1, m)]
+
+    ends, rows = {}, [[] for _ in range(workers)]
+    queues = [queue(worker) for worker in range(workers)]
+    while any(queues):
+        for worker, left in enumerate(queues):
+            while left and all(key in ends for key in needed(*left[0])):
+                kind, stage, m = left.pop(0)
+                start = max(
+                    [ends[key] for key in needed(kind, stage, m)] + [row.end for row in rows[worker][-1:]] + [0]
+                )
+                rows[worker].append(Action(start, 1, kind, stage, m))
+                ends[kind, stage, m] = start + 1
+    staleness = ((0,) * PARTS * workers,) * micro_batches
+    return Schedule("interleaved", max(ends.values()), tuple(map(tuple, rows)), staleness)
+
+
+@contextmanager
+def shelf():
+    before = dict(SCHEDULES.all())
+    SCHEDULES.register(
+        "interleaved",
+        pipeline_method(
+            table=lambda options: interleaved(options.stages // PARTS, options.micro_batches),
+            pace=lambda options, stages: sum(stages) / (len(stages) // PARTS) * options.micro_batches,
+            notes=lambda planned: ["two stages a process"],
+            parts=PARTS,
+        ),
+    )
+    try:
+        yield
+    finally:
+        SCHEDULES._entries = before
+
+
+def lists(schedule, calls, clip):
+    for rank in range(schedule.workers):
+        lowering = Lowering(schedule, rank, range(schedule.workers), clip is not None)
+        yield [one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())]
+
+
+@pytest.mark.parametrize("clip", [None, Clip(1.0), Clip(1.0, "previous")], ids=str)
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 2), (2, 4), (3, 3), (3, 6), (4, 8)])
+def test_nothing_hangs_under_either_rule(workers, micro_batches, clip):
+    schedule = interleaved(workers, micro_batches)
+    for calls in ("ttts", "tsttts"):
+        setting, made = Setting(schedule, tuple(range(workers)), clip), list(lists(schedule, calls, clip))
+        assert [flaw(made, setting, rule) for rule in ("nccl", "gloo")] == ["", ""]
+    assert any(one.op == "RECEIVE" and one.peer == workers - 1 for one in made[0]), "the last rank sends to the first"
+
+
+CHOICE = "interleaved(micro_batches=4{})"
+OPTIONS = {"architecture": "vit", "width": 16, "depth": 2}
+
+
+def test_it_is_typed_planned_and_drawn(tmp_path):
+    link = Link(1e-4, 1e8)
+    Topology(2, 1, link, link, 1 << 33).save(tmp_path / "two.json")
+    with shelf():
+        asked = ["--schedule", CHOICE.format(""), *(f"--set={name}={value}" for name, value in OPTIONS.items())]
+        done = CliRunner().invoke(app, ["plan", "vision", "--small", *asked, "--topology", str(tmp_path / "two.json")])
+    assert done.exit_code == 0, done.stderr
+    picture = done.stdout[done.stdout.index("interleaved: 2 workers, 4 stages, 4 micro-batches") :]
+    assert parse(picture) == interleaved(2, 4)
+
+
+def verified(rank, workers, *more):
+    with shelf():
+        workload = find("vision", {**small("vision"), **OPTIONS})
+        found = verify_workload(
+            workload, steps=4, wishes=Wishes(schedule=chosen(CHOICE.format(", ".join(["", *more]))))
+        )
+    return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
+
+
+def test_two_processes_train_as_one_does(crew):
+    for more in ((), ("clip_norm=0.5", "clip_by=global", "recompute=[1, 2]")):
+        for tolerance, apart in crew(2).run(verified, *more):
+            assert (tolerance, apart) == (0.0, [])

@@ -1,0 +1,188 @@
+"""Every pipeline's lists, played under NCCL's rule and gloo's, settled and drained anywhere; planted faults."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from armillary.schedules.accumulation import accumulation
+from armillary.schedules.checker import Setting, flaw
+from armillary.schedules.clipping import Clip
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.gpipe import gpipe
+from armillary.schedules.instruction import Instruction, Letter
+from armillary.schedules.lowering import Lowering
+from armillary.schedules.messages import pipeline_messages
+from armillary.schedules.norm_in_time import refuse_in_pipeline
+from armillary.schedules.one_f_one_b import one_f_one_b
+
+RULES = ("nccl", "gloo")
+PIPELINES = [
+    *(make(k, m) for make in (gpipe, one_f_one_b) for k, m in ((1, 1), (2, 1), (2, 3), (3, 2), (4, 5))),
+    *(cyclic_pipeline(k, m, slack) for k, m in ((1, 2), (2, 1), (2, 4), (3, 2), (4, 5)) for slack in (0, 1, m)),
+]
+CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
+
+
+def lists(schedule, calls, clip=None, served=()):
+    """What every rank is to do for these calls: a letter each for a step, settling and draining."""
+    norms = clip is not None and clip.needs_all_stages
+    found = []
+    for rank in range(schedule.workers):
+        lowering = Lowering(schedule, rank, range(schedule.workers), norms, served)
+        found.append([one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())])
+    return found
+
+
+def setting(schedule, calls, clip=None):
+    drains = [calls[:place].count("t") for place, call in enumerate(calls) if call == "d"]
+    return Setting(schedule, tuple(range(schedule.workers)), clip, drains)
+
+
+def in_time(schedule, clip):
+    try:
+        refuse_in_pipeline(schedule, clip)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "schedule", PIPELINES, ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}"
+)
+def test_no_pipeline_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drained(schedule):
+    for clip, between in product(CLIPS, ("", "s", "d")):
+        for place in range(3):
+            calls = "t" * (place + 1) + between + "t" * (3 - place) + "s"
+            if in_time(schedule, clip):
+                made = lists(schedule, calls, clip)
+                assert [flaw(made, setting(schedule, calls, clip), rule) for rule in RULES] == ["", ""]
+
+
+@pytest.mark.parametrize("served", [{0}, {2}, {0, 1, 2}])
+def test_tables_of_stages_are_served_by_all(served):
+    for schedule in (cyclic_pipeline(3, 2), gpipe(3, 3), one_f_one_b(3, 2)):
+        made = lists(schedule, "ttstts", served=served)
+        assert [flaw(made, setting(schedule, "ttstts"), rule) for rule in RULES] == ["", ""]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_the_letters_of_a_step_are_the_schedules_messages(clip):
+    for schedule in (s for s in PIPELINES if in_time(s, clip)):
+        steps = 5
+        sent = Counter(
+            (rank, one.peer, one.letter.what.removeprefix("partial "))
+            for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip))
+            for one in made
+            if one.op == "SEND"
+        )
+        wanted = Counter((m.sender, m.receiver, m.content) for m in pipeline_messages(schedule, clip))
+        assert sent == Counter({key: steps * count for key, count in wanted.items()})
+
+
+def test_every_letter_is_received_in_the_order_of_its_sends_both_directions_of_a_pair_together():
+    for schedule in PIPELINES:
+        made = lists(schedule, "tttsts", Clip(1.0, "previous"))
+        for one, other in ((rank, rank + 1) for rank in range(schedule.workers - 1)):
+            orders = [
+                [
+                    (i.letter, (i.op == "SEND") == (rank == one))
+                    for i in made[rank]
+                    if i.peer == peer and i.op != "OVER" and i.op != "KNOW"
+                ]
+                for rank, peer in ((one, other), (other, one))
+            ]
+            assert orders[0] == orders[1] != []
+
+
+def test_one_device_and_accumulation_send_nothing():
+    for schedule in (cyclic(3), accumulation(3, 2)):
+        lowering = Lowering(schedule, 0, [0] * schedule.workers, has_norms=True)
+        made = [*lowering.next_step(), *lowering.next_step(), *lowering.rest()]
+        assert {one.op for one in made} == {"F", "B", "UPDATE", "NORM"}
+        one_rank = Setting(schedule, (0,) * schedule.workers, Clip(1.0, "previous"))
+        assert not flaw([made], one_rank, "nccl")
+
+
+def test_what_shares_a_stage_is_refused():
+    with pytest.raises(ValueError, match=r"runs stage 0 on workers \[0, 1, 2\]; it makes no pipeline"):
+        Lowering(cyclic(3), 0, range(3))
+
+
+# planted faults
+
+
+def two(change):
+    """The lists of two ranks of 1F1B, one of them changed."""
+    schedule = one_f_one_b(2, 3)
+    made = lists(schedule, "tts")
+    return change(made), setting(schedule, "tts")
+
+
+def places(made, *ops):
+    return [place for place, one in enumerate(made) if one.op in ops]
+
+
+def test_two_receives_that_change_places_are_found():
+    def swapped(made):
+        first, second = places(made[1], "RECEIVE")[:2]
+        made[1][first], made[1][second] = made[1][second], made[1][first]
+        return made
+
+    made, where = two(swapped)
+    for rule in RULES:
+        assert flaw(made, where, rule) == (
+            "rank 0 sends activation of stage 0, step 0, micro-batch 0, "
+            "but rank 1 next wants activation of stage 0, step 0, micro-batch 1"
+        )
+
+
+def test_two_ranks_that_send_first_hang_under_nccls_rule_alone():
+    """Each makes room for the other's letter only behind its own: on gloo either can move, on NCCL none is first."""
+
+    def first(made):
+        second = places(made[1], "RECEIVE")[1]
+        send = places(made[1], "SEND")[0]
+        made[1].insert(send, made[1].pop(second))  # the gradient goes first, at its place the second activation
+        return made
+
+    made, where = two(first)
+    assert flaw(made, where, "gloo") == ""
+    hung = flaw(made, where, "nccl")
+    assert "rank 0 waits at B 0.0 of step 0" in hung and "rank 1 waits at F 1.1 of step 0" in hung
+    both = next(place for place, one in enumerate(made[1]) if one.op == "SEND")
+    made[1][both : both + 2] = [made[1][both : both + 2]]
+    assert flaw(made, where, "nccl") == "", "a batch moves together"
+
+
+def test_a_letter_that_nobody_reads_is_found():
+    letter = Letter("partial norm", 0, -1, 1)
+
+    def useless(made):
+        made[1] += [Instruction("NORM", 99, 0, -1, 1), Instruction("SEND", 99, 0, -1, 1, letter, 0)]
+        made[0].append(Instruction("RECEIVE", 99, 0, -1, 1, letter, 1))
+        return made
+
+    made, where = two(useless)
+    for rule in RULES:
+        assert flaw(made, where, rule) == f"rank 0 never reads {letter}"
+    made[0].pop()
+    for rule in RULES:
+        assert flaw(made, where, rule) == f"rank 1: SEND {letter} (0) never moves"
+
+
+def test_a_receive_that_is_never_answered_is_found():
+    made, where = two(lambda made: made)
+    made[0] = [one for one in made[0] if one.letter != Letter("activation", 1, 2, 0)]
+    assert "rank 1 waits at F 1.2 of step 1: activation of stage 0, step 1, micro-batch 2 is missing" in flaw(
+        made, where, "gloo"
+    )
+
+
+def test_a_forward_whose_weights_are_stepped_too_late_is_found():
+    made, where = two(lambda made: made)
+    update = places(made[0], "UPDATE")[0]
+    made[0].append(made[0].pop(update))
+    for rule in RULES:
+        assert "waits at F 0.0 of step 1: version 1 of stage 0 is missing" in flaw(made, where, rule)
