@@ -179,7 +179,7 @@ def a_stranger(run, model, optimizer, rank):
 
 def unfrozen_later(run, model, optimizer, rank):
     """
-    Expect: lin.bias (2,) has a gradient but is not in the plan (unfrozen after attach?); plan again and attach anew
+    Expect: lin.bias (2,) has a gradient but is not in the plan (unfrozen after attach?); call run.close(), which makes
     """
     model.lin.bias.requires_grad_(True)
     model(ids_of(rank, 0)).backward()

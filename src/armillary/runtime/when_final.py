@@ -17,11 +17,13 @@ __all__ = ["when_final"]
 Owner = TypeVar("Owner")
 
 
-def when_final(tensor: Tensor, owner: Owner, told: Callable[[Owner, Tensor], None]) -> RemovableHandle:
+def when_final(
+    tensor: Tensor, owner: Owner, told: Callable[[Owner, Tensor], None], name: str = "a tensor"
+) -> RemovableHandle:
     """Calls `told(owner, tensor)` whenever backward has made all of a leaf's gradient.
 
     Args:
-        told: must not hold the owner or the tensor.
+        told: must not hold the owner or the tensor. name: of the tensor, for the error.
 
     Raises (in backward):
         RuntimeError: the owner is gone.
@@ -32,7 +34,7 @@ def when_final(tensor: Tensor, owner: Owner, told: Callable[[Owner, Tensor], Non
         here = known()
         if here is None:
             raise RuntimeError(
-                f"a tensor of shape {tuple(leaf.shape)} got a gradient that nobody exchanges any more: its run and its "
+                f"{name} of shape {tuple(leaf.shape)} got a gradient that nobody exchanges any more: its run and its "
                 "optimizer are gone. Keep one of them as long as you train; call run.close() to train without"
             )
         told(here, leaf)

@@ -37,6 +37,11 @@ class Script:
         Raises:
             ValueError: the optimizer holds a parameter that the model does not have.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"verify: takes one optimizer, got a {type(optimizer).__name__}; make one of them, with groups of "
+                "parameters"
+            )
         self.steps, self.loss = steps, loss
         self._model, self._optimizer = model, optimizer
         self._source, self._drawn = iter(batches), list[Batch]()

@@ -84,7 +84,11 @@ class Executor:
             if isinstance(unit, DenseUnit) and unit.exchange.carries == "gradient":
                 for index, parameter in enumerate(unit.bucket.parameters):
                     if parameter.requires_grad:
-                        hook = when_final(parameter, self, partial(Executor._arrived, place=place, index=index))
+                        name, told = (
+                            unit.bucket.layout.names[index],
+                            partial(Executor._arrived, place=place, index=index),
+                        )
+                        hook = when_final(parameter, self, told, name)
                         self.removals.append(hook.remove)
 
     @property

@@ -339,7 +339,8 @@ class UserLoop:
                     name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
                     raise ValueError(
                         f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
-                        "gradient but is not in the plan (unfrozen after attach?); plan again and attach anew"
+                        "gradient but is not in the plan (unfrozen after attach?); call run.close(), which makes the "
+                        "model plain, plan again and attach anew"
                     )
 
     def _refuse_new_options(self) -> None:
