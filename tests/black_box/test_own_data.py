@@ -91,16 +91,18 @@ def of_other_kinds(rank, world, plan):
         said_by(lambda: len(face.shard(run, iter([])))),
         orders,
         said_by(lambda: face.shard(run, DataLoader(samples(), batch_size=2, sampler=cut))),
+        said_by(lambda: list(face.shard(run, DataLoader(samples(), batch_size=SAMPLES)))),
     )
     face.close(run)
     return found
 
 
-def test_shares_of_streams_and_of_samplers_with_epochs_and_none_of_what_is_cut_already(crew):
-    for rank, (stream, length, orders, cut) in enumerate(crew(2).run(of_other_kinds, plain_plan())):
+def test_shares_of_streams_and_of_samplers_with_epochs_and_none_of_what_is_cut_already_or_too_short(crew):
+    for rank, (stream, length, orders, cut, short) in enumerate(crew(2).run(of_other_kinds, plain_plan())):
         assert stream == [100 + rank, 102 + rank] and "len()" in length
         assert orders[0] == orders[2] != orders[1]
         assert "DistributedSampler" in cut and "loop over the loader itself" in cut
+        assert "gave 1 batches for 2 workers" in short and "drop_last=False" in short
 
 
 def in_a_pipeline(rank, world, plan):

@@ -81,7 +81,7 @@ def attach(
             through the model's forward and `run.shard` is seen.
         broadcast_buffers: rank 0's buffers (BatchNorm's statistics) reach all ranks after every step, as DDP's do
             before one. Without, every rank has its own, and rank 0's are saved. Not under a schedule that owns the
-            loop, which has a rule of its own.
+            loop, which has a rule of its own, nor where replicas differ.
         process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
             time. Without, as on links of 100 Mbit/s.

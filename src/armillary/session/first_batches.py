@@ -219,7 +219,8 @@ def _is_readable(leaf: Tensor) -> bool:
 
 def _row_sums(leaf: Tensor) -> Tensor:
     """A sum of each of the first rows, (rows,), which others would hardly have; of a single number, its own."""
-    rows = leaf.detach().reshape(len(leaf) if leaf.dim() else 1, -1)[:MOST_ROWS]
+    first = leaf.detach()[:MOST_ROWS] if leaf.dim() else leaf.detach().view(1)
+    rows = first.reshape(len(first), -1)
     rows = rows[:, :: -(-rows.shape[1] // MOST_NUMBERS)].contiguous().cpu()
     words = rows.view(torch.uint8).long()
     return (words * _odd(words.shape[1])).sum(1)

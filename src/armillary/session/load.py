@@ -59,6 +59,7 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
         fill_ranks(run, saved, trouble)
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
+    run.forget_step()
     run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
     if not saved.loops:

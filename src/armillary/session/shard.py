@@ -27,7 +27,8 @@ class Shard(Generic[Item]):
         watch: is told of every pass over the loader: it returns what is shown each round, the batches of all workers.
 
     Raises:
-        ValueError: there is no such worker, or the loader's sampler cuts the data already.
+        ValueError: there is no such worker, or the loader's sampler cuts the data already; (in a pass) the loader gives
+            fewer batches than there are workers.
     """
 
     def __init__(
@@ -50,10 +51,16 @@ class Shard(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         show = self._watch() if self._watch is not None and self.workers > 1 else None
-        source = iter(self.loader)
+        source, is_any = iter(self.loader), False
         while together := list(islice(source, self.workers)):
             if self.drop_last and len(together) < self.workers:
+                if not is_any:
+                    raise ValueError(
+                        f"run.shard: the loader gave {len(together)} batches for {self.workers} workers, so none has "
+                        "any; take smaller batches, or run.shard(loader, drop_last=False) to evaluate"
+                    )
                 return
+            is_any = True
             if show is not None:
                 show(together)
             if self.worker < len(together):

@@ -56,7 +56,9 @@ class UserLoop:
         self.plan, self.model, self.optimizer, self.loss = plan, job.model, job.optimizer, job.loss
         self.handles, self.is_scaled = handles, job.scaler is not None and job.scaler.is_enabled()
         self.executor, self.held, self.first = executor, held, first
-        self.buffers = Buffers(job.model, executor.transport, job.broadcast_buffers)
+        # where replicas differ, each rank's statistics are of its own weights
+        is_shared = job.broadcast_buffers and plan.consensus == "same"
+        self.buffers = Buffers(job.model, executor.transport, is_shared)
         self.tally = Tally(plan)
         self.transport = executor.transport
         self.transport.recording = True
@@ -310,6 +312,10 @@ class UserLoop:
         self._stepped.add(optimizer)
         if len(self._stepped) == len(members(self.optimizer)):
             self._close_step()
+
+    def forget_step(self) -> None:
+        """Another state was loaded; what stepped before is past."""
+        self._stepped.clear()
 
     def _close_step(self) -> None:
         """Every optimizer has stepped, or one is about to step again."""
