@@ -90,7 +90,7 @@ def clip_before_exchange(patch, rank):
 
     ready = UserLoop._ready_for_step
     patch.setattr(executor, "Variable", Deaf)
-    patch.setattr(UserLoop, "_ready_for_step", lambda loop: (loop.executor.settle(), ready(loop)))
+    patch.setattr(UserLoop, "_ready_for_step", lambda loop, one: (loop.executor.settle(), ready(loop, one)))
 
 
 def norm_of_this_rank_only(patch, rank):
