@@ -1,28 +1,58 @@
 """The contract of codecs, which names none of them."""
 
+import inspect
+import math
+
 import pytest
 import torch
 
-from armillary.codecs.codec import CODECS, build_codec
+from armillary.codecs.codec import CODECS, build_codec, codec_of
+from armillary.codecs.hadamard import rotated
+from armillary.facts.choice import Choice
 
 CASES = [(name, options) for name, entry in CODECS.all().items() for options in entry.examples]
-DTYPES = ["float32", "float64", "bfloat16"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def drawn():
-    return torch.Generator().manual_seed(7)
+def drawn(seed=7):
+    return torch.Generator().manual_seed(seed)
 
 
-def values_of(n, dtype, kind="normal"):
-    generator = torch.Generator().manual_seed(n)
-    values = torch.randn(n, generator=generator, dtype=torch.float64)
-    if kind == "wide":  # from what vanishes to what overflows in 16 bits
-        values = values * 10.0 ** torch.randint(-12, 8, (n,), generator=generator)
-    return values.to(getattr(torch, dtype))
+def normal(n, dtype):
+    return torch.randn(n, generator=drawn(n), dtype=torch.float64).to(dtype)
+
+
+def wide(n, dtype):
+    """From what vanishes to what is large, in any dtype."""
+    limits = torch.finfo(dtype)
+    lowest, highest = math.log10(limits.tiny), math.log10(limits.max / 2)
+    powers = torch.rand(n, generator=drawn(n), dtype=torch.float64) * (highest - lowest) + lowest
+    return (10.0**powers * torch.randn(n, generator=drawn(n), dtype=torch.float64).sign()).to(dtype)
+
+
+def constant(n, dtype):
+    return torch.full((n,), -0.3, dtype=dtype)
+
+
+def subnormal(n, dtype):
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return (torch.randint(-3, 4, (n,), generator=drawn(n)).double() * smallest).to(dtype)
+
+
+def near_the_largest(n, dtype):
+    values = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
+    return torch.where(torch.rand(n, generator=drawn(n)) < 0.5, -values, values)
+
+
+def mostly_zero(n, dtype):
+    return torch.where(torch.rand(n, generator=drawn(n)) < 0.9, torch.zeros(n, dtype=dtype), normal(n, dtype))
+
+
+KINDS = [normal, wide, constant, subnormal, near_the_largest, mostly_zero]
 
 
 def sizes(codec):
-    return sorted({0, 1, max(0, codec.align - 1), codec.align, 1000})
+    return sorted({0, 1, max(0, codec.align - 1), codec.align, codec.align + 1, 1000, 1537})
 
 
 def there_and_back(codec, values):
@@ -31,56 +61,217 @@ def there_and_back(codec, values):
     return code, codec.decode(code, len(values), values[:0])
 
 
-@pytest.mark.parametrize("kind", ["normal", "wide"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_what_is_decoded_is_what_the_code_means_bit_for_bit(name, options, dtype, kind):
-    codec = build_codec(name, **options)
+def disagreements(codec, kind, dtype):
+    """Sizes at which decoding is not the meaning, or the length of the code is not what it says."""
+    found = []
     for n in sizes(codec):
-        values = values_of(n, dtype, kind)
-        code, back = there_and_back(codec, values.clone())
-        assert back.dtype == values.dtype and torch.equal(back, codec.meaning(values, drawn()))
+        values = kind(n, dtype)
+        before = values.clone()
+        code, back = there_and_back(codec, values)
         expected = codec.coded_bytes(n, values.itemsize)
-        assert code.numel() == expected if codec.is_fixed else code.numel() <= expected
+        is_long = code.numel() != expected if codec.is_fixed else code.numel() > expected
+        is_other = back.dtype != dtype or not torch.equal(back, codec.meaning(values, drawn()))
+        if is_long or is_other or not torch.equal(values, before):
+            found.append(n)
+    return found
 
 
-@pytest.mark.parametrize("kind", ["normal", "wide"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_no_value_is_further_off_than_the_bound(name, options, dtype, kind):
-    codec = build_codec(name, **options)
-    values = values_of(1000, dtype, kind)
+def beyond_the_bound(codec, kind, dtype):
+    """How many numbers are further off than the codec says, or are no numbers any more."""
+    values = kind(1537, dtype)
     meaning = codec.meaning(values, drawn())
-    assert meaning.isfinite().all()
-    assert ((values.double() - meaning.double()).abs() <= codec.bound(values) * (1 + 1e-12)).all()
+    error = (values.double() - meaning.double()).abs()
+    return int((~meaning.isfinite() | (error > codec.bound(values) * (1 + 1e-12))).sum())
+
+
+def where(find, codec):
+    """Kinds and dtypes for which there is something to find."""
+    return {
+        (kind.__name__, str(dtype)): found for kind in KINDS for dtype in DTYPES if (found := find(codec, kind, dtype))
+    }
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_is_decoded_is_what_the_code_means_bit_for_bit(name, options):
+    assert where(disagreements, build_codec(name, **options)) == {}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_no_value_is_further_off_than_the_bound(name, options):
+    assert where(beyond_the_bound, build_codec(name, **options)) == {}
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_zeros_stay_zeros_and_the_same_draw_gives_the_same_code(name, options):
     codec, zeros = build_codec(name, **options), torch.zeros(1000)
     assert torch.equal(there_and_back(codec, zeros)[1], zeros)
-    values = values_of(1000, "float32")
+    values = normal(1000, torch.float32)
     assert torch.equal(codec.encode(values, drawn()), codec.encode(values, drawn()))
+    assert codec.draws == (not torch.equal(codec.meaning(values, drawn(1)), codec.meaning(values, drawn(2))))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_pieces_cut_between_tiles_mean_what_the_whole_means(name, options):
-    codec, values = build_codec(name, **options), values_of(8 * 320, "float32")
-    cut = 3 * codec.align
-    whole = codec.meaning(values, None)
-    assert torch.equal(torch.cat([codec.meaning(values[:cut], None), codec.meaning(values[cut:], None)]), whole)
+    codec = build_codec(name, **options)
+    if codec.align and not codec.draws:
+        values, cut = normal(8 * 320 + 5, torch.float32), 3 * codec.align
+        pieces = torch.cat([codec.meaning(values[:cut], None), codec.meaning(values[cut:], None)])
+        assert torch.equal(pieces, codec.meaning(values, None))
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_what_is_not_finite_is_coded_as_it_means_and_spoils_no_other_tile(name, options, odd):
+    codec = build_codec(name, **options)
+    values = normal(4 * max(codec.align, 64), torch.float32)
+    healthy = codec.meaning(values, drawn())
+    values[0] = odd
+    code, back = there_and_back(codec, values)
+    assert code.numel() <= codec.coded_bytes(len(values), 4)
+    if codec.align:
+        assert torch.equal(back[codec.align :], healthy[codec.align :])
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_code_is_read_from_the_middle_of_a_message(name, options):
-    codec, values = build_codec(name, **options), values_of(64, "float64")
+    codec, values = build_codec(name, **options), normal(64, torch.float64)
     code = codec.encode(values, drawn())
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), code, torch.zeros(5, dtype=torch.uint8)])
     assert torch.equal(codec.decode(message[3:-5], 64, values), codec.meaning(values, drawn()))
 
 
-def test_an_unknown_name_and_an_unknown_dtype_are_refused():
-    with pytest.raises(ValueError, match="no codec 'gzip'; there are lower_precision"):
-        build_codec("gzip")
-    with pytest.raises(ValueError, match="knows bfloat16 and float16, got 'float8'"):
-        build_codec("lower_precision", dtype="float8")
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_its_options_can_be_typed_as_they_print(name, options):
+    text = str(Choice(name, options))
+    codec = codec_of(Choice.parse(text))
+    values = normal(600, torch.float32)
+    assert torch.equal(codec.meaning(values, drawn()), build_codec(name, **options).meaning(values, drawn()))
+
+
+# Planted faults: each is somebody's real one.
+
+
+def scale_of_the_whole(codec):
+    """One scale for all tiles."""
+
+    def encode(values, draw):
+        return codec.encode(values.sign() * (values.abs().max() if len(values) else 0), draw)
+
+    return codec._replace(encode=encode)
+
+
+def one_byte_short(codec):
+    return codec._replace(encode=lambda values, draw: codec.encode(values, draw)[:-1], decode=lambda c, n, like: like)
+
+
+def twice_as_exact_as_it_is(codec):
+    return codec._replace(bound=lambda values: codec.bound(values) / 2)
+
+
+def other_places_at_the_receiver(codec):
+    def decode(code, n, like):
+        return codec.decode(code, n, like).flip(0)
+
+    return codec._replace(decode=decode)
+
+
+def values_changed_in_place(codec):
+    return codec._replace(encode=lambda values, draw: codec.encode(values.mul_(0.5), draw))
+
+
+FAULTS = {
+    scale_of_the_whole: ("quantize", {"bits": 8}),
+    one_byte_short: ("one_bit", {}),
+    other_places_at_the_receiver: ("top_k", {"keep": 0.25}),
+    values_changed_in_place: ("quantize", {"bits": 4}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault):
+    name, options = FAULTS[fault]
+    assert disagreements(fault(build_codec(name, **options)), normal, torch.float32)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_bound_that_is_half_as_wide_is_too_narrow_somewhere(name, options):
+    """So the bounds are not idle."""
+    found = where(beyond_the_bound, twice_as_exact_as_it_is(build_codec(name, **options)))
+    assert found or name == "hadamard"  # which states the norm of a tile's error for each of its numbers
+
+
+# Each codec's own promise.
+
+
+def test_top_k_keeps_the_first_of_equals_and_says_its_true_share():
+    codec = build_codec("top_k", keep=0.3)
+    assert codec.says == "1 of every 3 numbers at once, 0.333 of all"
+    kept = codec.meaning(torch.tensor([2.0, -2.0, 1.0, 0.5, 1.0, -1.0]), None)
+    assert kept.tolist() == [2, 0, 0, 0, 1, 0]
+    two = build_codec("top_k", keep=0.5, chunk=4)
+    assert two.meaning(torch.tensor([1.0, -3, 3, 3, 0, 0, 0, 1]), None).tolist() == [0, -3, 3, 0, 0, 0, 0, 1]
+
+
+def test_random_k_draws_other_numbers_at_every_draw_and_every_number_in_the_end():
+    codec, values = build_codec("random_k", keep=0.1), torch.ones(1000)
+    draw, seen = drawn(), torch.zeros(1000)
+    for _ in range(100):
+        seen += codec.decode(codec.encode(values, draw), 1000, values)
+    assert seen.min() > 0 and seen.sum() == 100 * 100 and seen.max() < 30
+
+
+def test_a_rotation_is_the_matrix_of_hadamard_by_eight_and_its_own_inverse():
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < 64:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    assert torch.equal(rotated(torch.eye(64, dtype=torch.float64)), matrix / 8)
+    values = normal(640, torch.float64).view(-1, 64)
+    torch.testing.assert_close(rotated(rotated(values)), values, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rotation_helps_where_few_numbers_are_large():
+    values = normal(6400, torch.float32)
+    values[::64] *= 100
+    plain, turned = (codec_of(Choice.parse(text)) for text in ("quantize(bits=8)", "hadamard(quantize(bits=8))"))
+    errors = [(codec.meaning(values, None) - values).norm() for codec in (plain, turned)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_threshold_sends_its_share_in_the_shortest_form_and_nothing_of_zeros():
+    values = normal(10_000, torch.float32)
+    for sparsity, form_bytes in ((0.99, 100 * 8), (0.9, 1250 + 1000 * 4), (0.0, 40_000)):
+        codec = build_codec("threshold", sparsity=sparsity)
+        assert codec.encode(values, None).numel() == 1 + form_bytes
+    assert build_codec("threshold", sparsity=0.0).encode(torch.zeros(1000), None).numel() == 1
+    tall = normal(200_000, torch.float32)  # a sample decides
+    kept = build_codec("threshold", sparsity=0.99).meaning(tall, None).count_nonzero()
+    assert 0.8 * 2000 < kept < 1.2 * 2000
+
+
+BAD = [
+    ("lower_precision(dtype=float8)", "knows bfloat16 and float16, got 'float8'"),
+    ("quantize(bits=3)", "knows 8, 4 and 2 bits, got 3"),
+    ("quantize(tile=100)", "wants tiles of 8, 16, 32, ... numbers, got 100"),
+    ("one_bit(tile=0)", "wants tiles of 8, 16, 32, ... numbers, got 0"),
+    ("top_k(keep=0)", "keeps a share above 0 and at most 1, got 0"),
+    ("top_k(keep=1.5)", "keeps a share above 0 and at most 1, got 1.5"),
+    ("random_k(keep=-0.1)", "keeps a share above 0 and at most 1, got -0.1"),
+    ("random_k(chunk=-1)", "chunks of 1 number or more"),
+    ("threshold(sparsity=1)", "sparsity of 0 or more and below 1, got 1"),
+    ("threshold(sparsity=-0.5)", "sparsity of 0 or more and below 1, got -0.5"),
+    ("hadamard(gzip(level=9))", "no codec 'gzip'; there are"),
+    ("hadamard", "refuses options {}: .*'of'"),
+    ("quantize(bit=8)", "refuses options {'bit': 8}"),
+    ("gzip", "no codec 'gzip'; there are .*lower_precision"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD)
+def test_bad_options_are_refused_by_name(text, said):
+    with pytest.raises(ValueError, match=said):
+        codec_of(Choice.parse(text))
+
+
+def test_every_codec_has_a_file_of_its_name():
+    for name, entry in CODECS.all().items():
+        assert inspect.getmodule(entry.make).__name__ == f"armillary.codecs.{name}"

@@ -34,6 +34,9 @@ def test_any_choice_reads_back_from_what_it_prints(choice):
         ("pipeline(points=['a b'])", Choice("pipeline", {"points": ["a b"]})),
         ("ring(costs=[[1, 2], [2, 5]])", Choice("ring", {"costs": [[1, 2], [2, 5]]})),
         ("local(inner=ring(slack=1), every=4)", Choice("local", {"inner": Choice("ring", {"slack": 1}), "every": 4})),
+        ("hadamard(quantize(bits=4))", Choice("hadamard", {"of": Choice("quantize", {"bits": 4})})),
+        ("hadamard(one_bit(), wire=scattered)", Choice("hadamard", {"of": Choice("one_bit"), "wire": "scattered"})),
+        ("hadamard(of=one_bit)", Choice("hadamard", {"of": "one_bit"})),
         ("a(b=True, c=None, d=-1.5)", Choice("a", {"b": True, "c": None, "d": -1.5})),
     ],
 )  # fmt: skip
@@ -54,9 +57,26 @@ def test_it_is_read_as_a_user_types_it(text, meant):
         ("[ring]", "want a name, as in ring"),
         ("3", "want a name, as in ring"),
         ("ring(a='b)", "at"),
+        ("ring(a=1, a=2)", "every option once"),
+        ("hadamard(one_bit(), of=one_bit)", "every option once"),
     ],
 )
 def test_what_is_no_choice_is_quoted_with_the_place(text, said):
     with pytest.raises(ValueError, match=f"is no NAME or NAME.*: .*{said}") as refused:
         Choice.parse(text)
     assert repr(text) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "is_allowed"),
+    [
+        ("quantize", "quantize(bits=8)", True),
+        ("quantize(bits=8)", "quantize(bits=8, wire=scattered)", True),
+        ("quantize(bits=8)", "quantize(bits=4)", False),
+        ("quantize(bits=8, wire=scattered)", "quantize(bits=8)", False),
+        ("hadamard(quantize(bits=8))", "hadamard(quantize(bits=8), wire=scattered)", True),
+        ("top_k", "quantize", False),
+    ],
+)
+def test_options_left_out_stay_open(asked, found, is_allowed):
+    assert Choice.parse(asked).allows(Choice.parse(found)) == is_allowed

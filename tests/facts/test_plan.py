@@ -91,7 +91,9 @@ def test_no_line_of_the_table_ends_in_blanks():
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
 COSTS = st.builds(Forecast, *[st.floats(0, 1e12)] * 5)
 WORDS = st.sets(st.sampled_from(list(DEPARTURES)), max_size=3).map(tuple)
-OPTIONS = st.dictionaries(NAMES, st.integers() | st.booleans() | NAMES, max_size=3)
+VALUES = st.integers() | st.booleans() | NAMES | st.lists(NAMES, max_size=2)
+INNER = st.builds(Choice, NAMES, st.dictionaries(NAMES, VALUES, max_size=2))
+OPTIONS = st.dictionaries(NAMES, VALUES | INNER | st.lists(INNER, max_size=2), max_size=3)
 
 
 @st.composite

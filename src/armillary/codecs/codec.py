@@ -11,24 +11,30 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from armillary.facts.choice import Choice
 from armillary.facts.registry import Registry
 
-__all__ = ["CODECS", "Codec", "Draw", "Entry", "build_codec", "codec"]
+__all__ = ["CODECS", "Codec", "Draw", "Entry", "build_codec", "codec", "codec_of"]
 
 Draw = torch.Generator | None  # where random numbers come from
 
 
 class Codec(NamedTuple):
     """
-    encode(values, draw): (n,) floating -> (bytes,) uint8. Zeros stay zeros; what is finite gives nothing that is not.
+    encode(values, draw): (n,) floating -> (bytes,) uint8. A tile of zeros stays zeros; what is finite gives nothing
+        that is not. What is not finite is coded without an error, and spoils no tile but its own.
     decode(code, n, like): -> (n,) in the dtype and on the device of `like`.
     meaning(values, draw): what decoding the code of these values gives, written without bytes: oracles use only this.
     coded_bytes(n, item_bytes): of the code of n values of so many bytes each; the most, where the data decide.
     bound(values): (n,), what |values - meaning| never exceeds.
     is_fixed: whether the length of a code is always `coded_bytes`.
     is_biased: whether errors do not cancel in the mean; then an exchange must send later what was left out.
-    align: values are coded in tiles of so many; cut at their borders, pieces are coded as the whole is.
+    align: values are coded in tiles of so many; cut at their borders, pieces are coded as the whole is. 0: a code hangs
+        on all values together, so they cannot be cut.
     work: numbers read and written per value, by encoding and decoding together.
+    draws: whether it asks `draw`. What a code needs of it stands in the code, so that whoever decodes needs none.
+    adds_up: whether a sum of what codes mean is coded in as few bytes as each of them.
+    says: what its options come to, in words, where they do not say it themselves.
     """
 
     encode: Callable[[Tensor, Draw], Tensor]
@@ -40,6 +46,9 @@ class Codec(NamedTuple):
     is_biased: bool = False
     align: int = 1
     work: float = 4.0
+    draws: bool = False
+    adds_up: bool = True
+    says: str = ""
 
 
 Options = Mapping[str, Any]
@@ -47,20 +56,33 @@ Factory = TypeVar("Factory", bound=Callable[..., Codec])
 
 
 class Entry(NamedTuple):
-    """A registered factory. examples: sets of options that contract tests use."""
+    """A registered factory.
+
+    examples: sets of options that contract tests use.
+    offers: sets of options worth pricing for gradients, the mildest first.
+    mildness: how much of the values one code leaves out, beside other methods: the least is the mildest.
+    costs: one sentence on what that does to gradients.
+    carries: whether the coded exchange carries gradients by it; False where an exchange of its name has its own file.
+    """
 
     make: Callable[..., Codec]
     examples: tuple[Options, ...]
+    offers: tuple[Options, ...] = ()
+    mildness: int = 0
+    costs: str = ""
+    carries: bool = True
 
 
 CODECS: Registry[Entry] = Registry("codec", "armillary.codecs")
 
 
-def codec(*examples: Options) -> Callable[[Factory], Factory]:
+def codec(
+    *examples: Options, offers: tuple[Options, ...] = (), mildness: int = 0, costs: str = "", carries: bool = True
+) -> Callable[[Factory], Factory]:
     """Registers a factory of codecs under its own name; arguments as in `Entry`."""
 
     def registered(make: Factory) -> Factory:
-        CODECS.register(make.__name__, Entry(make, examples or ({},)))
+        CODECS.register(make.__name__, Entry(make, examples or ({},), offers, mildness, costs, carries))
         return make
 
     return registered
@@ -69,6 +91,18 @@ def codec(*examples: Options) -> Callable[[Factory], Factory]:
 def build_codec(name: str, **options: Any) -> Codec:
     """
     Raises:
-        ValueError: no such codec; the message lists those that exist.
+        ValueError: no such codec, or one that knows no such option; the message lists those that exist.
     """
-    return CODECS[name].make(**options)
+    entry = CODECS[name]
+    try:
+        return entry.make(**options)
+    except TypeError as error:
+        raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
+
+
+def codec_of(choice: Choice | str) -> Codec:
+    """
+    Raises:
+        ValueError: as `build_codec`.
+    """
+    return build_codec(choice) if isinstance(choice, str) else build_codec(choice.name, **choice.options)

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec
+from armillary.codecs.tiles import as_bytes, from_bytes, within
 
 __all__ = ["lower_precision"]
 
 DTYPES = ("bfloat16", "float16")
 
 
-@codec({"dtype": "bfloat16"}, {"dtype": "float16"})
+@codec(
+    {"dtype": "bfloat16"}, {"dtype": "float16"},
+    offers=({"dtype": "bfloat16"},), mildness=1,
+    costs="gradients are rounded to 16 bits; what is left out is sent later",
+)  # fmt: skip
 def lower_precision(dtype: str = "bfloat16") -> Codec:
     """
     Args:
@@ -28,18 +33,14 @@ def lower_precision(dtype: str = "bfloat16") -> Codec:
     to: torch.dtype = getattr(torch, dtype)
     limits = torch.finfo(to)
 
-    def lowered(values: Tensor) -> Tensor:
-        low = values.to(to)
-        return torch.where(values.isfinite(), low.clamp(limits.min, limits.max), low)
-
     def encode(values: Tensor, draw: Draw) -> Tensor:
-        return lowered(values).view(torch.uint8)
+        return as_bytes(within(values, to))
 
     def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
-        return code.clone().view(to).to(like)  # a copy, for views of a dtype want aligned bytes
+        return within(from_bytes(code, to), like.dtype)
 
     def meaning(values: Tensor, draw: Draw) -> Tensor:
-        return lowered(values).to(values.dtype)
+        return within(within(values, to), values.dtype)
 
     def coded_bytes(n: int, item_bytes: int) -> int:
         return n * to.itemsize

@@ -1,4 +1,8 @@
-"""A name in a registry with its options: the only way a plan points at code. It is typed as it prints."""
+"""A name in a registry with its options: the only way a plan points at code. It is typed as it prints.
+
+Choices nest: an option may be another choice. The one option that may go unnamed is `of`, as in
+hadamard(quantize(bits=4)).
+"""
 
 import ast
 import re
@@ -8,6 +12,7 @@ from typing import Any
 
 __all__ = ["Choice"]
 
+OF = "of"
 TOKEN = re.compile(r"""\s*('[^']*'|"[^"]*"|[()\[\],=]|[^\s()\[\],='"]+)""")
 
 
@@ -19,8 +24,18 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        inner = ", ".join(f"{key}={_written(value)}" for key, value in self.options.items())
+        inner = ", ".join(_option(key, value) for key, value in self.options.items())
         return f"{self.name}({inner})" if inner else self.name
+
+    def allows(self, other: "Choice") -> bool:
+        """Whether the other says no less: options that are left out here stay open."""
+        asked = self.options.items()
+        return self.name == other.name and all(k in other.options and other.options[k] == v for k, v in asked)
+
+    @classmethod
+    def of_fields(cls, given: Mapping[str, Any]) -> "Choice":
+        """From what `dataclasses.asdict` makes of it, as JSON holds it."""
+        return cls(given["name"], {key: _read_back(value) for key, value in given.get("options", {}).items()})
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
@@ -42,6 +57,16 @@ class Choice:
         if not isinstance(found, str) or not found.isidentifier():
             words.refuse("a name, as in ring(slack=1)")
         return cls(found)
+
+
+def _read_back(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_read_back(one) for one in value]
+    return Choice.of_fields(value) if isinstance(value, Mapping) and value.keys() == {"name", "options"} else value
+
+
+def _option(key: str, value: Any) -> str:
+    return str(_written(value)) if key == OF and isinstance(value, Choice) else f"{key}={_written(value)}"
 
 
 def _written(value: Any) -> str:
@@ -83,13 +108,18 @@ class _Words:
             self.refuse("a value")
         if self.left and self.left[-1] == "(":
             self.take("(")
-            return Choice(word, dict(self.items(")", self.option)))
+            options = self.items(")", self.option)
+            if len(dict(options)) < len(options):
+                self.refuse("every option once")
+            return Choice(word, dict(options))
         try:
             return ast.literal_eval(word)
         except (ValueError, SyntaxError):
             return word
 
     def option(self) -> tuple[str, Any]:
+        if len(self.left) > 1 and self.left[-2] == "(":
+            return OF, self.value()
         name = self.take()
         self.take("=")
         return name, self.value()

@@ -220,7 +220,7 @@ def _refuse_other_fields(what: str, given: Any, kind: type) -> None:
 
 def _choice(given: Any) -> Choice:
     _refuse_other_fields(_called("choice", given, "name"), given, Choice)
-    return Choice(given["name"], given.get("options", {}))
+    return Choice.of_fields(given)
 
 
 def _called(kind: str, given: Any, key: str) -> str:

@@ -1,0 +1,81 @@
+"""Numbers as whole multiples of the largest of their tile: 8, 4 or 2 bits each, and one scale a tile.
+
+The largest number of a tile is kept exactly, the others are rounded to the nearest of 2 ** bits - 1 levels between it
+and its negative.
+
+Source: QSGD (Alistarh et al., 2017) and its block-wise kin. Departures: rounding to the nearest, since error feedback
+sends later what is left out; and the code holds the tile's largest number instead of the step between levels, which
+could vanish or overflow where the number does not.
+"""
+
+import torch
+from torch import Tensor
+
+from armillary.codecs.codec import Codec, Draw, codec
+from armillary.codecs.tiles import (
+    as_bytes,
+    from_bytes,
+    packed,
+    packed_bytes,
+    scale_bytes,
+    tiled,
+    unpacked,
+    working,
+)
+
+__all__ = ["quantize"]
+
+BITS = (8, 4, 2)
+
+
+@codec(
+    {"bits": 8}, {"bits": 4}, {"bits": 2}, {"bits": 8, "tile": 64},
+    offers=({"bits": 8}, {"bits": 4}), mildness=2, costs="gradients are rounded; what is left out is sent later",
+)  # fmt: skip
+def quantize(bits: int = 8, tile: int = 256) -> Codec:
+    """
+    Args:
+        bits: of a number: 8, 4 or 2.
+        tile: numbers that share a scale, a power of two.
+
+    Raises:
+        ValueError: other bits, or another tile.
+    """
+    if bits not in BITS:
+        raise ValueError(f"codec: quantize knows 8, 4 and 2 bits, got {bits!r}")
+    if not isinstance(tile, int) or tile < 8 or tile & (tile - 1):
+        raise ValueError(f"codec: quantize wants tiles of 8, 16, 32, ... numbers, got {tile!r}")
+    levels = (1 << (bits - 1)) - 1
+
+    def encode(values: Tensor, draw: Draw) -> Tensor:
+        tiles = tiled(values, tile).to(working(values.dtype))
+        top = tiles.abs().amax(1, keepdim=True)
+        steps = (tiles / torch.where(top > 0, top, 1)).mul_(levels).round_().nan_to_num_(0.0)
+        numbers = steps.add_(levels).to(torch.uint8).view(-1)[: len(values)]
+        return torch.cat([as_bytes(top.view(-1)), packed(numbers, bits)])
+
+    def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
+        dtype = working(like.dtype)
+        at = -(-n // tile) * dtype.itemsize
+        top = from_bytes(code[:at], dtype).view(-1, 1)
+        steps = tiled(unpacked(code[at:], n, bits).to(dtype) - levels, tile)
+        return (steps.div_(levels) * top).view(-1)[:n].to(like.dtype)
+
+    def meaning(values: Tensor, draw: Draw) -> Tensor:
+        exact, found = values.to(working(values.dtype)), []
+        for piece in exact.split(tile) if len(exact) else ():
+            top = piece.abs().max()
+            steps = torch.round(piece / top * levels) if top > 0 else torch.zeros_like(piece)
+            found.append(steps / levels * top)
+        return torch.cat(found).to(values.dtype) if found else values.clone()
+
+    def coded_bytes(n: int, item_bytes: int) -> int:
+        return -(-n // tile) * scale_bytes(item_bytes) + packed_bytes(n, bits)
+
+    def bound(values: Tensor) -> Tensor:
+        top = tiled(values.double(), tile).abs().amax(1, keepdim=True)
+        rounding = 0.5 / levels + 4 * torch.finfo(values.dtype).eps
+        smallest = torch.finfo(values.dtype).smallest_normal * torch.finfo(values.dtype).eps
+        return (top * rounding + 2 * smallest).expand(-1, tile).reshape(-1)[: len(values)]
+
+    return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=10.0)
