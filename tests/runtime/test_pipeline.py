@@ -67,7 +67,7 @@ def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=N
 def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """Trains stage `rank`; returns its weights and buffers, the losses of each step, and what it was seen to do."""
     recompute, clip = options.pop("recompute", frozenset()), options.pop("clip", None)
-    autocast = options.pop("autocast", False)
+    autocast, rule = options.pop("autocast", False), options.pop("rule", "gloo")
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages[rank].parameters())
     seen, most_held = {}, 0
@@ -78,7 +78,8 @@ def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64
         most_held = max(most_held, len(held))
 
     course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
-    run = Interpreter(as_stages(stages), made, course, in_a_row(schedule, rank, channel))
+    seat = in_a_row(schedule, rank, channel, one_queue=rule == "nccl")
+    run = Interpreter(as_stages(stages), made, course, seat)
     finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     losses = [loss for one in finished for loss in one.losses]
@@ -245,7 +246,9 @@ class Late:
 )
 def test_nothing_depends_on_who_is_late_or_by_which_rule_messages_move(schedule, rule):
     options = {"dropout": 0.0, "settles": (3,)}  # threads share one random number generator
-    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options), rule)
+    answers = in_threads(
+        3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, rule=rule, **options), rule
+    )
     holds(schedule, options, answers)
 
 
@@ -253,7 +256,9 @@ def test_nothing_depends_on_who_is_late_or_by_which_rule_messages_move(schedule,
 @pytest.mark.parametrize("clip", EVERY_CLIP, ids=lambda clip: clip.by)
 def test_norms_do_not_depend_on_who_is_late(clip, rule):
     schedule, options = cyclic_pipeline(3, 3, 3), {"dropout": 0.0, "clip": clip}
-    answers = in_threads(3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, **options), rule)
+    answers = in_threads(
+        3, lambda rank, channel: one_stage(rank, Late(channel, rank), schedule, rule=rule, **options), rule
+    )
     holds(schedule, options, answers)
 
 

@@ -25,12 +25,12 @@ PIPELINES = [
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
-def lists(schedule, calls, clip=None, served=()):
+def lists(schedule, calls, clip=None, served=(), one_queue=True):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
     norms = clip is not None and clip.needs_all_stages
     found = []
     for rank in range(schedule.workers):
-        lowering = Lowering(schedule, rank, range(schedule.workers), norms, served)
+        lowering = Lowering(schedule, rank, range(schedule.workers), norms, served, one_queue=one_queue)
         found.append([one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())])
     return found
 
@@ -38,6 +38,10 @@ def lists(schedule, calls, clip=None, served=()):
 def setting(schedule, calls, clip=None):
     drains = [calls[:place].count("t") for place, call in enumerate(calls) if call == "d"]
     return Setting(schedule, tuple(range(schedule.workers)), clip, drains)
+
+
+def places(made, *ops):
+    return [place for place, one in enumerate(made) if one.op in ops]
 
 
 def in_time(schedule, clip):
@@ -56,15 +60,17 @@ def test_no_pipeline_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_
         for place in range(3):
             calls = "t" * (place + 1) + between + "t" * (3 - place) + "s"
             if in_time(schedule, clip):
-                made = lists(schedule, calls, clip)
-                assert [flaw(made, setting(schedule, calls, clip), rule) for rule in RULES] == ["", ""]
+                made, where = lists(schedule, calls, clip), setting(schedule, calls, clip)
+                assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
+                assert flaw(lists(schedule, calls, clip, one_queue=False), where, "gloo") == ""
 
 
 @pytest.mark.parametrize("served", [{0}, {2}, {0, 1, 2}])
 def test_tables_of_stages_are_served_by_all(served):
     for schedule in (cyclic_pipeline(3, 2), gpipe(3, 3), one_f_one_b(3, 2)):
-        made = lists(schedule, "ttstts", served=served)
-        assert [flaw(made, setting(schedule, "ttstts"), rule) for rule in RULES] == ["", ""]
+        where = setting(schedule, "ttstts")
+        assert [flaw(lists(schedule, "ttstts", served=served), where, rule) for rule in RULES] == ["", ""]
+        assert flaw(lists(schedule, "ttstts", served=served, one_queue=False), where, "gloo") == ""
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
@@ -96,6 +102,22 @@ def test_every_letter_is_received_in_the_order_of_its_sends_both_directions_of_a
             assert orders[0] == orders[1] != []
 
 
+def test_where_directions_are_apart_room_is_made_long_before_it_is_needed():
+    """For a step's activations at its beginning, for a gradient right behind the forward that it answers."""
+    for schedule in (one_f_one_b(3, 6), gpipe(3, 6)):
+        for rank, made in enumerate(lists(schedule, "t", one_queue=False)):
+            first = places(made, "F")[0]
+            assert Counter(one.letter.what for one in made[:first]) == ({"activation": 6} if rank else {})
+            for at in places(made, "F") if rank < 2 else []:
+                following = made[at + 1 : at + 1 + next(iter(places(made[at + 1 :], "F", "B")))]
+                gradient = Letter("activation gradient", 0, made[at].micro_batch, rank + 1)
+                assert gradient in [one.letter for one in following if one.op == "RECEIVE"]
+    narrow = lists(gpipe(3, 6), "t")[1]
+    assert places(narrow, "RECEIVE")[6] > places(narrow, "SEND")[0], (
+        "in one queue a receive stays behind what is before"
+    )
+
+
 def test_one_device_and_accumulation_send_nothing():
     for schedule in (cyclic(3), accumulation(3, 2)):
         lowering = Lowering(schedule, 0, [0] * schedule.workers, has_norms=True)
@@ -118,10 +140,6 @@ def two(change):
     schedule = one_f_one_b(2, 3)
     made = lists(schedule, "tts")
     return change(made), setting(schedule, "tts")
-
-
-def places(made, *ops):
-    return [place for place, one in enumerate(made) if one.op in ops]
 
 
 def test_two_receives_that_change_places_are_found():

@@ -4,7 +4,7 @@ What is to come is said beforehand (`expect`, in the order of the sends), so tha
 move while this process computes. The first letter of an edge brings its form along; after that only numbers travel. One
 of another form is refused on the sending side.
 
-Nothing can be asked of a peer behind a letter whose form is not known yet: the receives of its tensors come first.
+Nothing can be expected of a peer behind a letter whose form is not known yet: the receives of its tensors come first.
 """
 
 from collections import defaultdict, deque
@@ -37,12 +37,16 @@ class Mailbox:
     """
     Args:
         device: on which letters arrive.
+        one_queue: whether messages to a peer wait for those of the peer that are expected before them.
         is_lowered: whether `expect` is called in the order of the sends, over all that comes from a peer; if not, it is
             for each edge.
     """
 
-    def __init__(self, channel: Channel, device: torch.device, is_lowered: bool = True) -> None:
-        self._channel, self._device, self._is_lowered = channel, device, is_lowered
+    def __init__(
+        self, channel: Channel, device: torch.device, one_queue: bool = False, is_lowered: bool = True
+    ) -> None:
+        self._channel, self._device = channel, device
+        self._one_queue, self._is_lowered = one_queue, is_lowered
         self._sent_forms: dict[tuple[int, str], Form] = {}  # by peer and edge
         self._forms: dict[tuple[int, str], Form] = {}
         self._expected: dict[_Line, deque[Letter]] = defaultdict(deque)  # for which no room is made yet
@@ -58,7 +62,7 @@ class Mailbox:
             RuntimeError: its form differs from that of the edge's first. TypeError: a form that text cannot say.
         """
         line, edge = self._line(letter, peer), (peer, letter.edge)
-        while self._is_lowered and self._expected[line]:
+        while self._one_queue and self._expected[line]:
             self._learn(line)
         form, message = form_of(leaves, spec), list[tuple[Pending, Tensor]]()
         if edge not in self._sent_forms:

@@ -6,14 +6,20 @@ name their sends and receives in one and the same order, both directions togethe
 stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
 
-Room is then made earlier, up to the last message with the same peer: the order of a pair stays, and a message can move
-while its receiver computes. A letter is waited for (`OVER`) one action after the one that needed it, by the clock.
+Note [Early room]. Nothing moves before there is room for it, so room is made before the sender's place in the order:
+then a letter can move while its receiver computes, however far the sender is ahead. Where both directions of a pair are
+one queue (NCCL), up to the message before it. Where each has a lane of its own (gloo), as early as it is certain: what
+goes up at the beginning of the call, a gradient when its own forward is done.
+
+A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
+some actions after the one that needed them, by the clock.
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, a stage adds its square to that of the stages
 above, behind the last gradient of the step. The whole goes up again rank by rank, each ahead of the forward of the
 micro-batch that `messages.carrier` names.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from armillary.schedules.agenda import Agenda, Due
@@ -24,6 +30,7 @@ from armillary.schedules.schedule import Schedule
 __all__ = ["Lowering", "ranks_of_stages"]
 
 NO_MICRO_BATCH = -1
+PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
 
 
 def ranks_of_stages(schedule: Schedule, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -47,6 +54,7 @@ class Lowering:
         has_norms: whether squares of stages travel, see Note [Norms].
         served: stages whose row-sharded tables are spread over all ranks.
         replicas: ranks that hold the same stages, with data of their own.
+        one_queue: whether both directions of a pair share one; see Note [Early room].
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Lowering:
         has_norms: bool = False,
         served: Collection[int] = (),
         replicas: int = 1,
+        one_queue: bool = True,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
         self._workers, self._stages = tuple(ranks), ranks_of_stages(schedule, ranks)
@@ -67,8 +76,8 @@ class Lowering:
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
         self._agenda = Agenda(schedule, range(schedule.workers))
         self._list: list[Instruction] = []
-        self._needed: list[Instruction] = []  # OVER, since this rank's last action
-        self._overdue: list[Instruction] = []  # OVER, since the one before
+        self._one_queue = one_queue
+        self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
 
     def next_step(self) -> list[Instruction]:
         """What is to be done when one more step is handed in."""
@@ -85,12 +94,13 @@ class Lowering:
         for place in range(1, len(self._path) if self._has_norms else 0):
             while self._known[place] < self.steps:
                 self._know(place, end)
-        self._list += self._overdue + self._needed
-        self._overdue, self._needed = [], []
+        for needed in reversed(self._needed):
+            self._list += needed
+        self._needed = deque([[]])
         return self._taken()
 
     def _taken(self) -> list[Instruction]:
-        taken, self._list = _with_early_room(self._list), []
+        taken, self._list = _with_early_room(self._list, self._one_queue), []
         return taken
 
     def _walk(self, due: Due) -> None:
@@ -100,9 +110,13 @@ class Lowering:
             self._learn(due)
         before, after = (j - 1, j + 1) if due.kind == "F" else (j + 1, j - 1)
         if owner == self.rank:
-            self._list += self._overdue
-            self._overdue, self._needed = self._needed, []
+            self._needed.appendleft([])
+            while len(self._needed) > PATIENCE:
+                self._list += self._needed.pop()
             self._do(due.kind, due)
+            if due.kind == "B" and j + 1 < self.schedule.stages and self._stages[j + 1] != owner:
+                gone = Letter("activation", due.step, due.micro_batch, j)
+                self._list.append(_of_letter("OVER", due.tick, gone, self._stages[j + 1]))
         elif j in self._served and due.kind == "F":
             self._do("SERVE", due)
         if 0 <= before < self.schedule.stages:
@@ -171,25 +185,28 @@ class Lowering:
 
     def _reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
         """An action needs a letter: whoever sent it knows that it has arrived."""
-        if sender != receiver and self.rank == sender:
-            self._needed.append(_of_letter("OVER", tick, letter, receiver))
+        if sender != receiver and self.rank == sender and letter.what != "activation":
+            self._needed[0].append(_of_letter("OVER", tick, letter, receiver))
 
 
 def _of_letter(op: Op, tick: int, letter: Letter, peer: int) -> Instruction:
     return Instruction(op, tick, letter.step, letter.micro_batch, letter.stage, letter, peer)
 
 
-def _with_early_room(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Every RECEIVE right behind the message before it of the same peer, or at the beginning."""
+def _with_early_room(instructions: Iterable[Instruction], one_queue: bool) -> list[Instruction]:
+    """See Note [Early room]."""
     found: list[Instruction] = []
     for one in instructions:
         if one.op != "RECEIVE":
             found.append(one)
             continue
-        before = (place for place in reversed(range(len(found))) if _is_message_of(found[place], one.peer))
+        before = (at for at in reversed(range(len(found))) if _comes_before(found[at], one, one_queue))
         found.insert(next(before, -1) + 1, one)
     return found
 
 
-def _is_message_of(one: Instruction, peer: int) -> bool:
-    return one.op in ("SEND", "RECEIVE") and one.peer == peer
+def _comes_before(other: Instruction, receive: Instruction, one_queue: bool) -> bool:
+    if other.peer == receive.peer and (other.op == "RECEIVE" or (other.op == "SEND" and one_queue)):
+        return True
+    is_gradient = receive.letter is not None and receive.letter.what == "activation gradient"
+    return is_gradient and other.op == "F" and other.place == (receive.step, receive.micro_batch, receive.stage - 1)

@@ -63,8 +63,15 @@ class Interpreter:
         is_alone = len(set(seat.ranks)) == 1
         (refuse_on_one_device if is_alone else refuse_in_pipeline)(schedule, course.clip)
         has_norms = course.clip is not None and course.clip.needs_all_stages
-        replicas = seat.team.place.workers
-        self._lowering = Lowering(schedule, seat.rank, seat.ranks, has_norms, tuple(seat.tables), replicas)
+        self._lowering = Lowering(
+            schedule,
+            seat.rank,
+            seat.ranks,
+            has_norms=has_norms,
+            served=tuple(seat.tables),
+            replicas=seat.team.place.workers,
+            one_queue=seat.one_queue,
+        )
         here = {action.stage for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row}
         self._stages = {stage.index: stage for stage in stages if stage.index in here}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
@@ -72,7 +79,7 @@ class Interpreter:
         own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
         self._device = next((parameter.device for parameter in own), torch.device("cpu"))
         self._device_type = device_type_of(own)
-        self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device)
+        self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: [0] * schedule.micro_batches for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent

@@ -19,6 +19,7 @@ class Seat:
         channel: to the other ranks; None if all workers are here.
         team: the ranks that hold the same stages, with data of their own.
         tables: of every stage that reads some, this rank's or not.
+        one_queue: whether the channel has one for both directions of a pair, as NCCL has.
     """
 
     rank: int
@@ -26,11 +27,14 @@ class Seat:
     channel: Channel | None = None
     team: Team = field(default_factory=alone)
     tables: Tables = field(default_factory=dict)
+    one_queue: bool = False
 
 
-def in_a_row(schedule: Schedule, rank: int, channel: Channel, tables: Tables | None = None) -> Seat:
+def in_a_row(
+    schedule: Schedule, rank: int, channel: Channel, tables: Tables | None = None, one_queue: bool = False
+) -> Seat:
     """A worker of the schedule a rank."""
-    return Seat(rank, range(schedule.workers), channel, tables=tables or {})
+    return Seat(rank, range(schedule.workers), channel, tables=tables or {}, one_queue=one_queue)
 
 
 def side_by_side(schedule: Schedule, team: Team | None = None, tables: Tables | None = None) -> Seat:

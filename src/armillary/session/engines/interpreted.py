@@ -13,6 +13,7 @@ from armillary.runtime.cyclic.team import Team
 from armillary.schedules.lowering import ranks_of_stages
 from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import ENGINES, Engine, Parts
+from armillary.session.feed import device_of
 from armillary.session.workload import Batch
 
 __all__ = ["InterpretedEngine", "engine_of"]
@@ -29,7 +30,8 @@ class InterpretedEngine:
         if parts.options.method.is_side_by_side:
             seat = side_by_side(schedule, Team(place, parts.channel), tables)
         else:
-            seat = in_a_row(schedule, place.rank, parts.channel, tables)
+            one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
+            seat = in_a_row(schedule, place.rank, parts.channel, tables, one_queue)
         self._ranks = ranks_of_stages(schedule, seat.ranks)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.course, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
