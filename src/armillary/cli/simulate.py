@@ -28,7 +28,8 @@ from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.topology import Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.planning.simulator import Simulation, simulate
+from armillary.planning.simulation import Simulation
+from armillary.planning.simulator import simulate
 from armillary.runtime.watch.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.folder import open_folder

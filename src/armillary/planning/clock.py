@@ -66,6 +66,11 @@ class Clock:
     free_seconds: dict[Lane, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
     spans: list[Span] = field(default_factory=list)
 
+    @property
+    def worked_seconds(self) -> float:
+        """Of the processor."""
+        return sum(span.seconds for span in self.spans if span.lane == "processor")
+
     def work(self, what: str, action: str, seconds: float) -> None:
         """Occupies the processor; what follows without a gap under the same name is one span."""
         if seconds <= 0:

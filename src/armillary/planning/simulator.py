@@ -12,67 +12,21 @@ asked for two steps early is in flight to the end of one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from armillary.facts.plan import Group, Plan
 from armillary.facts.profile import Profile
-from armillary.facts.trace import Record, Trace
 from armillary.planning.activities import activities, idle_request, payer
 from armillary.planning.backward_pieces import OUTSIDE, backward_pieces
-from armillary.planning.clock import Clock, Flight, Request, Span
+from armillary.planning.clock import Clock, Flight, Request
 from armillary.planning.pricing import Case
+from armillary.planning.simulation import Simulation
+from armillary.planning.staged_clock import play
 from armillary.schedules.registry import owns_loop
 
-__all__ = ["LOOK_UPS", "Simulation", "simulate"]
+__all__ = ["LOOK_UPS", "simulate"]
 
 LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """One step of the busiest rank. spans: in no particular order. flights: in the order of their launches."""
-
-    workers: int
-    spans: tuple[Span, ...]
-    flights: tuple[Flight, ...]
-    step_seconds: float
-
-    @property
-    def processor_seconds(self) -> float:
-        """Everything the processor does: forward, backward, packing, index work, the optimizer's pass."""
-        return sum(span.seconds for span in self.spans if span.lane == "processor")
-
-    @property
-    def exposed_seconds(self) -> dict[str, float]:
-        """How long the processor stood still for each group."""
-        found: dict[str, float] = {}
-        for span in self.spans:
-            if span.lane == "exposed":
-                found[span.what] = found.get(span.what, 0.0) + span.seconds
-        return found
-
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """By group, mean over workers; headers of look-ups by themselves."""
-        found: dict[str, float] = {}
-        for flight in self.flights:
-            found[flight.group] = found.get(flight.group, 0.0) + flight.sent_bytes
-        return found
-
-    @property
-    def in_flight_seconds(self) -> dict[str, float]:
-        """By group, from launch to landing, as a measured trace has them; what overlaps is counted each."""
-        found: dict[str, float] = {}
-        for flight in self.flights:
-            found[flight.group] = found.get(flight.group, 0.0) + flight.seconds
-        return found
-
-    @property
-    def trace(self) -> Trace:
-        """The same as a measurement would be: one record per flight, of step 0 on rank 0."""
-        records = [Record(0, f.group, f.action, f.launch_seconds, f.seconds, f.sent_bytes) for f in self.flights]
-        return Trace(0, tuple(records))
 
 
 def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
@@ -82,9 +36,11 @@ def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
         overlap: False makes the processor wait for every request: what the plan's forecast adds up to.
 
     Raises:
-        ValueError: the plan is for another model, or its schedule owns the loop.
+        ValueError: the plan is for another model, or its schedule is not lowered to lists of instructions.
     """
     _refuse_other(plan, case.profile)
+    if owns_loop(plan.schedule):
+        return play(plan, case)
     player = _Player(plan, case, overlap)
     player.turn()
     player.forward()
@@ -99,11 +55,6 @@ def _refuse_other(plan: Plan, profile: Profile) -> None:
         raise ValueError(
             f"simulate: the plan was made for model {plan.model_fingerprint}, the profile is of "
             f"{profile.model_fingerprint}; give the profile.json that stands beside the plan, or plan again"
-        )
-    if owns_loop(plan.schedule):
-        raise ValueError(
-            f"simulate: the plan's schedule is {plan.schedule}, which is not played yet; its forecast and picture "
-            f"stand in what armillary plan prints. Give a plan for a loop of your own (schedule simultaneous)"
         )
 
 

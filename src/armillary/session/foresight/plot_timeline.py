@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from armillary.planning.clock import Span
-from armillary.planning.simulator import Simulation
+from armillary.planning.simulation import Simulation
 from armillary.session.foresight.timeline import LANES
 
 __all__ = ["plot_timeline"]
@@ -22,6 +22,8 @@ COLORS = {
     "update": "#8a8a8a",
     "pull": "#3f9b6c",
     "push": "#7a5aa6",
+    "send": "#7a5aa6",
+    "all-reduce": "#7a5aa6",
     "wait": "#d1493f",
 }
 MEANINGS = {
@@ -33,6 +35,8 @@ MEANINGS = {
     "update": "optimizer",
     "pull": "pull (before forward, blocking)",
     "push": "push (gradients)",
+    "send": "to another stage",
+    "all-reduce": "gradients of replicas",
     "wait": "exposed",
 }
 SMALLEST_LABEL = 0.045  # share of the step that a bar must take to carry its name

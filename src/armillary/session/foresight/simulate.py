@@ -9,7 +9,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.profile_table import aligned
 from armillary.facts.topology import Topology
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.planning.simulator import Simulation
+from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate as play
 from armillary.session.folder import open_folder
 from armillary.session.foresight.timeline import chrome_trace

@@ -6,7 +6,7 @@ Source: the Trace Event Format; complete events ("X") with times in microseconds
 from typing import Any
 
 from armillary.planning.clock import Lane, Span
-from armillary.planning.simulator import Simulation
+from armillary.planning.simulation import Simulation
 
 __all__ = ["LANES", "chrome_trace"]
 

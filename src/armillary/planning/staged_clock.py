@@ -1,0 +1,232 @@
+"""Plays the lists of instructions of all ranks against a clock: what each processor and link does, what is exposed.
+
+The lists are those that the interpreter carries out. A letter moves when it is sent, its receiver has made room and the
+sender's link is free; links carry one letter after another, latency included. Steps overlap as they do in a run, so
+what is shown is a step in the midst of several.
+
+Departures: ranks of a node do not share its card; tables by row are not played.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Plan
+from armillary.planning.clock import Clock, Flight, Lane, Request, Span
+from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
+from armillary.planning.simulation import Simulation
+from armillary.schedules.instruction import Instruction, Letter
+from armillary.schedules.lowering import NO_MICRO_BATCH, Lowering
+from armillary.schedules.messages import NORM_BYTES
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.registry import RECOMPUTE, options_of
+
+__all__ = ["play"]
+
+WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of one micro-batch, and of the optimizer's step; bytes of what it passes on."""
+
+    forward: float
+    backward: float
+    update: float
+    output_bytes: int
+
+
+@dataclass(eq=False)
+class _Rank:
+    program: list[Instruction]
+    ends: list[int]  # places in the program where a step's part is over
+    clock: Clock = field(default_factory=Clock)
+    at: int = 0
+    times: list[float] = field(default_factory=list)  # when they were over
+
+
+@dataclass(eq=False)
+class _Letter:
+    """sent, room: when both sides had done their part. arrived: when it is there."""
+
+    sent: float | None = None
+    room: float | None = None
+    arrived: float | None = None
+
+
+def play(plan: Plan, case: Case) -> Simulation:
+    """A step of the rank whose processor does most; flights are those of all ranks.
+
+    Raises:
+        ValueError: the schedule is not lowered to lists, tables are kept by row, or the machines are of other workers.
+    """
+    return _Play(plan, case).simulation()
+
+
+class _Play:
+    def __init__(self, plan: Plan, case: Case) -> None:
+        if case.topology.workers != plan.workers:
+            raise ValueError(
+                f"simulate: the plan puts stages on {plan.workers} workers, the machines have {case.topology.workers}; "
+                f"plan again for these"
+            )
+        if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
+            raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
+        self.plan, self.case, self.options = plan, case, options_of(plan)
+        self.stages = list(_stages(plan, case, self.options))
+        self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
+        self.flights: list[tuple[int, Flight]] = []  # with the sender
+        self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
+
+    @property
+    def _played(self) -> range:
+        """Ranks that do the same side by side are played by one of them."""
+        return range(1 if self.options.method.is_side_by_side else self.plan.workers)
+
+    def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
+        schedule, clip, workers = self.options.schedule(), self.options.clip, self.plan.workers
+        is_side_by_side = self.options.method.is_side_by_side
+        try:
+            lowering = Lowering(
+                schedule,
+                rank,
+                [rank] * schedule.workers if is_side_by_side else range(schedule.workers),
+                has_norms=clip is not None and clip.needs_all_stages,
+                replicas=workers if is_side_by_side else 1,
+                one_queue=self.case.topology.backend != "gloo",
+            )
+        except ValueError:
+            raise ValueError(
+                f"simulate: the plan's schedule is {self.plan.schedule}, which is not played yet; its forecast and "
+                f"picture stand in what armillary plan prints"
+            ) from None
+        program, ends = list[Instruction](), list[int]()
+        for _ in range(WARM + SHOWN):
+            program += lowering.next_step()
+            ends.append(len(program))
+        return program, ends
+
+    def simulation(self) -> Simulation:
+        while any(self._goes_on(number, rank) for number, rank in enumerate(self.ranks)):
+            pass
+        whole = max(rank.times[-1] - rank.times[-1 - SHOWN] for rank in self.ranks) / SHOWN
+        shown = max(self.ranks, key=lambda rank: rank.clock.worked_seconds)
+        begin = shown.times[-2]
+        spans = tuple(_cut(shown.clock.spans, begin, begin + whole))
+        flights = sorted(self._step_flights(), key=lambda flight: flight.launch_seconds)
+        return Simulation(self.plan.workers, spans, tuple(flights), whole)
+
+    def _step_flights(self) -> Iterator[Flight]:
+        """Those that one step launches, of all ranks; bytes are the mean over workers."""
+        for number, flight in self.flights:
+            begin, end = self.ranks[number].times[-2:]
+            if begin <= flight.launch_seconds < end:
+                yield flight._replace(
+                    launch_seconds=flight.launch_seconds - begin,
+                    land_seconds=flight.land_seconds - begin,
+                    sent_bytes=flight.sent_bytes / len(self.ranks),
+                )
+
+    def _goes_on(self, number: int, rank: _Rank) -> bool:
+        began = rank.at
+        while rank.at < len(rank.program) and self._carries_out(number, rank, rank.program[rank.at]):
+            rank.at += 1
+            while rank.ends and rank.ends[0] == rank.at:
+                rank.times.append(rank.clock.now_seconds)
+                rank.ends.pop(0)
+        return rank.at > began
+
+    def _carries_out(self, number: int, rank: _Rank, one: Instruction) -> bool:
+        """Whether it could; a letter that it needs may still be without its time."""
+        clock, stage = rank.clock, self.stages[one.stage]
+        wanted = [(letter, number) for letter in _needs(one) if (letter, number) in self.letters]
+        if one.op == "OVER" and one.letter is not None:
+            wanted = [(one.letter, one.peer)]
+        times = [self.letters[key].arrived for key in wanted]
+        if any(time is None for time in times):
+            return False
+        for (letter, _), time in zip(wanted, times, strict=True):
+            clock.wait(f"stage {letter.stage}", time or 0.0)
+        if one.op in ("F", "B"):
+            action, seconds = ("forward", stage.forward) if one.op == "F" else ("backward", stage.backward)
+            clock.work(f"stage {one.stage}", action, seconds)
+        elif one.op == "UPDATE":
+            clock.work(f"stage {one.stage}", "update", stage.update)
+        elif one.op == "REDUCE":
+            self._reduce(number, clock, one.stage)
+        elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
+            self._meet(number, one)
+        return True
+
+    def _reduce(self, number: int, clock: Clock, stage: int) -> None:
+        group = next(group for group in self.plan.groups if group.stage == stage)
+        launch, seconds = clock.now_seconds, group.forecast.seconds
+        is_inside = self.case.topology.nodes == 1
+        request = Request(group.forecast.sent_bytes, seconds * is_inside, seconds * (not is_inside))
+        clock.wait(group.name, clock.send(group.name, "all-reduce", [request]))
+        flight = Flight(group.name, "all-reduce", launch, clock.now_seconds, group.forecast.sent_bytes)
+        self.flights.append((number, flight))
+
+    def _meet(self, number: int, one: Instruction) -> None:
+        """One side has done its part; with both the letter moves."""
+        assert one.letter is not None
+        sender, receiver = (number, one.peer) if one.op == "SEND" else (one.peer, number)
+        letter, now = self.letters[one.letter, receiver], self.ranks[number].clock.now_seconds
+        if one.op == "SEND":
+            letter.sent = now
+        else:
+            letter.room = now
+        if letter.sent is None or letter.room is None:
+            return
+        topology, nbytes = self.case.topology, self._bytes_of(one.letter)
+        is_inside = topology.node_of(sender) == topology.node_of(receiver)
+        lane: Lane = "inside" if is_inside else "between"
+        seconds = (topology.inside if is_inside else topology.between).seconds(nbytes)
+        clock = self.ranks[sender].clock
+        start = max(letter.sent, letter.room, clock.free_seconds[lane])
+        clock.free_seconds[lane] = letter.arrived = start + seconds
+        name = f"stage {one.letter.stage}"
+        clock.spans.append(Span(lane, name, "send", start, seconds, nbytes))
+        self.flights.append((sender, Flight(name, one.letter.what, letter.sent, letter.arrived, nbytes)))
+
+    def _bytes_of(self, letter: Letter) -> int:
+        if letter.what == "activation":
+            return self.stages[letter.stage].output_bytes
+        return self.stages[letter.stage - 1].output_bytes if letter.what == "activation gradient" else NORM_BYTES
+
+
+def _needs(one: Instruction) -> list[Letter]:
+    """Letters that it reads if they come from elsewhere."""
+    if one.op == "F":
+        return [Letter("activation", one.step, one.micro_batch, one.stage - 1)]
+    if one.op == "B":
+        return [Letter("activation gradient", one.step, one.micro_batch, one.stage + 1)]
+    if one.op == "NORM":
+        return [Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)]
+    return [one.letter] if one.op == "KNOW" and one.letter is not None else []
+
+
+def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage]:
+    units = [stage for stage in case.profile.stages if stage.name]
+    starts = [next(place for place, unit in enumerate(units) if unit.name == one.begins) for one in plan.stages]
+    for number, (first, end) in enumerate(pairwise([*starts, len(units)])):
+        part, facts = units[first:end], _facts(plan, case, number)
+        forward = sum(unit.forward_seconds for unit in part)
+        backward = sum(unit.backward_seconds for unit in part) + fill_seconds(facts, case)
+        again = forward if plan.stages[number].residency.name == RECOMPUTE else 0.0
+        update = dense_update_seconds(sum(fact.bytes for fact in facts), case)
+        yield _Stage(forward, backward + again, update, part[-1].output_bytes)
+
+
+def _facts(plan: Plan, case: Case, stage: int) -> list[ParameterFact]:
+    return [case.profile.parameter(name) for group in plan.groups if group.stage == stage for name in group.parameters]
+
+
+def _cut(spans: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
+    """What of them lies between two moments, counted from the first."""
+    for span in spans:
+        start, stop = max(span.start_seconds, begin), min(span.end_seconds, end)
+        if stop > start or (begin <= span.start_seconds < end):
+            yield span._replace(start_seconds=start - begin, seconds=max(0.0, stop - start))

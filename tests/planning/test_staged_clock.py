@@ -1,0 +1,85 @@
+"""Lists of instructions against a clock: fill and bubble as the books say, letters when due, bytes as forecast."""
+
+from dataclasses import replace
+
+import pytest
+
+from armillary.facts.plan import Choice
+from armillary.facts.topology import Link, Topology
+from armillary.planning.planner import plan
+from armillary.planning.pricing import Case
+from armillary.planning.simulator import simulate
+from planning.test_staged_plan import chain_of
+from planning_cases import LINKS_ONLY, machines
+
+F, B = 1e-3, 2e-3  # of one module of `chain_of`
+
+
+def played(name, workers, modules=None, latency=0.0, seconds_a_letter=0.0, **options):
+    link = Link(latency, 80 / seconds_a_letter if seconds_a_letter else 1e300)
+    topology = Topology(workers, 1, link, link, 1 << 40)
+    found = chain_of((100,) * (modules or workers))
+    made = plan(found, topology, assumptions=LINKS_ONLY, schedule=Choice(name, options))
+    return made, simulate(made, Case(found, topology, LINKS_ONLY))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("count", [3, 8])
+def test_flush_pipelines_have_their_bubble_and_the_cyclic_one_has_none(workers, count):
+    for name, ticks in (("gpipe", count + workers - 1), ("one_f_one_b", count + workers - 1), ("pipeline", count)):
+        assert played(name, workers, micro_batches=count)[1].step_seconds == pytest.approx(ticks * (F + B))
+    alone = played("accumulation", 1, modules=4, micro_batches=count)[1]
+    assert alone.step_seconds == pytest.approx(count * 4 * (F + B)) and not alone.exposed_seconds
+
+
+def test_a_letter_delays_what_waits_for_it_and_nothing_else():
+    """Of two stages and one micro-batch both letters are exposed; of more the first and the last."""
+    for count in (1, 5):
+        slow, fast = (played("gpipe", 2, latency=late, micro_batches=count)[1].step_seconds for late in (4e-4, 0.0))
+        assert slow == pytest.approx(fast + 2 * 4e-4)
+    _, found = played("one_f_one_b", 2, seconds_a_letter=5e-4, micro_batches=4)
+    assert sum(found.exposed_seconds.values()) == pytest.approx(found.step_seconds - found.processor_seconds, abs=1e-9)
+    times = [played("pipeline", 3, latency=late, micro_batches=4)[1].step_seconds for late in (0.0, 1e-4, 1e-3, 1e-2)]
+    assert times == sorted(times) and times[-1] > 2 * times[0]
+
+
+def test_a_link_carries_one_letter_after_another():
+    """Its link is the slowest part, so a step lasts as long as the letters that the middle stage sends both ways."""
+    step = played("pipeline", 3, seconds_a_letter=1e-2, micro_batches=6)[1].step_seconds
+    assert step >= 6 * 2 * 1e-2
+
+
+def forecast(made):
+    return {group.name: group.forecast.sent_bytes for group in made.groups if group.forecast.sent_bytes}
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "clip_by": "previous"}])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "pipeline"])
+def test_a_played_step_sends_the_forecasts_bytes(name, options):
+    made, found = played(name, 3, latency=1e-4, micro_batches=4, **options)
+    assert found.sent_bytes == pytest.approx(forecast(made))
+    made, found = played("one_device", 2, modules=3, latency=1e-4, micro_batches=2)
+    assert found.sent_bytes == pytest.approx(forecast(made))
+    assert found.step_seconds == pytest.approx(2 * 3 * (F + B) + sum(group.forecast.seconds for group in made.groups))
+
+
+def test_a_stage_that_runs_again_is_paid_for_and_the_slowest_stage_sets_the_pace():
+    again = played("gpipe", 2, micro_batches=3, recompute=[0, 1])[1]
+    assert again.step_seconds == pytest.approx(4 * (2 * F + B))
+    uneven = played("pipeline", 2, modules=3, micro_batches=6, points=["b"])[1]
+    assert uneven.step_seconds == pytest.approx(6 * 2 * (F + B))
+
+
+def test_other_machines_tables_and_what_is_not_lowered_are_refused():
+    made, _ = played("gpipe", 2)
+    case = Case(chain_of((100,) * 2), machines(3), LINKS_ONLY)
+    with pytest.raises(ValueError, match="puts stages on 2 workers, the machines have 3; plan again"):
+        simulate(made, case)
+    case = Case(chain_of((100,) * 2), machines(2), LINKS_ONLY)
+    for name in ("ring", "zero_ring", "delayed_all_reduce"):
+        unlowered = plan(case.profile, case.topology, assumptions=LINKS_ONLY, schedule=Choice(name))
+        with pytest.raises(ValueError, match=f"the plan's schedule is {name}, which is not played yet"):
+            simulate(unlowered, case)
+    first = replace(made.groups[0], layout="row_sharded", exchange=Choice("owned_rows"))
+    with pytest.raises(ValueError, match=r"tables kept by row under a schedule \(stage 0\) are not played yet"):
+        simulate(replace(made, groups=(first, *made.groups[1:])), case)
