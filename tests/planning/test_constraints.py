@@ -50,6 +50,16 @@ def test_a_pattern_means_every_trainable_parameter_it_matches():
     assert {group.layout for group in made.groups} == {"replicated"}
 
 
+def test_a_pattern_that_wants_rows_spread_means_every_table_that_can_be():
+    made = plan(MODEL, LINKS, constraints={"*": "row_sharded", "output.weight": "replicated"})
+    assert {group.name for group in made.groups if group.layout == "row_sharded"} == {"embedding.weight"}
+    made = plan(MODEL, machines(1), constraints={"*": "row_sharded"})  # on one worker, too
+    assert {group.name for group in made.groups if group.layout == "row_sharded"} == {
+        "embedding.weight",
+        "output.weight",
+    }
+
+
 def test_a_name_outweighs_a_pattern():
     made = plan(MODEL, LINKS, constraints={"embedding.weight": "owned_rows", "*.weight": "all_reduce"})
     assert made.group_of("embedding.weight").exchange.name == "owned_rows"
@@ -78,7 +88,7 @@ def test_naive_servers_get_whole_parameters_the_emptiest_first():
         ({"head.weight": "row_sharded"}, "'head.weight' cannot be row_sharded: it is read whole by mm"),
         ({"both.weight": "owned_rows"}, "'both.weight' cannot be owned_rows: it is read whole by mm"),
         ({"normed.weight": "gather_rows"}, "max_norm renormalises rows in forward"),
-        ({"*": "owned_rows"}, "cannot be owned_rows"),
+        ({"h*": "owned_rows"}, r"nothing that 'h\*' means can be owned_rows \(head.weight: it is read whole by mm\)"),
         ({"embedding.weight": "sharded"}, "'sharded', which is no layout and no exchange; there are replicated"),
         ({"embedding.weight": Choice("row_sharded")}, "no layout and no exchange"),
         ({"embedding.weight": Choice("owned_rows", {"ownners": 2})}, "owned_rows refuses options"),

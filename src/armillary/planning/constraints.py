@@ -83,7 +83,8 @@ def _means(pattern: str, fact: ParameterFact) -> bool:
 
 
 def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: Topology) -> dict[str, Constraint]:
-    """What is demanded of each parameter that something is demanded of. A name outweighs a pattern.
+    """What is demanded of each parameter that something is demanded of. A name outweighs a pattern. A pattern that
+    wants rows spread means those that can be, so {"*": "row_sharded"} spreads every table that can be.
 
     Raises:
         ValueError: a constraint names no parameter, is unknown, contradicts another, or cannot be honoured.
@@ -91,7 +92,7 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
     named: dict[str, tuple[bool, str, Constraint]] = {}
     for pattern, constraint in constraints.items():
         _refuse_unknown(pattern, constraint, topology)
-        for fact in matching(pattern, profile):
+        for fact in _able(pattern, constraint, matching(pattern, profile)):
             entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
             other = named.get(fact.name, entry)
             if other[0] == entry[0] and other[2] != constraint:
@@ -128,6 +129,20 @@ def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) ->
             f"plan: {pattern!r} is to have {owners} owners among {topology.workers} workers; want 1 to "
             f"{topology.workers}, or 0 for all"
         )
+
+
+def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> list[ParameterFact]:
+    """Those that the constraint can be honoured for, where it is for a pattern.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not _needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
+        return meant
+    if able := [fact for fact in meant if fact.shardable]:
+        return able
+    reasons = "; ".join(f"{fact.name}: {why_not_by_row(fact)}" for fact in meant)
+    raise ValueError(f"plan: nothing that {pattern!r} means can be {constraint} ({reasons}); drop the constraint")
 
 
 def _needs_rows(constraint: Constraint) -> bool:

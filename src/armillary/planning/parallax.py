@@ -15,12 +15,15 @@ from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 
-__all__ = ["PLAIN", "parallax", "plain"]
+__all__ = ["PLAIN", "UNKNOWN", "parallax", "plain"]
 
 # The exchange that a layout means where nobody says more.
 PLAIN: Mapping[Layout, Choice] = MappingProxyType(
     {"replicated": Choice("all_reduce"), "row_sharded": Choice("owned_rows")}
 )
+
+# What a parameter goes by while nobody knows how it is read: the rows that some worker touched, or all.
+UNKNOWN = Choice("sparse_all_reduce")
 
 
 def parallax(fact: ParameterFact) -> Choice:

@@ -11,14 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.agreement import begin_alike
-from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
-from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.optimizers import as_one, members
-from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.patience import Patience
 from armillary.runtime.process_group import workers_in
 from armillary.runtime.transport import Transport
@@ -28,18 +24,20 @@ from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
+from armillary.session.exact_keywords import exact_keywords
 from armillary.session.first_batches import FirstBatches
 from armillary.session.found_inf import agree_on_found_inf
 from armillary.session.materialise import begin_optimizer_state, materialise
 from armillary.session.misfit import handed_in, misfit, other_workers, refuse_on_every_rank
 from armillary.session.owned_misfit import owned_misfit
 from armillary.session.run import Run
-from armillary.session.tables import make_table, put_handle
 from armillary.session.train_job import TrainJob
+from armillary.session.units import units_of
 
-__all__ = ["attach", "attach_over"]
+__all__ = ["attach", "attach_over", "begin_run"]
 
 
+@exact_keywords
 def attach(
     plan: Plan,
     model: nn.Module,
@@ -95,6 +93,11 @@ def attach(
     if workers % plan.workers_per_node:  # no groups can be opened, to hear what other ranks say
         raise ValueError(f"attach: {other_workers(plan, workers)}")
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
+    return begin_run(transport, plan, job)
+
+
+def begin_run(transport: Transport, plan: Plan, job: TrainJob) -> Run:
+    """As `attach`, over connections that were opened for this run."""
     try:
         return attach_over(transport, plan, job)
     except BaseException as error:
@@ -157,27 +160,12 @@ def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
 
 def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
     """shards: this rank's rows of the tables that have no values yet."""
-    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
-    units: list[DenseUnit | RowUnit] = []
-    held: dict[str, Held] = {}
-    handles: dict[str, nn.Parameter] = {}
-    for group in plan.groups:
-        if group.own_exchange.name in row_exchanges():
-            name = group.parameters[0]
-            handles[name] = trainable[name]
-            table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
-            put_handle(trainable[name], table)
-            units.append(RowUnit(group.name, table))
-        else:
-            members = {name: trainable[name] for name in group.parameters}
-            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
-            units.append(dense_unit(group.name, members, exchange, transport.place))
     first = FirstBatches(transport, job.check_data)
-    executor = Executor(units, transport, plan.mean, first.compare)
+    units = units_of(plan, job, transport, first, shards)
     try:
-        return UserLoop(plan, job, executor, held, handles, first)
+        return UserLoop(plan, job, units, first)
     except BaseException:
-        executor.release()
+        units.executor.release()
         raise
 
 

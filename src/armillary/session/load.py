@@ -62,6 +62,7 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     run.forget_step()
     run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
+    run.loaded(saved.plan)
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]

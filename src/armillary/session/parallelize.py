@@ -1,24 +1,32 @@
 """The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and its parts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
-from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.facts.topology import Topology, turn_bytes_on
+from armillary.planning.constraints import Constraint, names_of
 from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.patience import Patience
+from armillary.runtime.transport import Transport
+from armillary.runtime.watch.loop_watch import LoopWatch
 from armillary.runtime.watch.probe import Loss
-from armillary.session.attach import attach
-from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, open_transport
+from armillary.session.attach import attach, begin_run
+from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
+from armillary.session.exact_keywords import exact_keywords
+from armillary.session.misfit import handed_in, refuse_unfit
 from armillary.session.run import Run
+from armillary.session.train_job import TrainJob
+from armillary.session.watched import Watched, parameter_facts
 
 __all__ = ["auto_plan", "measure", "parallelize"]
 
@@ -31,11 +39,12 @@ def measure() -> Topology:
     return topology
 
 
+@exact_keywords
 def parallelize(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    batches: Iterable[Any],
-    loss: Loss,
+    batches: Iterable[Any] | None = None,
+    loss: Loss | None = None,
     *,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Sequence[str] = (),
@@ -53,26 +62,94 @@ def parallelize(
     broadcast_buffers: bool = True,
     process_group: Any = None,
 ) -> Run:
-    """Plans for this job and attaches the plan; the training loop stays as it was. Every rank must call it.
+    """Plans for this job and carries the plan out; the training loop stays as it was. Every rank must call it.
+
+    Without `batches` and `loss`, the first two optimizer steps of the loop are watched, under a provisional plan that
+    is exact: everything is whole on every rank. Then all ranks plan, rank 0 prints the plan, and the run moves to it;
+    the move computes nothing. `run.plan` is provisional until then. A checkpoint that `run.load` opens before brings
+    its plan along, where it was saved on as many workers and nothing else is asked for here.
+
+    With them, the plan is made before the first step, and nothing is trained on the batches. Models on the meta device,
+    those that do not fit whole, schedules that own the loop and `autotune` need it.
 
     Args:
-        batches, loss, and all up to micro_batches: as in `auto_plan`.
+        batches, loss, and all up to micro_batches: as in `auto_plan`. The last of them and `autotune`, `steps_by_run`
+            and a `schedule` go with batches and loss.
         scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
+        TypeError: an argument that there is not.
     """
-    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches,
     )  # fmt: skip
-    decided = decide(subject, wishes, process_group, Patience(report_after, timeout))
+    patience = Patience(report_after, timeout)
+    if batches is None and loss is None:
+        one = as_one(optimizer)
+        job = TrainJob(model, one, scaler=scaler, check_data=check_data, broadcast_buffers=broadcast_buffers)
+        return _watched(job, wishes, Connecting(patience, check_order, process_group))
+    if batches is None or loss is None:
+        there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
+        raise ValueError(
+            f"parallelize: {there} is given without {lacking}; give both to plan before the first step, or none to "
+            "plan from the first two steps of the loop"
+        )
+    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
+    decided = decide(subject, wishes, process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
         scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, check_data=check_data,
         broadcast_buffers=broadcast_buffers, process_group=process_group,
     )  # fmt: skip
+
+
+class Connecting(NamedTuple):
+    """How ranks are to be connected; as in `attach`."""
+
+    patience: Patience
+    check_order: bool
+    process_group: Any
+
+
+def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
+    """Under the provisional plan."""
+    _refuse_unwatched(job.model, wishes)
+    alone = open_transport(connecting.process_group, connecting.patience)
+    with alone.within("the measuring"):
+        refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
+        topology = measure_links(alone)
+    alone.close()
+    seen = blank_profile(parameter_facts(job.model), topology)
+    names_of([*wishes.constraints, *wishes.lazy], seen)
+    plan = provisional_plan(seen, topology, wishes.mean, assumptions_of(job.optimizer))
+    watch = LoopWatch(job.model)
+    patience, check_order, process_group = connecting
+    transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
+    try:
+        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wishes, topology)))
+    except BaseException:
+        watch.end()
+        raise
+    watch.begin()
+    return run
+
+
+def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
+    """What a loop's first steps cannot answer."""
+    asked = {
+        f"schedule {wishes.schedule.name}": wishes.owns_loop,
+        "autotune": wishes.trials > 1,
+        "steps_by_run": wishes.steps_by_run,
+        "micro_batches": wishes.micro_batches is not None,
+        "a model on the meta device": any(one.is_meta for one in [*model.parameters(), *model.buffers()]),
+    }
+    if found := [what for what, is_asked in asked.items() if is_asked]:
+        raise ValueError(
+            f"parallelize: {' and '.join(found)} cannot wait for the first steps of the loop; give batches=... and "
+            "loss=..., so that the plan is made before them"
+        )
 
 
 def auto_plan(

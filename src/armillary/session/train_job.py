@@ -1,21 +1,41 @@
 """What is to be trained, as the user gave it to `attach`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from armillary.runtime.watch.probe import Loss
 
-__all__ = ["TrainJob"]
+__all__ = ["TrainJob", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Looks on while a loop takes its first steps."""
+
+    def before_step(self) -> None: ...
+
+    def after_step(self, loop: Any, is_complete: bool) -> bool:
+        """Whether it is done, and looks on no more.
+
+        Args:
+            is_complete: every optimizer has stepped, and every rank is after the same step.
+        """
+
+    def loaded(self, loop: Any, saved_plan: Mapping[str, Any]) -> bool:
+        """The same, after a checkpoint was loaded that was saved under this plan (as JSON; empty if nobody knows)."""
+
+    def stop(self) -> None:
+        """At once; nothing of it is left."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
     """loss, example: None where the user's own loop takes the loss. seed, first_step: of random numbers (see `attach`).
     scaler: the loop's GradScaler, if it has one. check_data: whether ranks must not train on the same data.
-    broadcast_buffers: whether rank 0's buffers reach all ranks."""
+    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan is still to be made."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -26,6 +46,7 @@ class TrainJob:
     scaler: Any = None
     check_data: bool = True
     broadcast_buffers: bool = True
+    watcher: Watcher | None = None
 
     @property
     def options(self) -> dict[str, Any]:

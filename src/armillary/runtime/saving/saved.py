@@ -34,6 +34,7 @@ class Saved:
     workers: how many saved it; 0 of a plain file.
     exchange, replicas: by parameter and entry, (workers, *shape): states of exchanges; weights and optimizer state
         where they differed between ranks. present: of every rank, the keys of those that it had.
+    plan: under which it was saved, as JSON has it; empty if nobody knows.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Saved:
     exchange: Mapping[str, Mapping[str, StoredRows]] = field(default_factory=dict)
     replicas: Mapping[str, Mapping[str, StoredRows]] = field(default_factory=dict)
     present: tuple[list[str], ...] = ()
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_rows(stored: Stored, first: int, last: int) -> Tensor:
@@ -87,6 +89,7 @@ def _open_folder(folder: Path, rank: int, workers: int) -> Saved:
         marker.step, model, rest["optimizer"], rest["optimizer_class"], False, tuple(rest["loops"]),
         f"step {marker.step}, save {marker.serial}, {[record.sha256[:12] for record in marker.files]}",
         marker.workers, by_rank["exchange"], by_rank["replicas"], tuple(rest.get("present", ())),
+        marker.plan,
     )  # fmt: skip
 
 

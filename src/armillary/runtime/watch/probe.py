@@ -20,7 +20,9 @@ from armillary.runtime.watch.stage_clock import StageClock
 from armillary.runtime.watch.stage_costs import Activations, CountOperations
 from armillary.runtime.watch.stage_paths import OUTSIDE, following
 
-__all__ = ["Loss", "StageTimes", "probe", "scalar_loss", "stage_seconds", "timed_step"]
+__all__ = [
+    "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "scalar_loss", "stage_seconds", "timed_step",
+]  # fmt: skip
 
 Loss = Callable[[nn.Module, Any], Tensor]
 StageTimes = dict[str, tuple[float, float]]
@@ -65,7 +67,7 @@ def probe(
     looked = watch.pending()
     for name, reading in watch.readings.items():
         if reading.parameter.grad is not None:
-            if _has_unseen_reader(reading, looked.get(name, NO_LOOKUPS)):
+            if has_unseen_reader(reading, looked.get(name, NO_LOOKUPS)):
                 reading.dense.add(UNSEEN)
             reading.parameter.grad = None
     return {name: place for place, name in enumerate(order)}, operations, activations.bytes
@@ -92,7 +94,7 @@ def _arriving(readings: Mapping[str, Reading]) -> Iterator[dict[str, None]]:
             handle.remove()
 
 
-def _has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
+def has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
     """Whether the gradient reaches further than the reads seen.
 
     A custom kernel can read behind the dispatcher's back. A gradient's values can only refute that a table is

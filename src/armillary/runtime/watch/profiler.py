@@ -29,7 +29,7 @@ from armillary.runtime.watch.splitting import split_trial
 from armillary.runtime.watch.stage_paths import OUTSIDE, stage_of, stage_paths
 from armillary.runtime.watch.untouched import untouched
 
-__all__ = ["profile"]
+__all__ = ["fact_of", "names_of", "profile", "rows_of", "running_modules"]
 
 
 def profile(
@@ -55,7 +55,7 @@ def profile(
         TypeError: the model is wrapped, compiled, or trained by an open run.
         IndexError: a look-up out of range.
     """
-    names = _names(model)
+    names = names_of(model)
     _check(model, names)
     if workers < 1 or workers_per_node < 1 or workers % workers_per_node:
         raise ValueError(f"profile: {workers} workers do not fill nodes of {workers_per_node}")
@@ -78,9 +78,9 @@ def profile(
         facts = []
         for name, *aliases in names.values():
             lookups = [batch.get(name, NO_LOOKUPS) for batch in looked]
-            rows = _rows(watch.readings[name], lookups, workers, workers_per_node)
+            rows = rows_of(watch.readings[name], lookups, workers, workers_per_node)
             stage = stage_of(name, paths)
-            facts.append(_fact(name, aliases, watch.readings[name], arrivals.get(name), stage, rows))
+            facts.append(fact_of(name, aliases, watch.readings[name], arrivals.get(name), stage, rows))
         tables = [fact.name for fact in facts if fact.shardable]
         forward, backward = stage_seconds(model, sample, loss, paths, tables)
         splits = split_trial(model, sample, loss)
@@ -92,11 +92,15 @@ def profile(
         StageFact(path, flops[path], held[path], activations[path], forward[path], backward[path], returned[path])
         for path in held
     )
-    running = tuple(path for path, module in model.named_modules() if getattr(module, "track_running_stats", False))
-    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running, splits)
+    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running_modules(model), splits)
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def running_modules(model: nn.Module) -> tuple[str, ...]:
+    """Paths of modules that keep statistics of their batches."""
+    return tuple(path for path, module in model.named_modules() if getattr(module, "track_running_stats", False))
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Every parameter once, with all its names, in the model's order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -122,7 +126,7 @@ def _check(model: nn.Module, names: Mapping[nn.Parameter, Sequence[str]]) -> Non
             )
 
 
-def _rows(reading: Reading, lookups: Sequence[Lookups], workers: int, workers_per_node: int) -> RowFacts | None:
+def rows_of(reading: Reading, lookups: Sequence[Lookups], workers: int, workers_per_node: int) -> RowFacts | None:
     """Row facts of a parameter that is only ever read by row."""
     if reading.dense or not reading.gathers:
         return None
@@ -130,7 +134,7 @@ def _rows(reading: Reading, lookups: Sequence[Lookups], workers: int, workers_pe
     return row_facts(shape[0], reading.parameter.nbytes // shape[0], lookups, workers, workers_per_node)
 
 
-def _fact(
+def fact_of(
     name: str,
     aliases: Sequence[str],
     reading: Reading,

@@ -122,7 +122,7 @@ class WatchReads(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not any(self._touched(leaf) for leaf in tree_leaves((args, kwargs))):
+        if not self.touches((args, kwargs)):
             return func(*args, **kwargs)
         self._note(func, _bound(func, args, kwargs))
         result = func(*args, **kwargs)
@@ -172,6 +172,10 @@ class WatchReads(TorchDispatchMode):
             padding = bound.get("padding_idx", -1)
             reading.pending.append(_counted(name, ids, len(reading.parameter), None if padding < 0 else padding))
         return True
+
+    def touches(self, arguments: object) -> bool:
+        """Whether a tensor among them shares memory with a parameter."""
+        return any(self._touched(leaf) for leaf in tree_leaves(arguments))
 
     def _touched(self, leaf: object) -> list[str]:
         """The parameters whose memory a tensor shares."""

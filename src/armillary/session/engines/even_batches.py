@@ -12,15 +12,19 @@ __all__ = ["even_batches"]
 Batch = TypeVar("Batch")
 
 
-def even_batches(executor: Executor, loader: Iterable[Batch], show: Callable[[Batch], None]) -> Iterator[Batch]:
+def even_batches(
+    at_work: Callable[[], Executor], loader: Iterable[Batch], show: Callable[[Batch], None]
+) -> Iterator[Batch]:
     """The loader's batches, as many as the longest rank has; see `Run.batches`.
 
     Args:
+        at_work: who carries the plan out now; a run may move to another plan in the middle of a loop.
         show: is shown each batch of this rank's own.
 
     Raises:
         ValueError: this rank has no batch at all; there is nothing it could repeat.
     """
+    executor = at_work()
     ahead = executor.look_ups.look_ahead
     source = Source(loader, DEPTH if ahead.is_on else 0)
     batch: Batch | None = source.take()
@@ -32,10 +36,10 @@ def even_batches(executor: Executor, loader: Iterable[Batch], show: Callable[[Ba
     try:
         while True:
             last = batch if batch is not None else last
-            if not _is_any(executor, batch is not None):
+            if not _is_any(at_work(), batch is not None):
                 return
-            executor.stand_by(batch is None)
-            if ahead.is_on:
+            at_work().stand_by(batch is None)
+            if ahead.is_on and executor is at_work():  # a plan that came since looks ahead from the next loop on
                 ahead.turn(executor.look_ups.moved, executor.look_ups.outlook)
                 ahead.foresee(leaves(last), leaves(source.glance()))
             if batch is not None:
@@ -44,7 +48,7 @@ def even_batches(executor: Executor, loader: Iterable[Batch], show: Callable[[Ba
             batch = source.take() if batch is not None else None
     finally:
         ahead.stop()
-        executor.stand_by(False)
+        at_work().stand_by(False)
 
 
 def _is_any(executor: Executor, mine: bool) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
@@ -18,10 +18,10 @@ from armillary.runtime.consensus import mean_optimizer, shown, take_mean
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
-from armillary.runtime.hybrid.executor import Executor, RowUnit
+from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.late_step import LateSteps
 from armillary.runtime.hybrid.optimizers import holder, members
-from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window, options_of
+from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.watch.probe import Loss
@@ -32,6 +32,7 @@ from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.tally import Tally
 from armillary.session.train_job import TrainJob
+from armillary.session.units import Units
 from armillary.session.workload import Batch as MicroBatch
 
 __all__ = ["UserLoop"]
@@ -43,24 +44,33 @@ MANY_RECORDS = 4096  # more are added up in between
 class UserLoop:
     """A plan at work. `held` keeps the optimizer state of tables whose optimizer sees a window only."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        job: TrainJob,
-        executor: Executor,
-        held: dict[str, Held],
-        handles: Mapping[str, nn.Parameter],
-        first: FirstBatches,
-    ):
-        """handles: the parameter objects that are the tables' handles, by name."""
-        self.plan, self.model, self.optimizer, self.loss = plan, job.model, job.optimizer, job.loss
-        self.handles, self.is_scaled = handles, job.scaler is not None and job.scaler.is_enabled()
-        self.executor, self.held, self.first = executor, held, first
+    def __init__(self, plan: Plan, job: TrainJob, units: Units, first: FirstBatches):
+        self.job, self.model, self.optimizer, self.loss = job, job.model, job.optimizer, job.loss
+        self.is_scaled = job.scaler is not None and job.scaler.is_enabled()
+        self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
+        self._is_asking = False  # for the optimizer's state, itself
+        self._undo: list[RemovableHandle] = []
+        for one in members(job.optimizer):
+            self._undo += [
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
+            ]
+        try:
+            self.begin(plan, units)
+        except BaseException:
+            for handle in self._undo:
+                handle.remove()
+            raise
+        first.look_at(job.model)
+
+    def begin(self, plan: Plan, units: Units) -> None:
+        """The plan comes into force, between two steps; one that was in force before has been released."""
+        executor, job = units.executor, self.job
+        self.plan, self.executor, self.held, self.handles = plan, executor, units.held, units.handles
         # where replicas differ, each rank's statistics are of its own weights
         is_shared = job.broadcast_buffers and plan.consensus == "same"
-        self.buffers = Buffers(job.model, executor.transport, is_shared)
+        self.buffers = Buffers(job.model, self.transport, is_shared)
         self.tally = Tally(plan)
-        self.transport = executor.transport
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
@@ -69,16 +79,9 @@ class UserLoop:
         self._stepped = set[Optimizer]()  # in this step
         self._exchanged: dict[Optimizer, int] = {}  # how many backwards had been, when each stepped last
         self._refuse_new_options()
-        self._is_asking = False  # for the optimizer's state, itself
-        self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
-            self._undo += [
-                one.register_step_pre_hook(self._before_step),
-                one.register_step_post_hook(self._after_step),
-            ]
             if self._spread(one):
                 self._undo += refuse_state(one, self._refuse_state)
-        first.look_at(job.model)
         executor.deferral.late_steps = LateSteps(self)
         late, is_one = executor.deferral.late_steps, len(members(job.optimizer)) == 1
         executor.deferral.stopped |= {t.name for t in self._windows() if not (is_one and late.can_split(t))}
@@ -132,7 +135,7 @@ class UserLoop:
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        return even_batches(self.executor, loader, self.first.take)
+        return even_batches(lambda: self.executor, loader, self.first.take)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step over these micro-batches of this rank, with the mean of their gradients.
@@ -257,6 +260,8 @@ class UserLoop:
         """Stops exchanging; asks nobody. Tables stay handles."""
         self.executor.release()
         self.first.look_away()
+        if self.watcher is not None:
+            self.watcher.stop()
         for handle in self._undo:
             handle.remove()
 
@@ -284,6 +289,8 @@ class UserLoop:
                 f"rank {self.rank}: a backward ended in an error and its exchange is half done; start again from a "
                 "checkpoint"
             )
+        if self.watcher is not None:
+            self.watcher.before_step()
         self._refuse_strangers()
         self._refuse_new_options()
         if optimizer in self._stepped:
@@ -310,8 +317,11 @@ class UserLoop:
         self.executor.weight = 1.0
         self._exchanged[optimizer] = self.executor.settled
         self._stepped.add(optimizer)
-        if len(self._stepped) == len(members(self.optimizer)):
+        is_complete = len(self._stepped) == len(members(self.optimizer))
+        if is_complete:
             self._close_step()
+        if self.watcher is not None and self.watcher.after_step(self, is_complete):
+            self.watcher = None
 
     def forget_step(self) -> None:
         """Another state was loaded; what stepped before is past."""
@@ -326,6 +336,11 @@ class UserLoop:
         self.tally.steps += 1
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
+
+    def loaded(self, saved_plan: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded, which had been saved under this plan."""
+        if self.watcher is not None and self.watcher.loaded(self, saved_plan):
+            self.watcher = None
 
     def _is_watched(self) -> bool:
         """Whether somebody else's hooks run with the step: they may look at all rows it moves."""

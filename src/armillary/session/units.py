@@ -1,0 +1,61 @@
+"""What carries out the groups of a plan on this rank, behind the user's own loop: made from a plain model and
+optimizer, at attach and whenever a run moves to another plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from armillary.exchanges.exchange import build_dense, row_exchanges
+from armillary.facts.plan import Plan
+from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
+from armillary.runtime.hybrid.executor import Executor, RowUnit
+from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.transport import Transport
+from armillary.session.first_batches import FirstBatches
+from armillary.session.tables import make_table, put_handle
+from armillary.session.train_job import TrainJob
+
+__all__ = ["Units", "units_of"]
+
+NO_ROWS: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """
+    Args of note:
+        held: optimizer state of the tables of which the optimizer sees a window only, by name.
+        handles: the parameter objects that are the tables' handles, by name.
+    """
+
+    executor: Executor
+    held: dict[str, Held] = field(default_factory=dict)
+    handles: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+
+def units_of(
+    plan: Plan, job: TrainJob, transport: Transport, first: FirstBatches, shards: Mapping[str, Tensor] = NO_ROWS
+) -> Units:
+    """Model and optimizer hold tables from here on. No value is computed.
+
+    Args:
+        first: compares what ranks were given, when gradients are final.
+        shards: this rank's rows of the tables that have no values yet (meta device), by name.
+    """
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
+    units: list[DenseUnit | RowUnit] = []
+    held: dict[str, Held] = {}
+    handles: dict[str, nn.Parameter] = {}
+    for group in plan.groups:
+        if group.own_exchange.name in row_exchanges():
+            name = group.parameters[0]
+            handles[name] = trainable[name]
+            table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
+            put_handle(trainable[name], table)
+            units.append(RowUnit(group.name, table))
+        else:
+            members = {name: trainable[name] for name in group.parameters}
+            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
+            units.append(dense_unit(group.name, members, exchange, transport.place))
+    return Units(Executor(units, transport, plan.mean, first.compare), held, handles)

@@ -1,0 +1,159 @@
+"""A loop's first steps are watched under a provisional plan; then all ranks plan at one optimizer step, and move.
+
+The move computes nothing: values, optimizer state and gradients go where the plan wants them, bit for bit, over the
+same connections. (Parallax times its first iterations in the same way, to search partitions.)
+"""
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from armillary.exchanges.exchange import row_exchanges
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology
+from armillary.planning.planner import plan as make_plan
+from armillary.planning.provisional import is_provisional
+from armillary.runtime.hybrid.identity import why_fixed
+from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.watch.loop_watch import LoopWatch, Told
+from armillary.runtime.watch.profiler import names_of
+from armillary.runtime.watch.watched_profile import watched_profile
+from armillary.schedules.registry import owns_loop
+from armillary.session.all_or_nothing import all_or_nothing
+from armillary.session.decide import Wishes, assumptions_of
+from armillary.session.engines.user_loop import UserLoop
+from armillary.session.misfit import misfit, refuse_on_every_rank
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.units import units_of
+
+__all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
+
+WATCHED_STEPS = 2
+NOTE = (
+    f"made from the first {WATCHED_STEPS} steps of the loop: times of compute include the watching, the model is one "
+    "stage, and whether a batch may be cut was not tried"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """Looks on until enough steps were taken, or a checkpoint brings a plan."""
+
+    watch: LoopWatch
+    wishes: Wishes
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.watch.end).atexit = False  # of a run that is dropped without a word
+
+    def before_step(self) -> None:
+        self.watch.is_paused = True
+
+    def after_step(self, loop: UserLoop, is_complete: bool) -> bool:
+        """Whether the run has moved."""
+        self.watch.is_paused = False
+        if not is_complete:
+            return False
+        self.watch.take()
+        if len(self.watch.steps) < WATCHED_STEPS:
+            return False
+        here = loop.transport.within("the planning after the first steps")
+        with here, loop.transport.unrecorded(), self._released(loop):
+            everyones = loop.transport.share(self._told(loop.model))
+            plan = Plan.from_json(by_rank_zero(loop.transport, lambda: self._planned(loop, everyones).to_json()))
+            _move(loop, plan)
+        if loop.rank == 0:
+            print(plan)
+        return True
+
+    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
+        """Whether the run has moved to the plan of the checkpoint."""
+        plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
+        if plan is None or not self._takes(plan, loop):
+            return False
+        with loop.transport.unrecorded(), self._released(loop):
+            _move(loop, plan)
+        return True
+
+    def stop(self) -> None:
+        self.watch.end()
+
+    @contextmanager
+    def _released(self, loop: UserLoop) -> Iterator[None]:
+        """Inside, nothing of ours hangs on the parameters; after an error the provisional plan is in force again."""
+        self.watch.end()
+        loop.executor.release()
+        try:
+            yield
+        except BaseException:
+            loop.begin(loop.plan, units_of(loop.plan, loop.job, loop.transport, loop.first))
+            raise
+
+    def _told(self, model: nn.Module) -> Told:
+        told, seen = self.watch.told(), {}
+        for parameter, (name, *_) in names_of(model).items():
+            fixed, one = why_fixed(parameter), told.seen[name]
+            seen[name] = replace(one, refusals=(*one.refusals, fixed)) if fixed else one
+        return replace(told, seen=seen)
+
+    def _planned(self, loop: UserLoop, everyones: list[Told]) -> Plan:
+        wishes, found = self.wishes, watched_profile(loop.model, everyones, self.topology.workers_per_node)
+        made = make_plan(
+            found, self.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
+            assumptions=assumptions_of(loop.optimizer), prefetch=wishes.prefetch,
+        )  # fmt: skip
+        return replace(made, notes=(*made.notes, NOTE))
+
+    def _takes(self, plan: Plan, loop: UserLoop) -> bool:
+        """Whether the user would have wished for that plan, and it fits everywhere."""
+        is_free = not self.wishes.constraints and not self.wishes.lazy and plan.mean == self.wishes.mean
+        same_nodes = plan.workers_per_node == self.topology.workers_per_node
+        if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
+            return False
+        return not any(loop.transport.share(_misfit(plan, loop)))
+
+
+def _misfit(plan: Plan, loop: UserLoop) -> str:
+    trainable = {name: p for name, p in loop.model.named_parameters() if p.requires_grad}
+    return misfit(plan, trainable, loop.optimizer, loop.workers)
+
+
+def _move(loop: UserLoop, plan: Plan) -> None:
+    """Collective, between two steps."""
+    refuse_on_every_rank("parallelize", plan, _misfit(plan, loop), loop.transport, loop.job.options)
+    by_row = [group.parameters[0] for group in plan.groups if group.own_exchange.name in row_exchanges()]
+    parameters = dict(loop.model.named_parameters())
+    gradients = {name: parameters[name].grad for name in by_row}  # a step leaves them until the loop drops them
+    with all_or_nothing(loop.model, loop.optimizer):
+        units = units_of(plan, loop.job, loop.transport, loop.first)
+    for table in units.executor.tables:
+        _show(table, gradients[table.name])
+    loop.begin(plan, units)
+
+
+def _show(table: RowTable, gradient: Tensor | None) -> None:
+    """The gradient of the last step; that of a window does not outlive its step."""
+    if gradient is None or table.has_window:
+        return
+    is_owner = table.place.rank in table.ownership.owners
+    mine = table.ownership.ids(table.place.rank) if is_owner else torch.empty(0, dtype=torch.int64)
+    table.show_gradient(gradient[mine] if table.is_pulled else gradient.clone())
+
+
+def parameter_facts(model: nn.Module) -> list[ParameterFact]:
+    """What is known of a model that nobody has run: gradients are taken to come against the model's order."""
+    named = names_of(model)
+    return [
+        ParameterFact(
+            name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.nbytes,
+            parameter.requires_grad, "dense", aliases=tuple(aliases), arrival=len(named) - number,
+        )
+        for number, (parameter, (name, *aliases)) in enumerate(named.items())
+    ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""The sparse all-reduce: what it sends follows from the rows that are touched, what arrives does not."""
+
+import pytest
+import torch
+
+from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.parcel import Parcel
+from armillary.exchanges.place import Place
+from armillary.facts.layout import Layout
+from armillary.reference import lockstep
+
+LAYOUT = Layout(("table", "bias", "image", "none"), ((500, 4), (), (3, 2, 2), (0, 7)), "float64")
+HEADER_BYTES = 8 * (2 + len(LAYOUT.names))
+
+
+def parcels_for(touched):
+    """By rank, with values in these rows of the table; the other tensors have some everywhere."""
+    found = []
+    for rank, rows in enumerate(touched):
+        generator = torch.Generator().manual_seed(rank)
+        values = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+        values[:2000].view(500, 4)[list(rows)] = torch.randn(len(rows), 4, generator=generator, dtype=torch.float64)
+        values[2000:] = torch.randn(LAYOUT.numel - 2000, generator=generator, dtype=torch.float64)
+        found.append(Parcel(values, torch.tensor([1.0, 0.0, 1.0, float(rank)], dtype=torch.float64), LAYOUT))
+    return found
+
+
+def pushed(parcels):
+    exchange = build_dense("sparse_all_reduce")
+    places = [Place(rank, len(parcels), 1) for rank in range(len(parcels))]
+    return lockstep.run([exchange.push(one, {}, place) for one, place in zip(parcels, places, strict=True)], 1)
+
+
+TOUCHED = {
+    "the same": [[3, 7], [3, 7], [3, 7]],
+    "others": [[0, 499], [1], list(range(20))],
+    "none on some": [[], [5], []],
+    "none at all": [[], [], []],
+    "most": [list(range(450)), [1], [2]],
+}
+
+
+@pytest.mark.parametrize("touched", TOUCHED.values(), ids=TOUCHED)
+def test_every_rank_gets_the_sum_in_the_order_of_ranks_whatever_rows_are_touched(touched):
+    wanted = torch.zeros(LAYOUT.numel, dtype=torch.float64)
+    for parcel in parcels_for(touched):
+        wanted += parcel.values
+    for result, _ in pushed(parcels_for(touched))[0]:
+        torch.testing.assert_close(result.values, wanted, rtol=0, atol=0)
+        assert result.tail.tolist() == [3.0, 0.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("touched", TOUCHED.values(), ids=TOUCHED)
+def test_a_rank_sends_its_rows_and_their_numbers_or_as_an_all_reduce_does(touched):
+    others = len(touched) - 1
+    rest = 1 + 3  # rows of the other tensors, which hold 13 numbers
+    rows = [others * (HEADER_BYTES + (len(mine) + rest) * 4 + (4 * len(mine) + 13) * 8) for mine in touched]
+    whole = others * HEADER_BYTES + 2 * others / len(touched) * LAYOUT.nbytes
+    is_dense = max(rows) > whole
+    assert is_dense == (max(map(len, touched)) > 100)
+    assert pushed(parcels_for(touched))[1] == pytest.approx([whole] * len(touched) if is_dense else rows)
+
+
+def test_what_is_not_a_number_arrives():
+    parcels = parcels_for([[1], [2], [3]])
+    parcels[1].values[2 * 4] = float("nan")
+    parcels[2].values[3 * 4] = float("inf")
+    for result, _ in pushed(parcels)[0]:
+        assert result.values[8].isnan() and result.values[12].isinf()
