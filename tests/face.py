@@ -211,6 +211,12 @@ def export(run: Started) -> dict[str, Any] | None:
     return run.run.export()
 
 
+def ema(run: Started, decay: float) -> Any:
+    """Collective: a moving average of all parameters. It has update(), which asks nobody, and collective shown(), a
+    with-block in which the model holds averages, and export(), a state_dict on rank 0."""
+    return run.run.ema(decay)
+
+
 def evaluate(run: Started, look: Callable[[nn.Module, Batch], Any], batches: Iterable[Batch]) -> list[Any]:
     """Collective: look(model, batch) at the newest weights, in evaluation mode; training goes on unchanged."""
     seen: list[Any] = []

@@ -33,7 +33,7 @@ from armillary.runtime.saving.saved import REST
 from armillary.session.every import CheckpointEvery
 from armillary.session.exchange_state import index_of_ranks, own_tensors, write_ranks
 from armillary.session.job import Job
-from armillary.session.row_tensors import RowTensor, row_tensors
+from armillary.session.row_tensors import RowTensor, average_tensors, row_tensors
 
 __all__ = ["CheckpointEvery", "latest_checkpoint", "save"]
 
@@ -60,9 +60,12 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
         _refuse_unloadable(loop)
         names = run.names
     trouble.agree(transport)
-    _refuse_disagreement(run, (transport.step, str(folder), keep, names))
+    averages = {key: {"updates": one.updates, "whole": one.whole_of(run.tables)} for key, one in run.averages.items()}
+    updates = {key: one.updates for key, one in run.averages.items()}
+    _refuse_disagreement(run, (transport.step, str(folder), keep, names, updates))
     run.settle()
-    tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
+    tensors = [*row_tensors(run.tables, run.held, run.optimizer, run.transport), *average_tensors(run.tables)]
+    tensors.sort(key=lambda tensor: -tensor.shard.dtype.itemsize)  # which keeps files aligned
     own = own_tensors(run)
     loops = transport.share(dict(loop))
     path = folder
@@ -74,7 +77,8 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     records: list[FileRecord] = []
     with run.rest() as rest, trouble.kept():
         if run.rank == 0:
-            records.append(_write_rest(run, path / REST, {**rest, "loops": loops, "present": own.present}))
+            rest = {**rest, "loops": loops, "present": own.present, "averages": averages}
+            records.append(_write_rest(run, path / REST, rest))
     records += _write_rows(run, path, tensors, trouble)
     records += write_ranks(run, path, own.tensors, trouble)
     trouble.agree(transport, f"{path} is unfinished and will not be loaded; older checkpoints are as they were")
@@ -127,7 +131,8 @@ def _unloadable_in(path: str, value: Any) -> tuple[str, Any]:
 
 def _refuse_disagreement(run: Job, mine: tuple[Any, ...]) -> None:
     everyones = run.transport.share(mine)
-    for what, theirs in zip(("step", "folder", "keep", "optimizer parameters"), zip(*everyones, strict=True)):
+    subjects = ("step", "folder", "keep", "optimizer parameters", "updates of moving averages")
+    for what, theirs in zip(subjects, zip(*everyones, strict=True), strict=True):
         if any(other != theirs[0] for other in theirs):
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(theirs))
             raise ValueError(f"save: ranks disagree on the {what} ({listing}); call save alike on every rank")

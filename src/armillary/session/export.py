@@ -11,9 +11,9 @@ from torch import Tensor
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.optimizers import split
 from armillary.session.job import Job
-from armillary.session.row_tensors import gathered, row_tensors
+from armillary.session.row_tensors import RowTensor, gathered, row_tensors
 
-__all__ = ["export"]
+__all__ = ["export", "export_model"]
 
 
 def export(run: Job) -> dict[str, Any] | None:
@@ -51,6 +51,18 @@ def export(run: Job) -> dict[str, Any] | None:
     numbered = {numbers[name]: state[name] for name in names if state.get(name)}
     each = split({"state": numbered, "param_groups": groups}, run.optimizer)
     return {"model": model, "optimizer": each[0] if len(each) == 1 else each}
+
+
+def export_model(run: Job) -> dict[str, Any] | None:
+    """Collective, between two steps, where the model holds whole weights: on rank 0 its plain state_dict, copies on the
+    CPU, with the values that it holds; None on the other ranks."""
+    run.settle()
+    tables = [RowTensor(table, "", table.shard) for table in run.tables.values()]
+    whole = {tensor.table.name: gathered(tensor, run.transport) for tensor in tables}
+    if run.rank > 0:
+        return None
+    state = run.model.state_dict().items()
+    return {key: whole[one.reader.name] if isinstance(one, TableHandle) else _copied(one) for key, one in state}
 
 
 def _copied(value: Any) -> Any:

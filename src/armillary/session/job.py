@@ -12,6 +12,7 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
+from armillary.session.average import Average
 from armillary.session.first_batches import FirstBatches
 from armillary.session.tally import Tally
 
@@ -27,6 +28,7 @@ class Job(Protocol):
     plan: Plan
     tally: Tally
     first: FirstBatches
+    averages: dict[str, Average]  # moving ones, by their keys
 
     @property
     def model(self) -> nn.Module: ...
@@ -65,6 +67,13 @@ class Job(Protocol):
 
     def drained(self) -> list[StepLosses]:
         """Ends what is under way, as part of the schedule; the losses that nobody was given yet. Collective."""
+
+    @property
+    def not_whole(self) -> str:
+        """Why the model does not hold the newest weights, alike on every rank, between two steps; empty if it does."""
+
+    def keep_up(self) -> None:
+        """Collective: from here on nothing of a step is under way when its optimizer has stepped."""
 
     def newest(self) -> AbstractContextManager[None]:
         """Inside, the model holds the newest weights. Collective."""

@@ -4,6 +4,7 @@ Everything is opened, checked against the model and the optimizer, and agreed on
 is overwritten: a checkpoint that does not fit leaves the run as it was.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.exchange_state import fill_ranks
+from armillary.session.job import Job
 
-__all__ = ["load"]
+__all__ = ["fill_averages", "load"]
 
 
 def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
         if named is not None:
             _fill_optimizer(run, named, trouble)
         fill_ranks(run, saved, trouble)
+        fill_averages(run, saved, trouble)
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
     run.forget_step()
@@ -173,6 +176,30 @@ def _table_entry(
     return rows[:0].clone()
 
 
+def fill_averages(run: Job, saved: Saved, trouble: FirstError) -> None:
+    """Moving averages that were not saved begin anew, from the model as it was loaded."""
+    for key, average in run.averages.items():
+        average.begin(run.model, run.tables)
+        if key not in saved.averages:
+            continue
+        average.updates, values = saved.averages[key]
+        for name, table in run.tables.items():
+            _fill_shard(run, table.averages[key], table, values[name], trouble)
+        with trouble.kept():
+            for name, into in average.whole.items():
+                stored = values[name]
+                if isinstance(stored, StoredRows):
+                    _fill_whole(into, stored)
+                else:
+                    into.copy_(stored)
+    if run.rank == 0 and (left := sorted(saved.averages.keys() - run.averages.keys())):
+        warnings.warn(
+            f"load: the checkpoint holds moving averages of decay {', '.join(left)}, which this run does not keep; "
+            "call run.ema(decay) before run.load to go on with them",
+            stacklevel=2,
+        )
+
+
 def _fill_whole(into: Tensor, stored: StoredRows) -> None:
     step = block_rows(into)
     for first in range(0, into.shape[0], step):
@@ -180,7 +207,7 @@ def _fill_whole(into: Tensor, stored: StoredRows) -> None:
         into[first:last].copy_(stored.read(first, last))
 
 
-def _fill_shard(run: UserLoop, into: Tensor, table: RowTable, stored: Tensor | StoredRows, trouble: FirstError) -> None:
+def _fill_shard(run: Job, into: Tensor, table: RowTable, stored: Tensor | StoredRows, trouble: FirstError) -> None:
     """The rows this rank holds of a table or of its optimizer state. Of files cut by row, each rank reads its block."""
     if table.is_pulled and isinstance(stored, StoredRows):
         spans = equal_spans(table.shape[0], run.workers)

@@ -21,7 +21,7 @@ from armillary.session.row_tensors import row_tensors
 
 __all__ = ["move", "unfinished"]
 
-GRADIENT = ".grad"  # no name of an optimizer's entry
+GRADIENT, AVERAGE = ".grad", ".average "  # no names of an optimizer's entries
 
 
 def unfinished(run: UserLoop) -> str:
@@ -60,6 +60,7 @@ def _move(run: UserLoop, table: RowTable, choice: Choice) -> None:
     for entry, rows in parts.items():
         _carry(rows, table, arrived[entry], target, run.transport)
     shard, gradient = arrived.pop(""), arrived.pop(GRADIENT, None)
+    table.averages = {key: arrived.pop(AVERAGE + key) for key in table.averages}
     table.deal_anew(exchange, shard, gradient)
     for entry, rows in arrived.items():
         if table.has_window:
@@ -74,6 +75,7 @@ def _parts(run: UserLoop, table: RowTable) -> dict[str, Tensor]:
     names."""
     tensors = row_tensors({table.name: table}, run.held, run.optimizer, run.transport)
     parts = {tensor.entry: tensor.shard for tensor in tensors}
+    parts.update({AVERAGE + key: rows for key, rows in table.averages.items()})
     gradient = table.gradient  # a step leaves it there until the loop drops it
     if run.transport.agree_largest([float(gradient is not None)])[0]:
         parts[GRADIENT] = torch.zeros_like(table.shard) if gradient is None else gradient

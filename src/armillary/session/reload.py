@@ -13,6 +13,7 @@ from armillary.runtime.saving.optimizer_state import by_index, by_name
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.owned_loop import OwnedLoop
+from armillary.session.load import fill_averages
 
 __all__ = ["reload"]
 
@@ -33,6 +34,7 @@ def reload(run: OwnedLoop, path: str | Path) -> dict[str, Any]:
     run.undo(gather=True)
     with trouble.kept(), torch.no_grad():
         _fill(run, saved)
+        fill_averages(run, saved, trouble)
     trouble.agree(transport, "the run is now half loaded: load again")
     transport.step = saved.step
     run.begin()

@@ -5,7 +5,7 @@ state yet that others have: such rows count as zero, as they would begin.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +17,27 @@ from armillary.runtime.saving.optimizer_state import table_state
 from armillary.runtime.saving.row_blocks import all_on_first, to_spans
 from armillary.runtime.transport import Transport
 
-__all__ = ["RowTensor", "gathered", "row_tensors"]
+__all__ = ["RowTensor", "average_tensors", "gathered", "row_tensors"]
 
 
 class RowTensor(NamedTuple):
-    """entry: name in the optimizer's state, or "" for the table itself. shard: (local rows, *row shape)."""
+    """entry: name in the optimizer's state, or of a moving average; "" for the table itself. shard: (local rows, *row
+    shape)."""
 
     table: RowTable
     entry: str
     shard: Tensor
+    kind: Literal["optimizer", "average"] = "optimizer"
 
     @property
     def key(self) -> str:
         """Its name in a checkpoint."""
-        return f"optimizer/{self.table.name}/{self.entry}" if self.entry else f"model/{self.table.name}"
+        return f"{self.kind}/{self.table.name}/{self.entry}" if self.entry else f"model/{self.table.name}"
+
+
+def average_tensors(tables: Mapping[str, RowTable]) -> list[RowTensor]:
+    """The moving averages of their rows; the same on every rank."""
+    return [RowTensor(t, key, rows, "average") for t in tables.values() for key, rows in sorted(t.averages.items())]
 
 
 def row_tensors(

@@ -26,6 +26,7 @@ from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import save
+from armillary.session.ema import Ema, begin_ema
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.evaluate import Measure, evaluated
@@ -98,6 +99,7 @@ class Run:
         Raises:
             ValueError: nobody gave the loss to `attach`, or another number of micro-batches is wanted.
         """
+        self._refuse_shown("step")
         with self._transport.within("step"):
             return self._engine.step(micro_batches)
 
@@ -154,6 +156,27 @@ class Run:
         """
         with self._transport.within("evaluate"):
             return evaluated(self._engine, batches, measure)
+
+    def ema(self, decay: float) -> Ema:
+        """An exponential moving average of every parameter, tables whose rows are spread among them: an owner averages
+        its rows. The numbers are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+
+            ema = run.ema(0.999)
+            ...
+                optimizer.step()
+                ema.update()  # asks nobody
+            with ema.shown():  # the model holds the averages
+                totals = run.evaluate(batches, measure)
+            state = ema.export()  # a state_dict on rank 0
+
+        Called again with the same decay it is the same average.
+
+        Raises:
+            ValueError: decay is not between 0 and 1, ranks give different ones, or the plan does not leave the newest
+                weights in the model after a step.
+        """
+        with self._aside("ema"):
+            return begin_ema(lambda: self._engine, decay)
 
     def report(self) -> Report:
         """Forecast beside measured, per worker and step since attach; it prints."""
@@ -261,6 +284,7 @@ class Run:
         if self._closed:
             return []
         engine = self._engine
+        self._refuse_shown("close")
         with engine.transport.within("close"):
             told = engine.drained()
             engine.finish()
@@ -290,8 +314,16 @@ class Run:
     def _aside(self, call: str) -> Iterator[UserLoop | OwnedLoop]:
         """Requests made inside belong to no step."""
         engine = self._engine
+        self._refuse_shown(call)
         with engine.transport.within(call), engine.transport.unrecorded():
             yield engine
+
+    def _refuse_shown(self, call: str) -> None:
+        if any(average.is_shown for average in self._engine.averages.values()):
+            raise RuntimeError(
+                f"run.{call}: rank {self._rank}: inside ema.shown() the model holds averages, and may only be read; "
+                "leave its block first (ema.export() exports averages)"
+            )
 
     def __enter__(self) -> "Run":
         return self

@@ -179,7 +179,7 @@ class LookUps:
 
     def everyones(self, table: RowTable, part: Tensor) -> Tensor:
         """Collective: what every rank has computed of its rows, (ranks, *part.shape), on the CPU."""
-        with self.transport.unrecorded():
+        with self.transport.within("value", table.name), self.transport.unrecorded():
             self.serve_until("asking")
             told: Tensor = self.transport.complete(gathered(part), f"values of {table.name}")
         return told

@@ -25,6 +25,8 @@ from armillary.runtime.hybrid.gradient_handle import GradientHandle
 
 __all__ = ["LookUp", "RowTable"]
 
+SWAPPED_ROWS = 16_384  # at once, which needs memory for as many
+
 
 @dataclass(eq=False)
 class LookUp:
@@ -81,6 +83,7 @@ class RowTable:
     deferring: Deferring | None = None
     look_ahead: LookAhead = "none"  # what of its pulls and pushes leaves at another time (see `look_ahead.py`)
     pending: list[LookUp] = field(default_factory=list)
+    averages: dict[str, Tensor] = field(default_factory=dict)  # moving ones of the shard's rows, by their keys
 
     def __post_init__(self) -> None:
         self.ownership = self.exchange.ownership(self.shape[0], self.place)
@@ -146,11 +149,14 @@ class RowTable:
     def load(self, whole: Tensor) -> None:
         if self.deferring is not None and self.look_ahead == "gradients":
             self.deferring.meet()
-        rows = whole.detach().to(self.shard.dtype)
-        if self.exchange.placement == "replicated":
-            self.shard.copy_(rows)
-        elif self.place.rank in self.ownership.owners:
-            self.shard.copy_(rows[self.ownership.ids(self.place.rank)])
+        self.shard.copy_(self.part_of(whole.detach().to(self.shard.dtype)))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The rows held here of a whole tensor, (rows, *row shape)."""
+        if not self.is_pulled:
+            return whole
+        is_owner = self.place.rank in self.ownership.owners
+        return whole[self.ownership.ids(self.place.rank)] if is_owner else whole[:0]
 
     def gradient_norms(self, order: float) -> Tensor:
         return self.norms(self, order)
@@ -245,6 +251,16 @@ class RowTable:
         if not len(rows) or (self.shard._version == self.version and not len(self.moved)):
             return False
         return self.shard._version != self.version or bool(torch.isin(rows, self.moved).any())
+
+    def swap_rows(self, rows: Tensor) -> None:
+        """The shard and `rows`, (local rows, *row shape), change values. Once they are back, none has moved."""
+        is_known = self.shard._version == self.version
+        for one, other in zip(self.shard.split(SWAPPED_ROWS), rows.split(SWAPPED_ROWS), strict=True):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        if is_known:
+            self.version = self.shard._version
 
     def deposit(self, rows: Tensor, sums: Tensor) -> None:
         """Adds merged gradients of local rows: (k,), (k, *row shape)."""

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,18 @@ from armillary.runtime.hybrid.optimizers import numbered_through
 from armillary.runtime.saving.checkpoint import read_marker, stored_rows, verify
 from armillary.runtime.saving.row_file import StoredRows
 
-__all__ = ["REST", "Saved", "open_saved", "read_rows"]
+__all__ = ["REST", "Saved", "SavedAverage", "open_saved", "read_rows"]
 
 REST = "rest.pt"  # everything that is not cut by row
 
 Stored = Tensor | StoredRows
+
+
+class SavedAverage(NamedTuple):
+    """updates: made so far. values: by parameter."""
+
+    updates: int
+    values: dict[str, Stored]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Saved:
     exchange, replicas: by parameter and entry, (workers, *shape): states of exchanges; weights and optimizer state
         where they differed between ranks. present: of every rank, the keys of those that it had.
     plan: under which it was saved, as JSON has it; empty if nobody knows.
+    averages: moving ones, by their keys.
     """
 
     step: int
@@ -49,6 +57,7 @@ class Saved:
     replicas: Mapping[str, Mapping[str, StoredRows]] = field(default_factory=dict)
     present: tuple[list[str], ...] = ()
     plan: Mapping[str, Any] = field(default_factory=dict)
+    averages: Mapping[str, SavedAverage] = field(default_factory=dict)
 
 
 def read_rows(stored: Stored, first: int, last: int) -> Tensor:
@@ -73,23 +82,27 @@ def _open_folder(folder: Path, rank: int, workers: int) -> Saved:
     verify(folder, marker.files[rank::workers])
     rest = _load(folder / REST)
     model, state = dict(rest["model"]), rest["optimizer"]["state"]
+    averages = {key: SavedAverage(one["updates"], one["whole"]) for key, one in rest.get("averages", {}).items()}
     by_rank: dict[str, dict[str, dict[str, StoredRows]]] = {"exchange": {}, "replicas": {}}
-    for key, rows in stored_rows(folder, marker).items():
-        match key.split("/"):
+    for path, rows in stored_rows(folder, marker).items():
+        match path.split("/"):
             case ["model", name]:
                 model[name] = rows
             case ["optimizer", name, entry]:
                 state.setdefault(name, {})[entry] = rows
+            case ["average", name, key]:
+                averages[key].values[name] = rows
             case ["exchange" | "replicas" as kind, name, entry]:
                 by_rank[kind].setdefault(name, {})[entry] = rows
             case _:
-                raise ValueError(f"checkpoint: {folder} holds rows of {key!r}; this version knows no such thing")
+                raise ValueError(f"checkpoint: {folder} holds rows of {path!r}; this version knows no such thing")
     model.update({alias: model[name] for alias, name in marker.aliases.items()})
     return Saved(
         marker.step, model, rest["optimizer"], rest["optimizer_class"], False, tuple(rest["loops"]),
         f"step {marker.step}, save {marker.serial}, {[record.sha256[:12] for record in marker.files]}",
         marker.workers, by_rank["exchange"], by_rank["replicas"], tuple(rest.get("present", ())),
         marker.plan,
+        averages,
     )  # fmt: skip
 
 

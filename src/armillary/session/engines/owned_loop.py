@@ -25,6 +25,7 @@ from armillary.runtime.saving.optimizer_state import parameter_names, table_stat
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
+from armillary.session.average import Average
 from armillary.session.engines.cut import parts_of
 from armillary.session.engines.interpreted import engine_of
 from armillary.session.engines.refused_state import refuse_state
@@ -53,6 +54,7 @@ class OwnedLoop:
         self.plan, self.job, self.transport = plan, job, transport
         self.model, self.optimizer = job.model, job.optimizer
         self.tally = Tally(plan)
+        self.averages: dict[str, Average] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
         self.originals = dict(job.model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.originals.items()}
@@ -173,6 +175,16 @@ class OwnedLoop:
         """Drains; the losses of all steps that nobody was given yet."""
         self.drain()
         return self.losses()
+
+    @property
+    def not_whole(self) -> str:
+        name = self.plan.schedule.name
+        if not self.has_own_data or self.parts.course.schedule.stale_share:
+            return f"under schedule {name} the model does not hold the newest weights between steps"
+        return f"under schedule {name} rows of tables are kept in several versions" if self.tables else ""
+
+    def keep_up(self) -> None:
+        self.settle()
 
     @contextmanager
     def newest(self) -> Iterator[None]:

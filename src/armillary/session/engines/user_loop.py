@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from armillary.facts.plan import Forecast, Plan
-from armillary.runtime.consensus import mean_optimizer, shown, take_mean
+from armillary.runtime.consensus import differing, mean_optimizer, shown, take_mean
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
@@ -25,6 +25,7 @@ from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_r
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.saving.optimizer_state import parameter_names
 from armillary.runtime.watch.probe import Loss
+from armillary.session.average import Average
 from armillary.session.engines.even_batches import even_batches
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
@@ -49,6 +50,7 @@ class UserLoop:
         self.is_scaled = job.scaler is not None and job.scaler.is_enabled()
         self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
         self._is_asking = False  # for the optimizer's state, itself
+        self.averages: dict[str, Average] = {}
         self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
             self._undo += [
@@ -84,7 +86,8 @@ class UserLoop:
                 self._undo += refuse_state(one, self._refuse_state)
         executor.deferral.late_steps = LateSteps(self)
         late, is_one = executor.deferral.late_steps, len(members(job.optimizer)) == 1
-        executor.deferral.stopped |= {t.name for t in self._windows() if not (is_one and late.can_split(t))}
+        whole = [t for t in self._windows() if not (is_one and late.can_split(t))]
+        executor.deferral.stopped |= self.tables.keys() if self.averages else {table.name for table in whole}
 
     @property
     def rank(self) -> int:
@@ -181,6 +184,15 @@ class UserLoop:
         self.executor.look_ups.serve_until("finished")
         self.executor.deferral.catch_up()
         self.transport.barrier()
+
+    @property
+    def not_whole(self) -> str:
+        apart = differing(self.executor.units)
+        return f"under this plan workers hold different weights between steps ({', '.join(apart)})" if apart else ""
+
+    def keep_up(self) -> None:
+        self.settle()
+        self.executor.deferral.stopped |= self.tables.keys()
 
     @contextmanager
     def newest(self) -> Iterator[None]:
