@@ -123,6 +123,25 @@ def test_a_model_whose_tables_are_at_work_or_were_not_gathered_is_refused(crew):
         assert TABLE in again and "without gathering" in again and "build the model anew" in again
 
 
+def after_an_exception(rank, world, plan):
+    model = chain()
+    run = face.start(plan, model, of(model), pair_loss, pair_batch(0, 0))
+    said = said_by(lambda: raising_in(run))
+    run = face.start(plan, model, of(model), pair_loss, pair_batch(0, 0))
+    face.step(run, [pair_batch(0, rank)])
+    face.close(run)
+    return said
+
+
+def raising_in(run):
+    with face.block(run):
+        raise ValueError("of the loop itself")
+
+
+def test_a_model_whose_run_ended_in_an_exception_may_be_trained_again(crew):
+    assert crew(2).run(after_an_exception, chain_plan()) == ["of the loop itself"] * 2
+
+
 def of_foreign_parameters(rank, world, plan):
     model, other = chain(), chain()
     temperature = nn.Parameter(torch.ones(1))

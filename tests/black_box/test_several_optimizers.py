@@ -10,6 +10,7 @@ from test_errors import said_by
 from torch import nn
 from torch.nn import functional
 
+import armillary
 import face
 
 WORKERS, STEPS, ROWS, CRITIC_STEPS = 2, 4, 17, 2
@@ -313,15 +314,17 @@ def refused(rank, world, plan, schedule_plan):
         said_by(lambda: face.start(plan, model, ["adam"], word_loss)),
         said_by(lambda: face.start(schedule_plan, other, two, pair_loss, pair_batch(0, 0))),
         said_by(lambda: face.parallelize(model, both, [word_batch(0, 0)] * 2, word_loss)),
+        said_by(lambda: armillary.verify(model, halves(model), [word_batch(0, 0)] * 2, word_loss)),
     ]
 
 
 @pytest.mark.parametrize("schedule", ["pipeline", "delayed_all_reduce"])
 def test_a_parameter_in_two_optimizers_none_at_all_and_schedules_that_own_the_loop_are_refused(crew, schedule):
     staged = face.plan_for(chain(), pair_loss, [pair_batch(0, n) for n in range(2)], 2, schedule=schedule)
-    for twice, none, text, owned, twice_too in crew(2).run(refused, words_plan(), staged):
+    for twice, none, text, owned, twice_too, verified in crew(2).run(refused, words_plan(), staged):
         assert "SGD + Adam holds 'layers.0.weight' twice" in twice and "each parameter once" in twice_too
         assert "want an optimizer of torch" in none and "want an optimizer of torch" in text
+        assert "verify: takes one optimizer, got a list" in verified
         assert schedule in owned and "one optimizer, got SGD + SGD" in owned
 
 
