@@ -168,6 +168,25 @@ def test_a_gan_of_two_models_and_two_optimizers_trains_as_one_process_and_resume
     assert same([one["state"] for one in end["optimizer"]], [one["state"] for one in kept]), "one state_dict for each"
 
 
+def in_one_line(rank, world):
+    """Planned from the first steps, in which both have stepped; the generator's table is spread from then on."""
+    model = pair()
+    optimizers = optimizers_of(model)
+    run = armillary.parallelize(model, optimizers, constraints={"*.words.weight": "row_sharded"})
+    layouts = []
+    for step in range(STEPS):
+        layouts.append(run.plan.group_of("generator.words.weight").layout)
+        play(model, optimizers, batch_of(rank, step))
+    run.close()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, layouts
+
+
+def test_a_gan_in_one_line_trains_as_one_process(crew):
+    for whole, layouts in crew(WORKERS).run(in_one_line):
+        assert differ(whole, played_alone(range(STEPS))) == {}
+        assert layouts[0] == "replicated" and layouts[-1] == "row_sharded"
+
+
 # Together: one backward, a step of each
 
 
