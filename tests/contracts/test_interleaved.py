@@ -1,7 +1,7 @@
 """Proof of the contracts: interleaved 1F1B, two stages a process. One more schedule is one file."""
 
-import itertools
 from contextlib import contextmanager
+from itertools import chain, product
 
 import pytest
 from typer.testing import CliRunner
@@ -27,24 +27,22 @@ def interleaved(workers, micro_batches):
     """Narayanan et al., 2021: workers' micro-batches by turns through the first part, then the second."""
 
     def order(kind, worker):
-        groups = [range(first, min(first + workers, micro_batches)) for first in range(0, micro_batches, workers)]
-        parts = list(range(PARTS))[:: 1 if kind == "F" else -1]
-        every = itertools.product(groups, parts)
+        groups = [range(micro_batches)[first : first + workers] for first in range(0, micro_batches, workers)]
+        every = product(groups, list(range(PARTS))[:: 1 if kind == "F" else -1])
         return [(kind, part * workers + worker, m) for group, part in every for m in group]
 
     def queue(worker):
         forwards, backwards = order("F", worker), order("B", worker)
         ahead = min(len(forwards), 2 * (workers - worker - 1) + (PARTS - 1) * workers)
-        mixed = itertools.chain.from_iterable(zip(forwards[ahead:], backwards))
+        mixed = chain(*zip(forwards[ahead:], backwards))
         return [*forwards[:ahead], *mixed, *backwards[len(forwards) - ahead :]]
 
     def needed(kind, stage, m):
-        if kind == "F":
-            return [("F", stage - 1, m)] if stage else []
-        return [("F", stage, m)] if stage == PARTS * workers - 1 else [("B", stage + 1, m)]
+        if kind == "F" or stage == PARTS * workers - 1:
+            return [("F", stage - (kind == "F"), m)] if stage else []
+        return [("B", stage + 1, m)]
 
-    ends, rows = {}, [[] for _ in range(workers)]
-    queues = [queue(worker) for worker in range(workers)]
+    ends, rows, queues = {}, [[] for _ in range(workers)], [queue(worker) for worker in range(workers)]
     while any(queues):
         for worker, left in enumerate(queues):
             while left and all(key in ends for key in needed(*left[0])):
@@ -54,8 +52,8 @@ def interleaved(workers, micro_batches):
                 )
                 rows[worker].append(Action(start, 1, kind, stage, m))
                 ends[kind, stage, m] = start + 1
-    staleness = ((0,) * PARTS * workers,) * micro_batches
-    return Schedule("interleaved", max(ends.values()), tuple(map(tuple, rows)), staleness)
+    fresh = ((0,) * PARTS * workers,) * micro_batches
+    return Schedule("interleaved", max(ends.values()), tuple(map(tuple, rows)), fresh)
 
 
 @contextmanager
@@ -66,7 +64,7 @@ def shelf():
         pipeline_method(
             table=lambda options: interleaved(options.stages // PARTS, options.micro_batches),
             pace=lambda options, stages: sum(stages) / (len(stages) // PARTS) * options.micro_batches,
-            notes=lambda planned: ["two stages a process"],
+            notes=lambda planned: [],
             parts=PARTS,
         ),
     )
@@ -78,41 +76,41 @@ def shelf():
 
 def lists(schedule, calls, clip):
     for rank in range(schedule.workers):
-        lowering = Lowering(schedule, rank, range(schedule.workers), clip is not None)
-        yield [one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())]
+        rows = Lowering(schedule, rank, range(schedule.workers), clip is not None)
+        yield [one for call in calls for one in (rows.next_step() if call == "t" else rows.rest())]
 
 
 @pytest.mark.parametrize("clip", [None, Clip(1.0), Clip(1.0, "previous")], ids=str)
 @pytest.mark.parametrize(("workers", "micro_batches"), [(2, 2), (2, 4), (3, 3), (3, 6), (4, 8)])
 def test_nothing_hangs_under_either_rule(workers, micro_batches, clip):
-    schedule = interleaved(workers, micro_batches)
+    setting = Setting(interleaved(workers, micro_batches), tuple(range(workers)), clip)
     for calls in ("ttts", "tsttts"):
-        setting, made = Setting(schedule, tuple(range(workers)), clip), list(lists(schedule, calls, clip))
+        made = list(lists(setting.schedule, calls, clip))
         assert [flaw(made, setting, rule) for rule in ("nccl", "gloo")] == ["", ""]
     assert any(one.op == "RECEIVE" and one.peer == workers - 1 for one in made[0]), "the last rank sends to the first"
 
 
-CHOICE = "interleaved(micro_batches=4{})"
-OPTIONS = {"architecture": "vit", "width": 16, "depth": 2}
+CHOICE, OPTIONS = "interleaved(micro_batches=4{})", {"architecture": "vit", "width": 16, "depth": 2}
 
 
-def test_it_is_typed_planned_and_drawn(tmp_path):
-    link = Link(1e-4, 1e8)
-    Topology(2, 1, link, link, 1 << 33).save(tmp_path / "two.json")
+def test_it_is_typed_planned_drawn_and_simulated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Topology(2, 1, Link(1e-4, 1e8), Link(1e-4, 1e8), 1 << 33).save("two.json")
+    said = [f"--set={name}={value}" for name, value in OPTIONS.items()]
+    asked = ["vision", "--small", *said, "--schedule", CHOICE.format(""), "--topology", "two.json"]
     with shelf():
-        asked = ["--schedule", CHOICE.format(""), *(f"--set={name}={value}" for name, value in OPTIONS.items())]
-        done = CliRunner().invoke(app, ["plan", "vision", "--small", *asked, "--topology", str(tmp_path / "two.json")])
-    assert done.exit_code == 0, done.stderr
-    picture = done.stdout[done.stdout.index("interleaved: 2 workers, 4 stages, 4 micro-batches") :]
-    assert parse(picture) == interleaved(2, 4)
+        drawn = CliRunner().invoke(app, ["plan", *asked])
+        played = CliRunner().invoke(app, ["simulate", *asked, "--workers", "2"])
+    assert (drawn.exit_code, played.exit_code) == (0, 0), (drawn.stderr, played.stderr)
+    picture = drawn.stdout[drawn.stdout.index("interleaved: 2 workers, 4 stages, 4 micro-batches") :]
+    assert parse(picture) == interleaved(2, 4) and "step of 2 workers: " in played.stdout
 
 
 def verified(rank, workers, *more):
     with shelf():
         workload = find("vision", {**small("vision"), **OPTIONS})
-        found = verify_workload(
-            workload, steps=4, wishes=Wishes(schedule=chosen(CHOICE.format(", ".join(["", *more]))))
-        )
+        schedule = chosen(CHOICE.format(", ".join(["", *more])))
+        found = verify_workload(workload, steps=4, wishes=Wishes(schedule=schedule))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 
 

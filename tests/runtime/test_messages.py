@@ -122,6 +122,17 @@ def test_messages_arrive_in_order_and_are_recorded_with_their_bytes(crew, check_
         )
 
 
+def profiled(rank, world):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        talk(rank, world, False)
+    return {event.key for event in seen.key_averages() if event.key.startswith("armillary::room")}
+
+
+def test_the_profiler_shows_messages_by_name(crew):
+    names = {"armillary::room.Send", "armillary::room.Receive", "armillary::room.wait"}
+    assert crew(2).run(profiled) == [names, names]
+
+
 def differ(rank, world, fault):
     """Rank 0 sends what rank 1 does not expect."""
     transport = Transport(check_order=True)

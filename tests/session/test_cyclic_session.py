@@ -531,13 +531,13 @@ def edited(made, **options):
 
 
 def misuse(rank, world, made, alone):
-    model = model_of()
+    model, other = model_of(), nn.Sequential(nn.Linear(2, 2))
     said = []
     for attempt in (
         lambda: attach(made, model, optimizer_of(model)),
         lambda: started(alone, model, optimizer_of(model), loss, batch_of(0, 0)),
         lambda: started(edited(made, points=["1"]), model, optimizer_of(model), loss, batch_of(0, 0)),
-        lambda: started(made, nn.Sequential(nn.Linear(2, 2)), optimizer_of(model), loss, batch_of(0, 0)),
+        lambda: started(made, other, optimizer_of(other), loss, batch_of(0, 0)),
         lambda: driven(made)[0].step([batch_of(0, 0)]),
     ):
         try:

@@ -1,0 +1,63 @@
+"""In debug mode every message between stages and workers is compared by its receiver, under every schedule."""
+
+import pytest
+import torch
+from plain_loop import apart
+from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
+from test_schedules import SEED, SHAPES, plan_of, schedule, steps_of, truth
+
+import face
+from armillary.schedules.lowering import Lowering
+
+
+def trained(rank, world, plan, count, steps=4):
+    model = chain(0.3, torch.float64)
+    made = OPTIMIZERS["momentum"](model.parameters())
+    run = face.start(
+        plan, model, made, pair_loss, pair_batch(0, 0, torch.float64), SEED, timeout=60.0, check_order=True
+    )
+    rate = torch.optim.lr_scheduler.MultiStepLR(made, [steps // 2], 0.1)
+    for batches in steps_of(count, steps):
+        face.step(run, face.own(run, batches))
+        rate.step()
+    got = face.weights(run)
+    face.close(run)
+    return got
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name][0] > 1])
+def test_nothing_is_changed_and_nobody_hangs(crew, name):
+    processes, _, count, _ = SHAPES[name]
+    answers = crew(processes).run(trained, plan_of(schedule(name, slack=1), processes), count)
+    assert [apart(got, truth(name, 1)[0]) for got in answers] == [{}] * processes
+
+
+def mixed_up(rank, world, plan):
+    """Rank 1 makes room for two micro-batches in the wrong order: both fit, so without a check nobody would know."""
+    if rank == 1:
+        next_step = Lowering.next_step
+
+        def swapped(lowering):
+            made = next_step(lowering)
+            first, second = [place for place, one in enumerate(made) if one.op == "RECEIVE"][:2]
+            made[first], made[second] = made[second], made[first]
+            return made
+
+        Lowering.next_step = swapped
+    try:
+        trained(rank, world, plan, 3, steps=1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if rank == 1:
+            Lowering.next_step = next_step
+    return ""
+
+
+def test_a_receiver_that_takes_micro_batches_in_another_order_is_told_who_sent_what(crew):
+    error = crew(2).run(mixed_up, plan_of("gpipe(micro_batches=3)", 2))[1]
+    assert (
+        "messages out of order: rank 0 sends #1 length of the form of activation of stage 0 (step 0, micro-batch 0)"
+        in error
+    )
+    assert "rank 1 wants #1 length of the form of activation of stage 0 (step 0, micro-batch 1)" in error
