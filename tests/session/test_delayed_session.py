@@ -247,10 +247,10 @@ def test_the_bytes_forecast_are_the_bytes_sent_and_held(crew, bucket_bytes):
 
 
 def misuse(rank, world, made):
-    said = []
+    said, model = [], model_of()
     owned = dataclasses.replace(made.groups[0], exchange=Choice("owned_dense", {"owner": 0}))
     for attempt in (
-        lambda: attach(made, model_of(), torch.optim.SGD(model_of().parameters(), lr=0.1)),
+        lambda: attach(made, model, torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: driven(made.with_group(owned)),
         lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"slack": 1}))),
         lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"clip_norm": -1.0}))),
