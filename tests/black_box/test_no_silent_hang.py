@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from functools import cache
 
@@ -28,6 +30,9 @@ def plan_of(name, ranks):
 
 
 def started(plan, owns_loop=False):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        dist.barrier()  # from here on ranks of a busy machine are not far apart
     model, loss, example = (chain(), pair_loss, pair_batch(0, 0)) if owns_loop else (made(Reader), word_loss, None)
     return face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), loss, example, **PATIENCE)
 
@@ -85,10 +90,10 @@ def raise_on_rank_1(rank, ranks, plan):
         train(run, [step], rank)
 
 
-def signalled(rank, ranks, plan, number):
+def signalled(rank, ranks, plan, number, who):
     run = started(plan)
     for step in range(4):
-        if (rank, step) == (1, 2):
+        if (rank, step) == (who, 2):
             os.kill(os.getpid(), number)
         train(run, [step], rank)
 
@@ -133,6 +138,23 @@ def uneven_steps_of_delayed(rank, ranks, plan):
     run.run.close()
 
 
+def come_late(rank, ranks, plan):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        started(plan)
+    else:
+        time.sleep(8.0)
+
+
+def fail_in_attach(rank, ranks, plan):
+    dist.init_process_group("gloo")
+    model = made(Reader)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    if rank == 1:
+        model.named_buffers = lambda: [][0]
+    face.start(plan, model, optimizer, word_loss, **PATIENCE)
+
+
 # Legal ones.
 
 
@@ -171,26 +193,30 @@ JOBS = {
     "norm": (norm_on_rank_0, SPREAD),
     "uneven": (uneven_batches, DENSE),
     "raise": (raise_on_rank_1, SPREAD),
-    "stop": (signalled, SPREAD, signal.SIGSTOP),
-    "kill": (signalled, DENSE, signal.SIGKILL),
+    "stop": (signalled, SPREAD, signal.SIGSTOP, 1),
+    "stop of the store": (signalled, DENSE, signal.SIGSTOP, 0),
+    "kill": (signalled, DENSE, signal.SIGKILL, 1),
     "broadcast": (validate_on_rank_0_before_a_broadcast, SPREAD),
     "closed": (evaluate_after_others_closed, DENSE),
     "pipeline save": (save_in_a_pipeline_on_rank_0, PIPELINE),
     "pipeline raise": (raise_in_a_pipeline, PIPELINE),
     "delayed": (uneven_steps_of_delayed, DELAYED),
+    "late": (come_late, DENSE),
+    "attach": (fail_in_attach, DENSE),
     "look-ups": (look_up_alone_for_longer_than_the_timeout, SPREAD),
     "nothing of ours": (work_alone_while_others_wait_for_nothing_of_ours, DENSE),
     "report": (work_alone_for_longer_than_a_report, DENSE),
 }
 RANKS = 2
-TOGETHER = 5  # jobs that wait at the same time, so that the tests need not
+STOPPED = {"stop": [1], "stop of the store": [0]}
+TOGETHER = 6  # jobs that wait at the same time, so that the tests need not
 
 
 @cache
 def ended_together(number):
     names = list(JOBS)[number * TOGETHER :][:TOGETHER]
     jobs = {name: Job(RANKS, JOBS[name][0], plan_of(JOBS[name][1], RANKS), *JOBS[name][2:]) for name in names}
-    return {name: job.ended(stopped=[1] if name == "stop" else []) for name, job in jobs.items()}
+    return {name: job.ended(STOPPED.get(name, [])) for name, job in jobs.items()}
 
 
 def ended(name):
@@ -262,6 +288,24 @@ def test_a_stopped_rank_is_named_as_silent():
     assert "rank 1: no sign of life for" in first and "within timeout=5 s" in first
 
 
+def test_a_stopped_rank_that_keeps_the_store_stops_no_other():
+    _, (lines, second) = said("stop of the store")
+    for text in (lines, second):
+        assert "step, all-reduce of bucket 0, step 2" in text and "the job's store (rank 0, or the launcher)" in text
+
+
+def test_a_rank_that_does_not_come_to_attach_is_named():
+    _, (lines, second) = said("late")
+    assert "rank 0: has not come; rank 1: in attach, connections to the others" in lines
+    assert "rank 0: has not come. Every rank of the job must call attach" in second
+
+
+def test_what_one_rank_raises_in_attach_is_quoted_by_the_other():
+    (_, first), (_, second) = said("attach")
+    assert second == "list index out of range"
+    assert first.endswith("The first error was on rank 1: IndexError: list index out of range")
+
+
 def test_a_killed_rank_is_named_as_silent():
     (_, first), (_, second) = said("kill")
     assert "a peer has stopped" in first and "rank 1: no sign of life for" in first and not second
@@ -324,3 +368,30 @@ def test_waits_that_mean_nothing_are_refused_before_anything_happens(asked, comp
     with pytest.raises(ValueError, match=re.escape(complaint)):
         armillary.parallelize(model, optimizer, [word_batch(0, 0)], word_loss, **asked)
     assert not dist.is_initialized()
+
+
+SCRIPT = """
+import pathlib
+import time
+from test_no_silent_hang import *
+plan = armillary.Plan.from_json(pathlib.Path("plan.json").read_text())
+run = face.start(plan, model := made(Reader), OPTIMIZERS["sgd"](model.parameters()), word_loss,
+                 report_after=1.0, timeout=60.0)
+train(run, range(2), run.rank)
+time.sleep(2.5 * (run.rank == 0))
+train(run, range(2, 4), run.rank)
+run.run.close()
+"""
+
+
+def test_under_torchrun_the_report_comes_too_and_nothing_else_is_said(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plan.json").write_text(plan_of(SPREAD, 2).to_json())
+    paths = os.pathsep.join([*(path for path in sys.path if path), os.path.dirname(__file__)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command += ["train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "armillary: rank 0: outside armillary since its step, " in ended.stderr
+    assert "[c10d]" not in ended.stderr

@@ -20,27 +20,28 @@ T = TypeVar("T")
 class Board:
     """
     Args:
-        store: a client of the job's store that nobody else uses.
+        new_client: of the job's store. One asks, and may wait for an answer for ever; the other never does.
         name: of the transport, the same on its ranks and on no others.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, workers: int) -> None:
+    def __init__(self, new_client: Callable[[], Any], name: str, rank: int, workers: int) -> None:
         self.rank, self.workers = rank, workers
-        self._store, self._name = store, name
+        self._writing, self._store, self._name = new_client(), new_client(), name
+        self._asking: threading.Thread | None = None
         self._is_lost = False  # the store is gone
 
     def put(self, stand: Stand) -> None:
         """Says where this rank stands. Waits for nobody."""
-        self._unless_lost(lambda: self._store.set(self._key(self.rank), stand.to_json()))
+        self._unless_lost(lambda: self._writing.set(self._key(self.rank), stand.to_json()))
 
-    def stands(self) -> dict[int, Stand]:
-        """By rank, of those on the board; none if the store does not answer."""
+    def stands(self) -> dict[int, Stand] | None:
+        """By rank, of those on the board; None if the store does not answer."""
 
         def read() -> dict[int, Stand]:
             texts = {rank: self._get(self._key(rank)) for rank in range(self.workers)}
             return {rank: Stand.from_json(text) for rank, text in texts.items() if text}
 
-        return self._soon(read) or {}
+        return self._soon(read)
 
     def tell(self, error: str) -> str:
         """Leaves word of an error. Returns the first word of any rank, which stays: this or another."""
@@ -69,11 +70,17 @@ class Board:
     def _soon(self, ask: Callable[[], T]) -> T | None:
         """The answer, None if it does not come in time."""
         answers: list[T] = []
+        before = self._asking
+        if before is not None and before.is_alive():
+            before.join(ANSWER_SECONDS)
+            if before.is_alive():  # it will be no better now
+                return None
         asking = threading.Thread(
             target=lambda: self._unless_lost(lambda: answers.append(ask())), name="armillary-board", daemon=True
         )
         with suppress(RuntimeError):  # no thread begins while the interpreter ends
             asking.start()
+            self._asking = asking
             asking.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from armillary.runtime.standing import CLOSED, LET_GO, Stand
+from armillary.runtime.standing import ABSENT, CLOSED, LET_GO, SILENT, Stand
 
 __all__ = ["adds_nothing", "remedy"]
 
@@ -19,6 +19,11 @@ _UNEVEN = "ranks that may run out of data at different steps want run.batches(lo
 _SERVE = (
     "rows of a spread table are served by ranks that are in a call of armillary's: let every rank evaluate "
     "(run.evaluate), or train on meanwhile"
+)
+_ABSENT = "every rank of the job must call attach, or parallelize, and come within the timeout"
+_SILENT = (
+    "a silent process was killed or stopped, or is in a call that lets no other thread run: see its output and "
+    "whether it ran out of memory"
 )
 _AWAY = (
     "a rank may be away for as long as timeout= of attach or parallelize says: give more; if its data ran out, use "
@@ -40,6 +45,8 @@ def remedy(mine: Stand, peers: Sequence[Stand]) -> str:
     if len(calls) > 1:
         said = [f"every rank must call run.{call}, not one alone" for call in calls if call in _COLLECTIVE]
         said += [_NORM] * ("gradient norm" in calls) + [_UNEVEN] * ("close" in calls)
+    said += [_ABSENT] * any(peer.end == ABSENT for peer in peers)
+    said += [_SILENT] * any(peer.end == SILENT for peer in peers)
     if any(not peer.call for peer in here):
         said.append(_SERVE if mine.call == "look-up" else _AWAY)
     if any(peer.end in (CLOSED, LET_GO) for peer in peers):

@@ -26,7 +26,7 @@ class OpenGroups:
     """
 
     def __init__(self, process_group: Any, timeout_seconds: float) -> None:
-        self.parent = process_group or dist.group.WORLD
+        self.parent: Any = process_group or dist.group.WORLD
         self.timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.workers = dist.get_rank(self.parent), dist.get_world_size(self.parent)
         self._open: list[Any] = []
@@ -73,9 +73,8 @@ class OpenGroups:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.close()
 
-    @property
-    def store(self) -> Any:
-        """A client of the job's store of its own: one that waits for an answer keeps no other from asking."""
+    def new_client(self) -> Any:
+        """Of the job's store: one that waits for an answer keeps no other from asking."""
         store = dist.distributed_c10d._get_default_store()
         try:
             return store.clone()  # type: ignore[attr-defined]

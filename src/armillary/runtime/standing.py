@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-__all__ = ["CLOSED", "LET_GO", "Stand", "Standing"]
+__all__ = ["ABSENT", "CLOSED", "LET_GO", "SILENT", "Stand", "Standing"]
 
-# Ends without an error.
+# Ends without an error, and no beginning.
+SILENT = "no sign of life"
+ABSENT = "has not come"
 CLOSED = "has closed its run"
 LET_GO = "ended its program, or let go of its run, without run.close()"
 
@@ -29,13 +31,13 @@ class Stand:
         end: how its program ended, if it did.
     """
 
-    call: str
-    of: str
-    wait: str
-    waited_seconds: float
-    last: str
-    seconds: float
-    step: int
+    call: str = ""
+    of: str = ""
+    wait: str = ""
+    waited_seconds: float = 0.0
+    last: str = ""
+    seconds: float = 0.0
+    step: int = 0
     beat: int = 0
     end: str = ""
 

@@ -88,15 +88,26 @@ class Transport:
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.messages = Messages(self.place.rank, self._lane, check_order)
+        self.watchdog = self._watched(f"opening/{self.open_groups.parent.group_name}", patience)
         try:
-            self.watchdog = self._open_all(patience)
-            self.order_group = self.open_groups.new(range(workers)) if check_order else None
-        except BaseException:
+            with self.within("attach"), self.waiting("connections to the others"):
+                name = self._open_all()
+                self.order_group = self.open_groups.new(range(workers)) if check_order else None
+        except BaseException as error:
+            self.watchdog.tell(f"{type(error).__name__}: {error}")
             self.open_groups.give_up()
             raise
+        finally:
+            self.watchdog.end(CLOSED)
+        self.watchdog = self._watched(name, patience)
         self._let_go = weakref.finalize(self, self.watchdog.end, LET_GO)
 
-    def _open_all(self, patience: Patience) -> Watchdog:
+    def _watched(self, name: str, patience: Patience) -> Watchdog:
+        board = Board(self.open_groups.new_client, name, self.place.rank, self.place.workers)
+        return Watchdog(self.standing, board, patience)
+
+    def _open_all(self) -> str:
+        """Their name."""
         backends = {"cpu": "gloo"} | ({"cuda": "nccl"} if "nccl" in str(dist.get_backend()) else {})
         for device, backend in backends.items():
             self._open("world", device, backend)
@@ -105,8 +116,7 @@ class Transport:
             if self.place.workers_per_node > 1:
                 self._open("node", device, backend)
                 self._open("rail", device, backend)
-        board = Board(self.open_groups.store, name, self.place.rank, self.place.workers)
-        return Watchdog(self.standing, board, patience)
+        return name
 
     def _open(self, scope: Scope, device: str, backend: str) -> None:
         for ranks in self._members(scope):  # every rank must take part in making every group

@@ -18,13 +18,14 @@ from armillary.runtime.board import Board
 from armillary.runtime.last_words import LastWords
 from armillary.runtime.lost import adds_nothing, remedy
 from armillary.runtime.patience import Patience
-from armillary.runtime.standing import Stand, Standing
+from armillary.runtime.standing import ABSENT, SILENT, Stand, Standing
 
 __all__ = ["Watchdog"]
 
 BEAT_SECONDS = 1.0  # between two words of where this rank stands
 SILENT_SECONDS = 3.0  # without one, after which a rank is said to be silent, and for which a stopped one is waited for
 GLANCE_SECONDS = 0.1
+UNANSWERED = "the others: unknown, as the process that keeps the job's store (rank 0, or the launcher) does not answer"
 
 
 class Seen(NamedTuple):
@@ -38,9 +39,14 @@ class Seen(NamedTuple):
     def silent_seconds(self) -> float:
         return 0.0 if self.stand.end else self.last - self.first
 
+    @property
+    def known(self) -> Stand:
+        """Nothing, where it is silent."""
+        return Stand(end=SILENT) if self.silent_seconds > SILENT_SECONDS else self.stand
+
     def __str__(self) -> str:
         if self.silent_seconds > SILENT_SECONDS:
-            return f"no sign of life for {self.silent_seconds:.0f} s, last seen {self.stand.place}"
+            return f"{SILENT} for {self.silent_seconds:.0f} s, last seen {self.stand.place}"
         return str(replace(self.stand, seconds=self.stand.seconds + self.last - self.first))
 
 
@@ -51,6 +57,7 @@ class Watchdog:
     def __init__(self, standing: Standing, board: Board, patience: Patience) -> None:
         self._standing, self._board, self._patience = standing, board, patience
         self._seen: dict[int, Seen] = {}
+        self._is_answered = True  # by the store
         self._end = ""  # how this rank's program ended
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="armillary-watchdog", daemon=True)
@@ -76,13 +83,16 @@ class Watchdog:
                 began, reports = since, 0
             if report_after is not None and waited >= report_after * (reports + 1):
                 reports += 1
-                if self._reports(report_after):
+                if self._standing.wait == (what, since) and self._reports(report_after):
                     print(self._report(), file=sys.stderr, flush=True)
 
     def _look(self) -> None:
         """At the others."""
-        for rank, stand in self._board.stands().items():
+        stands = self._board.stands()
+        self._is_answered = stands is not None
+        for rank in range(self._board.workers if stands is not None else 0):
             if rank != self._board.rank:
+                stand = (stands or {}).get(rank, Stand(end=ABSENT))
                 now, before = time.monotonic(), self._seen.get(rank)
                 self._seen[rank] = Seen(stand, before.first if before and before.stand == stand else now, now)
 
@@ -96,8 +106,8 @@ class Watchdog:
         )
 
     def _report(self) -> str:
-        everyone = self._words() | {self._board.rank: str(self._standing.now())}
-        return f"armillary: {_listed(everyone)} (a wait ends after timeout={self._patience.timeout:g} s)"
+        everyone = self._listed({self._board.rank: str(self._standing.now())})
+        return f"armillary: {everyone} (a wait ends after timeout={self._patience.timeout:g} s)"
 
     def lost(self, what: str, waited_seconds: float, error: RuntimeError) -> str:
         """A wait of this rank for that failed, and why, in one sentence; the other ranks are told of it."""
@@ -108,7 +118,7 @@ class Watchdog:
         why = f"its peers did not come within timeout={self._patience.timeout:g} s" if is_late else "a peer has stopped"
         said = [f"rank {self._board.rank}: {mine.where}: {why}"]
         if is_late or not first:
-            said += [_listed(self._words()), remedy(mine, [one.stand for one in self._seen.values()])]
+            said += [self._listed({}), remedy(mine, [one.known for one in self._seen.values()])]
         told = ". ".join(filter(None, said))
         first = first or self._board.tell(told)
         if first != told:
@@ -117,9 +127,13 @@ class Watchdog:
             said.append(f"({error})")
         return ". ".join(filter(None, said))
 
-    def _words(self) -> dict[int, str]:
-        """Where the others stand."""
-        return {rank: str(one) for rank, one in self._seen.items()}
+    def _listed(self, words: Mapping[int, str]) -> str:
+        """Where the others stand, and these of whom it is known; ranks that stand alike together."""
+        alike: dict[str, list[int]] = {}
+        for rank, text in sorted({**{rank: str(one) for rank, one in self._seen.items()}, **words}.items()):
+            alike.setdefault(text, []).append(rank)
+        said = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in alike.items()]
+        return "; ".join(said + [UNANSWERED] * (not self._is_answered))
 
     def _heard(self) -> str:
         """The first error of any rank; a peer that stopped may be about to say why, or may have said nothing."""
@@ -144,7 +158,3 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(SILENT_SECONDS)
         self._board.leave(self._standing.now(end=self._end or how))
-
-
-def _listed(everyone: Mapping[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(everyone.items()))
