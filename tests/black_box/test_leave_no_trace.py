@@ -1,6 +1,7 @@
 """What is not training changes nothing: not the weights, not the random numbers, not the user's process."""
 
 import os
+import sys
 import threading
 
 import pytest
@@ -110,17 +111,17 @@ def test_a_closed_run_leaves_the_users_hooks_and_none_of_its_own(crew):
 
 
 def scheduled(rank, world, plan):
-    before = scheduling()
+    before, hook = scheduling(), sys.excepthook
     model = made(Reader)
     run = face.start(plan, model, OPTIMIZERS["momentum"](model.parameters()), word_loss)
     for step in range(2):
         face.step(run, [word_batch(rank, step)])
     face.close(run)
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    return before == scheduling(), threads
+    return before == scheduling() and sys.excepthook is hook, threads
 
 
-def test_policy_and_processors_are_as_before_where_ranks_outnumber_the_processors(crew):
+def test_policy_processors_and_excepthook_are_as_before_where_ranks_outnumber_the_processors(crew):
     for is_as_before, threads in crew(4).run(scheduled, words_plan(4)):
         assert is_as_before and not [name for name in threads if "armillary" in name]
 
