@@ -40,7 +40,6 @@ from armillary.facts.trace import Record
 from armillary.runtime.board import Board
 from armillary.runtime.channel import Pending
 from armillary.runtime.joined import can_join, joined, parted
-from armillary.runtime.lost import adds_nothing
 from armillary.runtime.messages import Messages, OutOfOrder
 from armillary.runtime.open_groups import OpenGroups
 from armillary.runtime.order import asked, disagreement
@@ -153,20 +152,9 @@ class Transport:
         """Inside, other ranks see this one in that call (of that), unless it is in another already."""
         return self.standing.within(call, of)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around every wait for other ranks.
-
-        Raises:
-            RuntimeError: a peer is gone, or did not come in time; says where everyone stood and what came first.
-        """
-        began = time.monotonic()
-        with nullcontext() if self.pairwise.is_courier else self.standing.waiting(what):
-            try:
-                yield
-            except RuntimeError as error:
-                said = self.watchdog.lost(what, time.monotonic() - began, error)
-                raise RuntimeError(said) from None if adds_nothing(error) else error
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around every wait for other ranks; see `Watchdog.waiting`."""
+        return self.watchdog.waiting(what, is_held_up=not self.pairwise.is_courier)
 
     def start(self, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.

@@ -10,7 +10,8 @@ Nothing here ends a wait: that is the timeout of the groups.
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -109,7 +110,22 @@ class Watchdog:
         everyone = self._listed({self._board.rank: str(self._standing.now())})
         return f"armillary: {everyone} (a wait ends after timeout={self._patience.timeout:g} s)"
 
-    def lost(self, what: str, waited_seconds: float, error: RuntimeError) -> str:
+    @contextmanager
+    def waiting(self, what: str, is_held_up: bool = True) -> Iterator[None]:
+        """Around every wait for other ranks. is_held_up: whether the thread that trains is held up by it.
+
+        Raises:
+            RuntimeError: a peer is gone, or did not come in time; says where everyone stood and what came first.
+        """
+        began = time.monotonic()
+        with self._standing.waiting(what) if is_held_up else nullcontext():
+            try:
+                yield
+            except RuntimeError as error:
+                said = self._lost(what, time.monotonic() - began, error)
+                raise RuntimeError(said) from None if adds_nothing(error) else error
+
+    def _lost(self, what: str, waited_seconds: float, error: RuntimeError) -> str:
         """A wait of this rank for that failed, and why, in one sentence; the other ranks are told of it."""
         mine = replace(self._standing.now(), wait=what)
         is_late = waited_seconds >= 0.9 * self._patience.timeout
