@@ -21,7 +21,7 @@ class Board:
     """
     Args:
         new_client: of the job's store. One asks, and may wait for an answer for ever; the other never does.
-        name: of the transport, the same on its ranks and on no others.
+        name: of the transport, the same on its ranks.
     """
 
     def __init__(self, new_client: Callable[[], Any], name: str, rank: int, workers: int) -> None:
@@ -55,6 +55,10 @@ class Board:
         """This rank reads no more; its last stand can still be read. The last to leave wipes the board."""
         self.put(stand)
         self._soon(self._left)
+
+    def withdraw(self) -> None:
+        """This rank was never here, and said nothing: for a board whose name is used again."""
+        self._soon(lambda: [self._store.delete_key(self._key(what)) for what in (self.rank, "error")])
 
     def _left(self) -> None:
         if self._store.add(self._key("left"), 1) == self.workers:

@@ -92,12 +92,11 @@ class Transport:
             with self.within("attach"), self.waiting("connections to the others"):
                 name = self._open_all()
                 self.order_group = self.open_groups.new(range(workers)) if check_order else None
-        except BaseException as error:
-            self.watchdog.tell(f"{type(error).__name__}: {error}")
+        except BaseException:
             self.open_groups.give_up()
             raise
         finally:
-            self.watchdog.end(CLOSED)
+            self.watchdog.end("")
         self.watchdog = self._watched(name, patience)
         self._let_go = weakref.finalize(self, self.watchdog.end, LET_GO)
 

@@ -166,11 +166,14 @@ class Watchdog:
             self._board.tell(f"rank {self._board.rank}: {error}")
 
     def end(self, how: str) -> None:
-        """Stops. how: what ranks that wait for this one read, unless it has ended with an error."""
+        """Stops. how: what ranks that wait for this one read, unless it has ended with an error; empty if none do."""
         if self._is_alone:
             return
         self._over.set()
         self._last_words.remove()
         if threading.current_thread() is not self._thread:
             self._thread.join(SILENT_SECONDS)
-        self._board.leave(self._standing.now(end=self._end or how))
+        if how:
+            self._board.leave(self._standing.now(end=self._end or how))
+        else:
+            self._board.withdraw()
