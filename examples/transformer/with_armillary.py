@@ -1,0 +1,79 @@
+"""A small transformer language model, torchrun: AdamW, cosine rate, clipping, bfloat16, accumulation, checkpoints."""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import armillary
+
+WORDS, WIDTH, LENGTH, EPOCHS, TOGETHER = 500, 32, 12, 3, 2
+FOLDER = "transformer"
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.body = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        return self.head(self.body(self.embedding(words) + self.position, mask, is_causal=True))
+
+
+def sentences(count: int, seed: int) -> TensorDataset:
+    """Each word is the one before plus a step of the sentence's own."""
+    draw = torch.Generator().manual_seed(seed)
+    first, step = torch.randint(WORDS, (2, count, 1), generator=draw)
+    return TensorDataset((first + (step % 4) * torch.arange(LENGTH + 1)) % WORDS)
+
+
+def loss_of(model: nn.Module, words: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(words[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), words[:, 1:].flatten())
+
+
+def main() -> float:
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = armillary.parallelize(model, optimizer)
+    training, held_out = sentences(512, 1), sentences(64, 2)
+    loader = run.shard(DataLoader(training, batch_size=8, shuffle=True))
+    held_out_loader = run.shard(DataLoader(held_out, batch_size=8), drop_last=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader) // TOGETHER)
+    first_epoch = 0
+    if kept := run.load(armillary.latest_checkpoint(FOLDER)):
+        scheduler.load_state_dict(kept["scheduler"])
+        first_epoch = kept["epoch"]
+    perplexity = 0.0
+    for epoch in range(first_epoch, EPOCHS):
+        model.train()
+        for number, (words,) in enumerate(loader):
+            is_last = (number + 1) % TOGETHER == 0
+            with nullcontext() if is_last else run.no_sync():
+                loss = loss_of(model, words) / TOGETHER
+                loss.backward()
+            if is_last:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        found = run.evaluate(held_out_loader, lambda model, batch: {"loss": loss_of(model, *batch), "batches": 1})
+        perplexity = math.exp(found["loss"] / found["batches"])
+        if run.rank == 0:
+            print(f"epoch {epoch}: held-out perplexity {perplexity:.1f}")
+        run.save(FOLDER, loop={"scheduler": scheduler.state_dict(), "epoch": epoch + 1})
+    run.close()
+    return perplexity
+
+
+if __name__ == "__main__":
+    main()
