@@ -63,7 +63,9 @@ def main() -> float:
             accuracy = run.evaluate(held_out_loader, right)["right"] / len(held_out)
         if run.rank == 0:
             print(f"epoch {epoch}: accuracy of the averaged weights {accuracy:.3f}")
-    average.export(FILE)
+    state = average.export()
+    if run.rank == 0:
+        torch.save(state, FILE)
     run.close()
     return accuracy
 
