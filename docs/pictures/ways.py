@@ -36,15 +36,24 @@ def _panel(axes: Axes, title: str, color: str) -> None:
         else:
             for slot in range(4):
                 shade = ROWS if slot == number else "#eeeeee"
-                axes.add_patch(plt.Rectangle((x - 0.06 + 0.03 * slot, y - 0.1), 0.026, 0.09, fc=shade, ec="#999999", lw=0.5))
+                corner = (x - 0.06 + 0.03 * slot, y - 0.1)
+                axes.add_patch(plt.Rectangle(corner, 0.026, 0.09, fc=shade, ec="#999999", lw=0.5))
 
 
 def _arrow(axes: Axes, begins: tuple[float, float], ends: tuple[float, float], color: str, curve: float) -> None:
     axes.add_patch(
         FancyArrowPatch(
-            begins, ends, connectionstyle=f"arc3,rad={curve}", arrowstyle="-|>", mutation_scale=11, color=color,
-            shrinkA=40, shrinkB=40, lw=1.4, alpha=0.85,
-        )  # fmt: skip
+            begins,
+            ends,
+            connectionstyle=f"arc3,rad={curve}",
+            arrowstyle="-|>",
+            mutation_scale=11,
+            color=color,
+            shrinkA=40,
+            shrinkB=40,
+            lw=1.4,
+            alpha=0.85,
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""A small DLRM, torch's DistributedDataParallel: bags of ids and dense features, Adagrad, area under the curve, early stop."""
+"""A small DLRM, torch's DDP: bags of ids and dense features, Adagrad, early stop."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A small DLRM, torchrun: bags of ids and dense features, Adagrad, area under the curve, early stop."""
+"""A small DLRM, torchrun: bags of ids and dense features, Adagrad, early stop."""
 
 import torch
 import torch.nn.functional as F

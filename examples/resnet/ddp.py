@@ -1,4 +1,4 @@
-"""A small residual network, torch's DistributedDataParallel: SGD, one-cycle rate, running statistics, an average of the weights."""
+"""A small residual network, torch's DDP: SGD, one-cycle rate, running statistics, averaged weights."""
 
 import torch
 import torch.distributed as dist

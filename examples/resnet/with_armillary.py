@@ -1,4 +1,4 @@
-"""A small residual network, torchrun: SGD, one-cycle rate, running statistics, an average of the weights."""
+"""A small residual network, torchrun: SGD, one-cycle rate, running statistics, averaged weights."""
 
 import torch
 import torch.nn.functional as F

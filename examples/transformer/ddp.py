@@ -1,4 +1,4 @@
-"""A small transformer language model, torch's DistributedDataParallel: AdamW, cosine rate, clipping, bfloat16, accumulation, checkpoints."""
+"""A small transformer language model, torch's DDP: AdamW, cosine rate, clipping, accumulation, checkpoints."""
 
 import os
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A small transformer language model, torchrun: AdamW, cosine rate, clipping, bfloat16, accumulation, checkpoints."""
+"""A small transformer language model, torchrun: AdamW, cosine rate, clipping, accumulation, checkpoints."""
 
 import math
 from contextlib import nullcontext
