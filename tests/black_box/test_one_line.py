@@ -77,13 +77,15 @@ def one_process(habit, optimizer_name, steps, workers=2, loss=loss):
     model = made()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     schedule = schedule_of(optimizer) if habit == "one_cycle" else None
-    parts = 2 if habit == "accumulate" else 1
+    parts, kept = 2 if habit == "accumulate" else 1, {}
     for step in range(steps):
         batches = [batch_of(worker, step * parts + part) for part in range(parts) for worker in range(workers)]
         found = [gradients_of(model, loss, batch)[1] for batch in batches]
         for name, parameter in model.named_parameters():
             mine = [one[name] for one in found if name in one]
             parameter.grad = sum(mine[1:], mine[0]) / workers if mine else None
+            if habit == "forget zero_grad":
+                kept[name] = parameter.grad = parameter.grad + kept.get(name, 0.0)
         if habit == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -102,7 +104,8 @@ def one_line(rank, world, habit, optimizer_name, constraints, loss=loss):
     called = torch.compile(model, backend="eager") if habit == "compile" else model
     parts, plans = 2 if habit == "accumulate" else 1, [run.plan]
     for step in range(STEPS):
-        optimizer.zero_grad()
+        if habit != "forget zero_grad":
+            optimizer.zero_grad()
         for part in range(parts):
             with run.no_sync() if part + 1 < parts else contextlib.nullcontext():
                 scaler.scale(loss(called, batch_of(rank, step * parts + part))).backward()
@@ -150,6 +153,7 @@ def is_provisional(plan):
         ("accumulate", "momentum", SPREAD),
         ("compile", "adam", SPREAD),
         ("evaluate", "adam", SPREAD),
+        ("forget zero_grad", "adam", SPREAD),
     ],
     ids=str,
 )
@@ -204,6 +208,47 @@ def test_a_rank_whose_data_run_out_and_a_skipped_step_do_not_keep_the_run_from_m
             parameter.grad = sum(one[name] for one in found) / 2
         optimizer.step()
     for state in crew(2).run(uneven):
+        assert differ(state, state_of(model)) == {}
+
+
+def two_optimizers(rank, world):
+    """One for what is bare and one for the rest; the second steps in every step, the first twice in it."""
+    model = made()
+    bare, rest = parted(model)
+    run = armillary.parallelize(model, [bare, rest], constraints=SPREAD)
+    for step in range(STEPS):
+        by_turns(bare, rest, lambda turn, step=step: loss(model, batch_of(rank, 2 * step + turn)).backward())
+    assert spread_by(run.plan) == TABLES
+    run.close()
+    return state_of(model)
+
+
+def parted(model):
+    rest = [parameter for name, parameter in model.named_parameters() if name != "out"]
+    return OPTIMIZERS["adagrad"]([model.out]), OPTIMIZERS["adam"](rest)
+
+
+def by_turns(bare, rest, backward):
+    for turn in range(2):
+        bare.zero_grad()
+        rest.zero_grad()
+        backward(turn)
+        bare.step()
+    rest.step()
+
+
+def test_several_optimizers_move_after_the_second_step_of_all(crew):
+    model = made()
+    bare, rest = parted(model)
+
+    def backward(number):
+        found = [gradients_of(model, loss, batch_of(worker, number))[1] for worker in range(2)]
+        for name, parameter in model.named_parameters():
+            parameter.grad = (found[0][name] + found[1][name]) / 2
+
+    for step in range(STEPS):
+        by_turns(bare, rest, lambda turn, step=step: backward(2 * step + turn))
+    for state in crew(2).run(two_optimizers):
         assert differ(state, state_of(model)) == {}
 
 

@@ -57,7 +57,7 @@ def with_prospect(plan: Plan, case: Case) -> Plan:
     if not names or plan.workers == 1:
         return plan
     gain = _gain(simulate(plan, case).step_seconds, _foreseen_plan(plan, names, case), case)
-    how = "parallelize(..., look_ahead=True), looking_ahead, or train --trials; for loops over run.batches"
+    how = "parallelize(..., prefetch=True), or train --trials; for loops over run.batches"
     return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {gain}"))
 
 

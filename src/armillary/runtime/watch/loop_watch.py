@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from armillary.runtime.watch.probe import UNSEEN, has_unseen_reader
+from armillary.runtime.watch.probe import UNSEEN, has_unseen_reader, touched_rows
 from armillary.runtime.watch.reads import WatchReads
-from armillary.runtime.watch.row_counts import Lookups, merged
+from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, merged
 from armillary.runtime.when_final import when_final
 
 __all__ = ["LoopWatch", "Seen", "SeenStep", "Told"]
@@ -82,6 +82,7 @@ class LoopWatch(TorchDispatchMode):
         self.steps: list[SeenStep] = []
         self.arrivals: dict[str, None] = {}
         self.activation_bytes = 0
+        self.left: dict[str, Tensor] = {}  # rows of a step's gradients, which the next ones may be added to
         self._begin_step()
         self._undo = [
             when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
@@ -127,6 +128,9 @@ class LoopWatch(TorchDispatchMode):
         """The optimizer has stepped."""
         self._turn_to(False)
         self.steps.append(SeenStep(self.reads.take(), self.forward, self.backward))
+        by_row = {name: one for name, one in self.reads.readings.items() if one.gathers and not one.dense}
+        gradients = {name: one.parameter.grad for name, one in by_row.items()}
+        self.left = {name: touched_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
         self._begin_step()
 
     def __torch_dispatch__(
@@ -165,5 +169,6 @@ class LoopWatch(TorchDispatchMode):
         self.arrivals.pop(name, None)  # the last time counts
         self.arrivals[name] = None
         reading = self.reads.readings[name]
-        if has_unseen_reader(reading, merged(reading.pending)):
+        rows = self.left.get(name, NO_LOOKUPS.rows)
+        if has_unseen_reader(reading, merged([Lookups(0, rows, torch.zeros_like(rows)), *reading.pending])):
             reading.dense.add(UNSEEN)

@@ -22,6 +22,7 @@ from armillary.runtime.watch.stage_paths import OUTSIDE, following
 
 __all__ = [
     "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "scalar_loss", "stage_seconds", "timed_step",
+    "touched_rows",
 ]  # fmt: skip
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -105,12 +106,15 @@ def has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
         return False
     if not reading.gathers:
         return True
+    return not bool(torch.isin(touched_rows(gradient), lookups.rows).all())
+
+
+def touched_rows(gradient: Tensor) -> Tensor:
+    """Numbers of the rows that are not zero, on the CPU; of one that lists its rows, those listed."""
     if gradient.is_sparse:
-        touched = gradient.coalesce().indices()[0].cpu()
-    else:
-        touched = gradient.flatten(1).count_nonzero(1) if gradient.dim() > 1 else gradient
-        touched = touched.nonzero().flatten().cpu()
-    return not bool(torch.isin(touched, lookups.rows).all())
+        return gradient.coalesce().indices()[0].cpu()
+    touched = gradient.flatten(1).count_nonzero(1) if gradient.dim() > 1 else gradient
+    return touched.nonzero().flatten().cpu()
 
 
 def stage_seconds(
