@@ -7,6 +7,8 @@ the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Ta
 `runtime/hybrid/look_ahead` does, in the midst of a loop: every step carries a part of the batch at hand, of the next
 and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
 
+A plan whose schedule is lowered to lists of instructions goes to `staged_clock.py`, which plays all ranks.
+
 Departures: one request at a time on a link; what belongs to one exchange is not interleaved with another's; what is
 asked for two steps early is in flight to the end of one.
 """

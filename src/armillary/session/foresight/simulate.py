@@ -65,7 +65,7 @@ def simulate(plan: Plan, profile: Profile, topology: Topology) -> Simulated:
         topology: need not be the one that the plan was made for; `topology.of(n)` is the same with n workers.
 
     Raises:
-        ValueError: the plan is for another model, nobody priced it, or its schedule owns the loop.
+        ValueError: the plan is for another model, nobody priced it, or its schedule is not played yet.
     """
     played = play(plan, Case(profile, topology, assumptions_behind(plan)))
     return Simulated(f"plan for {plan.workers} workers", played)
