@@ -23,7 +23,8 @@ from armillary.cli.main import main
 
 LONGEST_SECONDS = 90.0
 PRELOADED = (
-    "torch", "torch.distributed", "torch.distributed.pipelining", "matplotlib.figure", "armillary", "armillary.cli.main"
+    "torch", "torch.distributed", "torch.distributed.pipelining", "matplotlib.figure", "armillary.face",
+    *(f"armillary.cli.{command}" for command in ("main", "train", "plan", "compare", "measure", "simulate", "verify")),
 )  # fmt: skip
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

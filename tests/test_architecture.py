@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import armillary
+from armillary import face
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.schedules.registry import SCHEDULES
@@ -23,7 +24,7 @@ MAY_IMPORT = {
     "session": {"facts", "codecs", "exchanges", "schedules", "planning", "reference", "runtime"},
     "workloads": set(),
     "cli": {"facts", "codecs", "exchanges", "schedules", "planning", "reference", "runtime", "session", "workloads"},
-    "armillary": {"facts", "session", "planning", "runtime"},
+    "armillary": {"face", "facts", "session", "planning", "runtime"},
 }
 
 # The files that may import each part of torch.distributed.
@@ -45,7 +46,8 @@ def room_of(path: Path) -> str:
 def imported(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at module level) of every import; relative imports are resolved."""
     tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
+    typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    top = {id(node) for node in (*tree.body, *(one for block in typing for one in block.body))}
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -68,6 +70,11 @@ def test_imports_go_one_way():
                 assert room == me or room in MAY_IMPORT[me], f"{path.relative_to(ROOT)} must not import {name}"
 
 
+def test_the_package_gives_the_names_of_its_face():
+    assert armillary.__all__ == face.__all__ and set(face.__all__) < set(dir(armillary))
+    assert all(getattr(armillary, name) is getattr(face, name) for name in face.__all__)
+
+
 def test_every_room_is_on_the_map():
     assert {room_of(path) for path in FILES} <= MAY_IMPORT.keys()
 
@@ -82,21 +89,27 @@ def test_only_named_files_touch_the_network():
             assert me in NETWORK[part], f"{me} must not import {name}"
 
 
+COMMANDS = ("train", "plan", "compare", "measure", "simulate", "verify")
+
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
     "runtime/cut/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
+    # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
+    **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
 }
+BY_NAME = {"__init__.py", "facts/registry.py", "cli/find.py"}  # the face, what stands on a shelf, the user's workload
 
 
 def test_no_import_is_lazy_but_those_that_are_named():
     found = {}
     for path in FILES:
         late = {name for name, at_top in imported(path) if not at_top}
-        if late and "TYPE_CHECKING" not in path.read_text():
+        if late:
             found[path.relative_to(ROOT).as_posix()] = late
     assert found == LAZY
+    assert {path.relative_to(ROOT).as_posix() for path in FILES if "import_module(" in path.read_text()} == BY_NAME
 
 
 def test_there_is_no_import_cycle_between_files():

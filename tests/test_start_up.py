@@ -2,22 +2,66 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import armillary
+
 # torch._dynamo comes with the pipeline tracer, and takes as long as torch itself.
 NOT_BY_THE_LIBRARY = ("torch._dynamo", "torch.distributed.pipelining", "sympy", "matplotlib", "typer", "rich", "scipy")
+NOT_BY_HELP = ("torch", "numpy", "matplotlib", "scipy", "armillary.face", "armillary.session")
+MINE = Path(__file__).parents[1] / "examples" / "my_workload.py"
+
+pytestmark = pytest.mark.timeout(100)
 
 
 def imported_by(program):
-    """The modules there are at the end of a Python program of its own."""
-    more = "\nimport sys\nprint(' '.join(sys.modules))"
+    """What a Python program of its own printed, and the modules there are at its end."""
+    more = "\nimport sys\nprint()\nprint(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program + more], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    said, _, modules = done.stdout.rstrip().rpartition("\n")
+    return said + done.stderr, set(modules.split())
 
 
-@pytest.mark.timeout(100)
 def test_the_library_brings_neither_the_tracer_nor_a_drawing_library_nor_a_command_line():
-    found = imported_by("import armillary\narmillary.parallelize, armillary.simulate, armillary.verify")
+    _, found = imported_by("import armillary\narmillary.parallelize, armillary.simulate, armillary.verify")
     assert "torch" in found and "armillary.session.run" in found  # the whole library is there
     assert not found & set(NOT_BY_THE_LIBRARY)
+
+
+ANSWERED_AT_ONCE = {
+    ("--help",): "Workloads: language_model",
+    ("--version",): "armillary 0.",
+    ("trian",): "Did you mean 'train'",
+    **{(name, "--help"): "Exit codes" for name in ("train", "plan", "compare", "measure", "simulate", "verify")},
+    ("train", "--stepz", "3"): "--steps",
+    ("plan", "langauge_model"): "did you mean 'language_model'?",
+    ("verify", "nowhere.py"): "no file nowhere.py",
+    ("measure", "vision", "--set", "widht=3"): "vision has no option 'widht'; did you mean 'width'?",
+    ("simulate", str(MINE), "--set", "widht=3"): "did you mean 'width'?",
+}
+
+
+def test_help_and_refusals_of_names_and_options_are_told_without_importing_torch():
+    program = f"""
+import sys
+from armillary.cli.main import main
+for arguments in {list(ANSWERED_AT_ONCE)!r}:
+    sys.argv = ["armillary", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print("ended with", ended.code)
+"""
+    said, found = imported_by(program)
+    text = " ".join(said.replace("\u2502", " ").split())
+    for arguments, expected in ANSWERED_AT_ONCE.items():
+        assert expected in text, arguments
+    assert said.count("ended with 0") == 8 and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - 8
+    assert not found & set(NOT_BY_HELP)
+
+
+def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'armillary' has no attribute 'paralellize'"):
+        _ = armillary.paralellize

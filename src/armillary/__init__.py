@@ -1,18 +1,32 @@
-"""Armillary: plans, runs and checks the training of an ordinary PyTorch model on many workers."""
+"""Armillary: plans, runs and checks the training of an ordinary PyTorch model on many workers.
 
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Link, Topology
-from armillary.planning.planner import plan
-from armillary.runtime.saving.checkpoint import latest_checkpoint
-from armillary.runtime.watch.profiler import profile
-from armillary.session.attach import attach
-from armillary.session.decide import assumptions_of
-from armillary.session.every import CheckpointEvery
-from armillary.session.foresight.simulate import simulate
-from armillary.session.parallelize import auto_plan, measure, parallelize
-from armillary.session.run import Run
-from armillary.session.verify_script import verify
+The names are those of `face.py`, which is imported, and torch with it, when the first of them is asked for: the command
+line lives in this package too, and answers what needs no torch without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from armillary.face import (
+        CheckpointEvery,
+        Choice,
+        Link,
+        Plan,
+        Profile,
+        Run,
+        Topology,
+        assumptions_of,
+        attach,
+        auto_plan,
+        latest_checkpoint,
+        measure,
+        parallelize,
+        plan,
+        profile,
+        simulate,
+        verify,
+    )
 
 __all__ = [
     "CheckpointEvery",
@@ -33,3 +47,13 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'armillary' has no attribute {name!r}")
+    return getattr(import_module("armillary.face"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,4 +1,5 @@
-"""Bad input on the command line: one clear message, exit code 1, nothing lost. One worker, in this process."""
+"""Bad input on the command line: one clear message, exit code 2 before anything is done, else 1; nothing lost. One
+worker, in this process."""
 
 import dataclasses
 import gzip
@@ -7,6 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from armillary.cli import workers
 from armillary.cli.find import built_in, find
 from armillary.cli.main import app
 from armillary.facts.mesh import Mesh
@@ -31,9 +33,9 @@ def armillary(tmp_path, monkeypatch):
 def refused(armillary):
     """Runs the command, which must fail with one line on stderr, and gives that line."""
 
-    def run(*arguments):
+    def run(*arguments, expected=2):
         code, out, err = armillary(*arguments)
-        assert (code, out) == (1, ""), (out, err)
+        assert (code, out) == (expected, ""), (out, err)
         assert err.startswith("error: ") and err.count("\n") == 1, err
         return err.strip()
 
@@ -68,16 +70,15 @@ def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--set", "widht=3"), "has no option 'widht'"),
+        (("--set", "widht=3"), "has no option 'widht'; did you mean 'width'? It has corpus"),
         (("--set", "width"), "--set: want NAME=VALUE, got 'width'"),
         (("--set", "width=0"), "width is 0"),
         (("--steps", "0"), "want steps >= 1"),
         (
-            ("--replicate", "embeding.*"),
-            "'embeding.*' names no parameter of the model; did you mean 'embedding.weight'",
+            ("--exchange", "owned_row=output"),
+            "which is no layout and no exchange; there are replicated, ",
         ),
         (("--exchange", "teleport=output"), "'teleport', which is no layout and no exchange; there are"),
-        (("--exchange", "owned_rows=lstm.*"), "cannot be owned_rows: it is read whole"),
         (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
         (("--resume",), "nothing to resume: no folder language_model under runs"),
     ],
@@ -85,6 +86,54 @@ def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path,
 def test_a_wish_that_cannot_be_granted_says_why(refused, tmp_path, arguments, complaint):
     assert complaint in refused("train", *LANGUAGE_MODEL, *arguments)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--replicate", "embeding.*"), "names no parameter of the model; did you mean 'embedding.weight'"),
+        (("--exchange", "owned_rows=lstm.*"), "lstm.weight_ih_l0: it is read whole by"),
+    ],
+)
+def test_a_wish_that_the_model_cannot_grant_says_why(refused, arguments, complaint):
+    assert complaint in refused("train", *LANGUAGE_MODEL, *arguments, expected=1)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "verify"])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("langauge_model",), "no workload 'langauge_model'; did you mean 'language_model'? There are"),
+        (("nowhere.py",), "no file nowhere.py"),
+        ((*LANGUAGE_MODEL[:2], "--set", "width=0"), "width is 0"),
+        ((*LANGUAGE_MODEL[:2], "--exchange", "teleport=output"), "no layout and no exchange"),
+        ((*LANGUAGE_MODEL[:2], "--exchange", "owned_rows"), "--exchange: want CHOICE=PATTERN"),
+        ((*LANGUAGE_MODEL[:2], "--schedule", "pipline"), "did you mean pipeline?"),
+        ((*LANGUAGE_MODEL[:2], "--schedule", "ring(slak=1)"), "ring has no slak"),
+        ((*LANGUAGE_MODEL[:2], "--topology", "none.json"), "none.json is no topology file"),
+    ],
+)
+def test_what_needs_no_worker_is_refused_before_any_is_started(refused, monkeypatch, command, arguments, complaint):
+    monkeypatch.setattr(workers, "launch", lambda *_: pytest.fail("workers were started"))
+    if command != "plan" or "--topology" not in arguments:  # plan starts none there
+        arguments = (*arguments, "--workers", "2")
+    assert complaint in refused(command, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("--resume",), "nothing to resume"),
+        (("--runs", "file"), "cannot write to file/language_model: file is no folder"),
+        (("--steps", "0"), "want steps >= 1"),
+    ],
+)
+def test_what_a_run_lacks_is_refused_before_workers_are_started(refused, monkeypatch, tmp_path, arguments, complaint):
+    monkeypatch.setattr(workers, "launch", lambda *_: pytest.fail("workers were started"))
+    (tmp_path / "file").write_text("")
+    assert complaint in refused("train", "language_model", "--small", "--workers", "2", *arguments)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_workers_are_counted_from_one(refused):
@@ -137,7 +186,7 @@ def test_a_corpus_of_ones_own_is_trained_on(armillary, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
     (tmp_path / "runs").write_text("")
-    assert "cannot write to runs/language_model" in refused("train", *LANGUAGE_MODEL)
+    assert "cannot write to runs/language_model: " in refused("train", *LANGUAGE_MODEL)
 
 
 def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armillary, refused, tmp_path):
@@ -152,7 +201,7 @@ def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armi
     assert armillary("train", *quick, "--name", "two", "--plan", "edited.json")[0] == 0
     assert Plan.load(tmp_path / "runs/two/plan.json").groups[0].name == "edited"
     other = ("recommender", "--small", "--workers", "1", "--steps", "1", "--plan", "edited.json")
-    assert "the plan was made for another model" in refused("train", *other)
+    assert "the plan was made for another model" in refused("train", *other, expected=1)
     dataclasses.replace(plan, mesh=Mesh.of(data=3)).save("three.json")
     assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
 
@@ -172,8 +221,8 @@ def workload(**options):
     return TooLarge(**options)
 """
     (tmp_path / "large.py").write_text(source)
-    code = refused("plan", "large.py", "--small", "--workers", "1")
-    assert "embedding.weight" in code and "60" in code
+    said = refused("plan", "large.py", "--small", "--workers", "1", expected=1)
+    assert "embedding.weight" in said and "60" in said
 
 
 def test_a_plan_can_be_made_for_machines_one_does_not_have(armillary, tmp_path):
@@ -196,6 +245,23 @@ def test_verify_prints_one_object_when_asked_to(armillary):
 
 def test_help_names_units_and_defaults(armillary):
     code, out, _ = armillary("train", "--help")
+    said = " ".join(out.replace("│", " ").split())
     assert code == 0
-    for words in ("Worker processes", "Seconds between checkpoints", "default: 60", "Optimizer steps"):
-        assert words in " ".join(out.replace("│", " ").split()), words
+    for words in ("worker processes", "Save a checkpoint every S seconds", "default: 60", "optimizer steps"):
+        assert words in said, words
+    panels = [said.index(f"─ {panel} ─") for panel in ("Workload", "Plan", "Schedule", "Run", "Output")]
+    assert panels == sorted(panels)
+
+
+def test_what_plan_prints_as_json_is_a_plan_a_topology_and_a_profile(armillary, tmp_path):
+    code, out, err = armillary("plan", *LANGUAGE_MODEL, "--json")
+    assert code == 0, err
+    (tmp_path / "printed.json").write_text(out)
+    quick = ("train", *LANGUAGE_MODEL, "--steps", "1", "--json")
+    assert armillary(*quick, "--plan", "printed.json")[0] == 0
+    made = Plan.load(tmp_path / "runs/language_model/plan.json")
+    assert json.loads(made.to_json()) == json.loads(out)["plan"]
+    files = ("--topology", "printed.json", "--profile", "printed.json")
+    code, again, err = armillary("plan", *LANGUAGE_MODEL[:2], *files, "--json")
+    assert code == 0, err
+    assert json.loads(again)["plan"] == json.loads(out)["plan"]

@@ -1,39 +1,40 @@
-"""`armillary compare`: how near a run came to its forecast; exit code 1 if not near enough."""
+"""What `armillary compare` does: says how near a run came to its forecast; exit code 3 if not near enough."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple, NoReturn
 
-import typer
-
-from armillary.cli.options import AsJson
+from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.profile_table import aligned
 from armillary.session.foresight.compare import SMALL_SHARE, Band, Compared, Line, compare_run
 
-__all__ = ["compare_command"]
+__all__ = ["AskedBand", "compare_asked"]
 
 UNITS = {"sent_bytes": ("sent kB", 1e3, 1), "memory_bytes": ("memory MiB", 1 << 20, 1), "seconds": ("ms", 1e-3, 2)}
 
 
-def compare_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that ended, as runs/language_model.")],
-    sent: Annotated[float, typer.Option(help="Band of bytes sent, as a share.")] = Band.sent_bytes,
-    memory: Annotated[float, typer.Option(help="Band of memory, as a share.")] = Band.memory_bytes,
-    seconds: Annotated[float, typer.Option(help="Band of seconds, as a share.")] = Band.seconds,
-    json: AsJson = False,
-) -> None:
-    """Holds the forecast of a run's plan beside what the run measured, for every group: bytes, memory, seconds.
+class AskedBand(NamedTuple):
+    """Shares that were typed; None for the usual ones."""
 
-    Exit code 1 if a figure is outside its band.
-    """
+    sent_bytes: float | None
+    memory_bytes: float | None
+    seconds: float | None
 
-    def body() -> int:
-        found = compare_run(run, Band(sent, memory, seconds))
-        print(as_json({**vars(found), "is_within": found.is_within}) if json else _text(found))
-        return 0 if found.is_within else 1
 
-    run_in_workers(1, body)
+def compare_asked(run: Path, band: AskedBand, is_json: bool) -> NoReturn:
+    """Compares, and ends the process."""
+
+    def prepare() -> Compared:
+        asked = {name: share for name, share in band._asdict().items() if share is not None}
+        return compare_run(run, Band(**{**asdict(Band()), **asked}))
+
+    def body(found: Compared) -> int:
+        print(as_json({**vars(found), "is_within": found.is_within}) if is_json else _text(found))
+        return 0 if found.is_within else UNEQUAL
+
+    run_in_workers(1, prepare, body)
 
 
 def _text(found: Compared) -> str:

@@ -23,22 +23,28 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-__all__ = ["INTERRUPTED", "Failure", "first_failure", "is_worker", "keep_failure", "launch", "text_of"]
+from armillary.cli.refusal import Refused
+
+__all__ = [
+    "EXPECTED", "INTERRUPTED", "Failure", "first_failure", "is_worker", "keep_failure", "launch", "text_of",
+    "was_refused",
+]  # fmt: skip
 
 INTERRUPTED = 130
 # Ctrl-C reaches the launcher alone, which passes it on: a worker then ends at once and says nothing.
 WORKER = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from armillary.cli.main import main; main()"
-EXPECTED = (NotImplementedError, ValueError, FloatingPointError, IndexError, TypeError, OSError)
+EXPECTED = (Refused, NotImplementedError, ValueError, FloatingPointError, IndexError, TypeError, OSError)
 SHUTDOWN_SECONDS = 5
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended. seconds: when, since the epoch."""
+    """Why a worker ended. seconds: when, since the epoch. code: its exit code, as far as the launcher knows it."""
 
     rank: int
     seconds: float
     text: str
+    code: int = 1
 
 
 def is_worker() -> bool:
@@ -95,11 +101,16 @@ def keep_failure(text: str, rank: int) -> None:
 
 def text_of(error: BaseException) -> str:
     """What the user needs: our refusals speak for themselves; others come with the way that led to them."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
-    if isinstance(error, EXPECTED) and frames and frames[-1].filename.startswith(ours):
+    if was_refused(error):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether it is a refusal of ours: raised in this package, for a reason that its text says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    return isinstance(error, EXPECTED) and bool(frames) and frames[-1].filename.startswith(ours)
 
 
 def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
@@ -117,7 +128,8 @@ def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
     for path in sorted(logs.rglob("error.json")):
         try:
             message = json.loads(path.read_text())["message"]
-            found.append(Failure(message["rank"], message["extraInfo"]["seconds"], message["message"]))
+            rank, seconds = message["rank"], message["extraInfo"]["seconds"]
+            found.append(Failure(rank, seconds, message["message"], exit_codes.get(rank, 1)))
         except (ValueError, KeyError, TypeError):  # not of ours, or of a worker that was ended as it wrote
             torn.append(Failure(int(path.parent.name), path.stat().st_mtime, "ended; the message it left is not whole"))
     silent = [Failure(rank, 0.0, f"ended with exit code {code} and no message") for rank, code in exit_codes.items()]

@@ -1,19 +1,13 @@
 """The machines of a simulation: those of a file, or links that the user assumes; and what is assumed, in words."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from armillary.cli.options import read_topology
+from armillary.cli.granted import read_topology
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Link, Topology
 from armillary.planning.pricing import Case
 
-__all__ = ["Gbit", "LatencyUs", "assumed", "machines", "said_of"]
-
-Gbit = Annotated[float, typer.Option(help="Without --topology: assumed speed of a worker's link in Gbit/s.")]
-LatencyUs = Annotated[float, typer.Option(help="Without --topology: assumed latency of a message in microseconds.")]
+__all__ = ["assumed", "machines", "said_of"]
 
 NO_LIMIT = 1 << 62
 

@@ -1,34 +1,63 @@
 """The command `armillary`: measure, plan, simulate, train, compare and verify."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from armillary.cli.compare import compare_command
-from armillary.cli.measure import measure_command
-from armillary.cli.plan import plan_command
-from armillary.cli.simulate import simulate_command
-from armillary.cli.train import train_command
-from armillary.cli.verify import verify_command
+from armillary.cli.commands.compare import compare_command
+from armillary.cli.commands.measure import measure_command
+from armillary.cli.commands.plan import plan_command
+from armillary.cli.commands.simulate import simulate_command
+from armillary.cli.commands.train import train_command
+from armillary.cli.commands.verify import verify_command
+from armillary.cli.find import built_in
 
 __all__ = ["app", "main"]
 
+EXIT_CODES = (
+    "Exit codes: 0 fine; 1 it failed; 2 wrong usage, or what was named is not there; 3 outside its band, or not equal."
+)
+EPILOG = f"""
+Workloads: {", ".join(built_in())}, or the path of a .py file with a function workload().
+
+Example: armillary train language_model --workers 2, then armillary compare runs/language_model
+
+Example: armillary plan mine.py --json > plan.json, then armillary train mine.py --plan plan.json
+
+{EXIT_CODES}
+"""
+
 app = typer.Typer(
     name="armillary",
-    help="Plans, runs and checks the training of an ordinary PyTorch model on many workers.",
+    help="Plan, run and check the training of an ordinary PyTorch model on many workers.",
+    epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
-app.command("train")(train_command)
-app.command("compare")(compare_command)
-app.command("plan")(plan_command)
-app.command("measure")(measure_command)
-app.command("simulate")(simulate_command)
-app.command("verify")(verify_command)
+app.command("train", epilog=EXIT_CODES)(train_command)
+app.command("plan", epilog=EXIT_CODES)(plan_command)
+app.command("compare", epilog=EXIT_CODES)(compare_command)
+app.command("measure", epilog=EXIT_CODES)(measure_command)
+app.command("simulate", epilog=EXIT_CODES)(simulate_command)
+app.command("verify", epilog=EXIT_CODES)(verify_command)
+
+
+def _tell_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"armillary {version('armillary')}")
+        raise typer.Exit
 
 
 @app.callback()
-def commands() -> None:
-    """Plans, runs and checks the training of an ordinary PyTorch model on many workers."""
+def commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Plan, run and check the training of an ordinary PyTorch model on many workers."""
 
 
 def main() -> None:

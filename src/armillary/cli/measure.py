@@ -1,58 +1,50 @@
-"""`armillary measure`: what this cluster's links, processors and a model's stages really take, into files."""
+"""What `armillary measure` does: times this cluster's links, processors and a model's stages, into files."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple, NoReturn
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from armillary.cli.options import AsJson, Corpus, IsSmall, Seed, Set, Workers, workload_of
+from armillary.cli.granted import workload_of
+from armillary.cli.options import AskedWorkload
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.processor import Processor
 from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.facts.topology import Topology
-from armillary.session.folder import open_folder
+from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.survey import Survey, survey
+from armillary.session.workload import Workload
 
-__all__ = ["measure_command"]
+__all__ = ["measure_asked"]
 
 
-def measure_command(
-    workload: Annotated[
-        str | None,
-        typer.Argument(metavar="[WORKLOAD]", help="Time its stages too: a built-in workload, or a file's path."),
-    ] = None,
-    workers: Workers = None,
-    seed: Seed = 0,
-    small: IsSmall = False,
-    corpus: Corpus = "",
-    options: Set = [],  # noqa: B006  typer copies it
-    out: Annotated[Path, typer.Option(help="Folder for topology.json and profile.json.")] = Path(),
-    json: AsJson = False,
-) -> None:
-    """Times every kind of request on the links between the workers, index work and memory, and the stages of WORKLOAD.
+class _Ready(NamedTuple):
+    task: Workload | None
 
-    Writes topology.json (and topology_nccl.json where the job has NCCL), and profile.json if WORKLOAD is given; plan
-    and simulate read them. Takes some ten seconds, longer on slow links.
-    """
 
-    def body() -> int:
-        task = None if workload is None else workload_of(workload, options, corpus, small)
+def measure_asked(workload: AskedWorkload | None, workers: int | None, seed: int, out: Path, is_json: bool) -> NoReturn:
+    """Measures, and ends the process."""
+
+    def prepare() -> _Ready:
+        refuse_unwritable(out)
+        return _Ready(None if workload is None else workload_of(workload))
+
+    def body(ready: _Ready) -> int:
         if rank() > 0:
-            survey(task, seed, lambda _: None)
+            survey(ready.task, seed, lambda _: None)
             return 0
         open_folder(out)
-        found = survey(task, seed, (lambda _: None) if json else _Progress())
+        found = survey(ready.task, seed, (lambda _: None) if is_json else _Progress())
         files = _keep(found, out)
-        if json:
+        if is_json:
             print(as_json(found))
         else:
             _show(found, files)
         return 0
 
-    run_in_workers(workers, body)
+    run_in_workers(workers, prepare, body)
 
 
 class _Progress:

@@ -1,150 +1,184 @@
-"""The options that commands share: what they are called, their units and defaults, and what they are turned into."""
+"""The options that commands share: what they are called, their units and defaults; and what was asked, in groups."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from armillary.cli.find import find, small
-from armillary.facts.choice import Choice
-from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
-from armillary.session.decide import Wishes
-from armillary.session.folder import read_kept
-from armillary.session.workload import Workload
+from armillary.cli.find import built_in, refuse_unknown
+from armillary.cli.sources import modules_with
+from armillary.facts.plan import SIMULTANEOUS
 
 __all__ = [
-    "AsJson", "Corpus", "Exchanges", "IsSmall", "Lazy", "PlanFile", "ProfileFile", "ReplanEvery", "Replicate", "Seed",
-    "Set", "TopologyFile", "Trials", "Workers", "WorkloadName", "read_plan", "read_profile", "read_topology", "wishes",
-    "workload_of",
+    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Exchanges", "IsSmall",
+    "Lazy", "PlanFile", "ProfileFile", "Replicate", "Schedule", "Seed", "Set", "TopologyFile", "Trials", "Verbose",
+    "Workers", "WorkloadName",
 ]  # fmt: skip
 
+# The panels of --help.
+WORKLOAD, PLAN, SCHEDULE, RUN, OUTPUT = "Workload", "Plan", "Schedule", "Run", "Output"
+
 WorkloadName = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help="A built-in workload, or the path of a file that has workload().")
+    str,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help=f"What to train: {', '.join(built_in())}, or the path of a .py file with a function workload().",
+        autocompletion=lambda: list(built_in()),
+    ),
 ]
-Workers = Annotated[
-    int | None,
-    typer.Option(help="Worker processes. (default: 2; under torchrun as many as it started)", show_default=False),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Corpus = Annotated[str, typer.Option(help="Text file or folder (plain or .gz) to train on, for workloads of text.")]
 Set = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="An option of the workload; may be repeated.")
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set an option of the workload. Repeatable.", rich_help_panel=WORKLOAD
+    ),
 ]
-IsSmall = Annotated[bool, typer.Option("--small", help="The workload's small version, on stand-in data.")]
-Seed = Annotated[int, typer.Option(help="Of initial values, data order and random layers.")]
+IsSmall = Annotated[
+    bool,
+    typer.Option(
+        "--small/--full",
+        help="Take the workload's small version, on made-up data, or all of it.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+Corpus = Annotated[
+    str,
+    typer.Option(
+        help="Train on this text file or folder (plain or .gz), if the workload is one of text.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed for initial values, data order and dropout.", rich_help_panel=WORKLOAD)]
+
 Lazy = Annotated[
     list[str],
     typer.Option(
-        metavar="PATTERN", help="Tables of which only rows with a gradient move: less memory, NOT exact. Repeatable."
+        metavar="PATTERN",
+        help="Update only the touched rows of these tables: less memory, NOT exact. Repeatable.",
+        rich_help_panel=PLAN,
     ),
 ]
 Replicate = Annotated[
-    list[str], typer.Option(metavar="PATTERN", help="Parameters that stay whole on every worker. Repeatable.")
+    list[str],
+    typer.Option(
+        metavar="PATTERN", help="Keep these parameters whole on every worker. Repeatable.", rich_help_panel=PLAN
+    ),
 ]
 Exchanges = Annotated[
     list[str],
     typer.Option(
         "--exchange",
         metavar="CHOICE=PATTERN",
-        help="Parameters that travel by this exchange, as 'owned_rows(owners=2)=emb.*'. Repeatable.",
+        help="Send these parameters by this exchange, for example 'owned_rows(owners=2)=emb.*'. Repeatable.",
+        rich_help_panel=PLAN,
     ),
 ]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="Carry out this plan.json instead of making one.")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="Carry out the plan in this file (from plan --json or --out) and make none.",
+        rich_help_panel=PLAN,
+    ),
+]
 TopologyFile = Annotated[
-    Path | None, typer.Option("--topology", help="Plan for the machines in this file instead of measuring these.")
+    Path | None,
+    typer.Option(
+        "--topology", help="Plan for the machines in this file (from armillary measure).", rich_help_panel=PLAN
+    ),
 ]
-
 ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", help="Take the model's facts from this file instead of profiling it.")
-]
-ReplanEvery = Annotated[
-    int,
-    typer.Option(metavar="N", help="At every N-th checkpoint, moves tables whose owners are unbalanced; 0: never."),
+    Path | None,
+    typer.Option(
+        "--profile", help="Take the model's profile from this file (from armillary measure).", rich_help_panel=PLAN
+    ),
 ]
 Trials = Annotated[
     int,
     typer.Option(
-        help="Times so many of the best plans, with look-ahead and without, before step 0 and carries out the fastest; "
-        "what is far behind after a few steps is timed no more. Below 2: none."
+        metavar="N",
+        help="Before step 0, time the N best plans, with look-ahead and without, and carry out the fastest. 0: none.",
+        rich_help_panel=PLAN,
     ),
 ]
 
+Schedule = Annotated[
+    str,
+    typer.Option(
+        metavar="CHOICE",
+        help="Who computes what when, written as plans print it: 'ring(slack=1)', 'pipeline(micro_batches=4, "
+        f"clip_norm=1.0)'. Schedules: {', '.join(modules_with('armillary.schedules', r'^SCHEDULES.register'))}. "
+        "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, remedies, "
+        "bucket_bytes; a schedule that lacks one says which it has. The plan says what is NOT exact.",
+        rich_help_panel=SCHEDULE,
+    ),
+]
 
-def workload_of(name: str, settings: Sequence[str], corpus: str, is_small: bool) -> Workload:
-    """
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Start this many worker processes. (default: 2; under torchrun, the processes it started)",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="Print the profile of the model and the machines too.", rich_help_panel=OUTPUT),
+]
+
+
+@dataclass(frozen=True)
+class AskedWorkload:
+    """A workload as it was typed.
+
+    Args of note:
+        name: of a built-in workload, or a file's path.
+        options: KEY=VALUE each. corpus: one option more, empty if it was not given.
+
     Raises:
-        ValueError: no such workload, or an option it refuses.
+        ValueError: no such workload, an option that is not KEY=VALUE, or one the workload does not have.
     """
-    options = small(name) if is_small else {}
-    options |= {key: _value(text) for key, text in (_pair(setting, "--set") for setting in settings)}
-    if corpus:
-        options["corpus"] = corpus
-    return find(name, options)
+
+    name: str
+    options: Sequence[str] = ()
+    corpus: str = ""
+    is_small: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self.name, self.settings)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options with their values."""
+        given = dict(_pair(option) for option in self.options)
+        return {**given, "corpus": self.corpus} if self.corpus else given
 
 
-def wishes(
-    lazy: Sequence[str],
-    replicate: Sequence[str],
-    exchanges: Sequence[str],
-    plan_file: Path | None,
-    topology_file: Path | None,
-    trials: int = 0,
-) -> Wishes:
-    """
-    Raises:
-        ValueError: a file cannot be read, or a wish is not of the form that is wanted.
-    """
-    constraints: dict[str, Constraint] = dict.fromkeys(replicate, "replicated")
-    for wish in exchanges:
-        way, equals, pattern = wish.rpartition("=")
-        if not (way and equals and pattern):
-            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
-        choice = Choice.parse(way)
-        constraints[pattern] = choice if choice.options else choice.name
-    plan = None if plan_file is None else read_plan(plan_file)
-    if plan is not None and (constraints or lazy):
-        raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
-    topology = None if topology_file is None else read_topology(topology_file)
-    return Wishes(constraints, tuple(lazy), plan, topology, trials=trials)
+@dataclass(frozen=True)
+class AskedPlan:
+    """What was typed of the plan; files are not read yet."""
+
+    lazy: Sequence[str] = ()
+    replicate: Sequence[str] = ()
+    exchanges: Sequence[str] = ()
+    schedule: str = SIMULTANEOUS.name
+    plan_file: Path | None = None
+    topology_file: Path | None = None
+    profile_file: Path | None = None
+    trials: int = 0
 
 
-def read_plan(path: Path) -> Plan:
-    """
-    Raises:
-        ValueError: the file cannot be read, or is no plan.
-    """
-    plan: Plan = read_kept(path, Plan, "plan")
-    return plan
-
-
-def read_topology(path: Path) -> Topology:
-    """
-    Raises:
-        ValueError: the file cannot be read, or is no topology.
-    """
-    topology: Topology = read_kept(path, Topology, "topology")
-    return topology
-
-
-def read_profile(path: Path) -> Profile:
-    """
-    Raises:
-        ValueError: the file cannot be read, or is no profile.
-    """
-    profile: Profile = read_kept(path, Profile, "profile")
-    return profile
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals and value):
-        raise ValueError(f"{option}: want NAME=VALUE, got {text!r}")
-    return key, value
+        raise ValueError(f"--set: want NAME=VALUE, got {text!r}")
+    return key, _value(value)
 
 
 def _value(text: str) -> Any:

@@ -1,33 +1,15 @@
-"""`armillary plan`: what training a workload would take, without training it."""
+"""What `armillary plan` does: says what training a workload would take, without training it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple, NoReturn
 
-import typer
-
-from armillary.cli.options import (
-    AsJson,
-    Corpus,
-    Exchanges,
-    IsSmall,
-    Lazy,
-    ProfileFile,
-    Replicate,
-    Seed,
-    Set,
-    TopologyFile,
-    Workers,
-    WorkloadName,
-    read_profile,
-    wishes,
-    workload_of,
-)  # fmt: skip
-from armillary.cli.schedule_options import Schedule, scheduled
+from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.show import as_json, decided_text
-from armillary.cli.workers import rank, run_in_workers
-from armillary.facts.plan import SIMULTANEOUS, Forecast
+from armillary.cli.workers import count_of, rank, run_in_workers
+from armillary.facts.plan import Forecast
 from armillary.facts.profile_table import aligned
 from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
@@ -36,55 +18,50 @@ from armillary.planning.rivals import by_simulation, rivals, with_look_ahead
 from armillary.planning.simulator import simulate
 from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
 from armillary.session.events import Decided
+from armillary.session.folder import refuse_unwritable
+from armillary.session.workload import Workload
 
-__all__ = ["plan_command"]
+__all__ = ["AskedPrint", "plan_asked"]
 
 
-def plan_command(
-    workload: WorkloadName,
-    workers: Workers = None,
-    seed: Seed = 0,
-    small: IsSmall = False,
-    corpus: Corpus = "",
-    options: Set = [],  # noqa: B006  typer copies it
-    lazy: Lazy = [],  # noqa: B006
-    replicate: Replicate = [],  # noqa: B006
-    exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = SIMULTANEOUS.name,
-    topology_file: TopologyFile = None,
-    profile_file: ProfileFile = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the plan to this file, to edit it or for train --plan.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Profiles WORKLOAD, measures the links between the workers, and prints the plan, its forecast, every candidate for
-    a table, and whole plans, with look-ahead and without, by the step that is simulated.
+class AskedPrint(NamedTuple):
+    """How the plan is to be told. out: a file to write it to."""
 
-    With --topology nothing is measured and no worker is started: the file says what is planned for. With --profile the
-    model is not run. `armillary measure` writes both files.
-    """
+    out: Path | None
+    is_json: bool
+    is_verbose: bool
 
-    def body() -> int:
-        task = workload_of(workload, options, corpus, small)
-        granted = scheduled(schedule, wishes(lazy, replicate, exchange, None, topology_file))
-        if profile_file is not None:
-            granted = replace(granted, profile=read_profile(profile_file))
-        subject = subject_of(task, seed)
+
+class _Ready(NamedTuple):
+    task: Workload
+    wishes: Wishes
+
+
+def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, seed: int, told: AskedPrint) -> NoReturn:
+    """Plans, and ends the process."""
+
+    def prepare() -> _Ready:
+        if told.out is not None:
+            refuse_unwritable(told.out.parent)
+        return _Ready(workload_of(workload), wishes_of(plan, count_of(workers)))
+
+    def body(ready: _Ready) -> int:
+        subject, granted = subject_of(ready.task, seed), ready.wishes
         decided = decide(subject, granted)
         if rank() == 0:
             taken = assumptions_of(subject.optimizer)
             found = () if granted.owns_loop else _candidates(decided, granted, taken)
             whole = _whole_plans(decided, granted, taken) if found else {}
-            if json:
+            if told.is_json:
                 print(as_json({**vars(decided), "candidates": found, "whole_plans": whole}))
             else:
-                print("\n".join([decided_text(decided), *([_table(found), _whole_table(whole)] if found else [])]))
-            if out is not None:
-                decided.plan.save(out)
+                tables = [_table(found), _whole_table(whole)] if found else []
+                print("\n".join([decided_text(decided, told.is_verbose), *tables]))
+            if told.out is not None:
+                decided.plan.save(told.out)
         return 0
 
-    run_in_workers(workers if topology_file is None else 1, body)
+    run_in_workers(workers if plan.topology_file is None else 1, prepare, body)
 
 
 def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> tuple[Verdict, ...]:

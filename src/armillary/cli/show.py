@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from armillary.facts.plan import Forecast
+from armillary.facts.plan import Forecast, Plan
+from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text, count_text, seconds_text
+from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
 from armillary.session.report import Comparison, comparison_table
@@ -24,20 +26,22 @@ BAR = 20  # characters
 LINE_SECONDS = 10.0
 
 
-def decided_text(decided: Decided) -> str:
-    """The facts and the plan, as tables."""
+def decided_text(decided: Decided, is_verbose: bool) -> str:
+    """The plan and the machines; if asked for, what was seen of the model below them."""
     topology = decided.topology
     link = topology.link
     speed = f"{link.bytes_per_second * 8 / 1e9:.2f} Gbit/s, {seconds_text(link.latency_seconds)} latency"
     machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
-    parts = [str(decided.profile), f"machines: {machines}, {memory}", str(decided.plan)]
+    parts = [str(decided.plan), f"machines: {machines}, {memory}"]
     if owns_loop(decided.plan.schedule):
         parts.append(options_of(decided.plan).picture())
+    if is_verbose:
+        parts.append(str(decided.profile))
     return "\n\n".join(parts) + "\n"
 
 
-def show(events: Iterable[Event], steps: int, unit: str, folder: Path) -> None:
+def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbose: bool) -> None:
     """Draws the events as they come: a moving line on a terminal, now and then a line elsewhere."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     line = Line(steps, unit)
@@ -45,7 +49,7 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path) -> None:
         for event in events:
             match event:
                 case Decided():
-                    console.print(decided_text(event))
+                    console.print(decided_text(event, is_verbose))
                 case Warned(text):
                     console.print(f"warning: {text}", style="yellow")
                 case Resumed(step, path):
@@ -144,6 +148,8 @@ def as_json(thing: Any) -> str:
 
 
 def _plain(thing: Any) -> Any:
+    if isinstance(thing, Plan | Profile | Topology):
+        return _plain(json.loads(thing.to_json()))  # as their files are, so that they open as such
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: _plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
     if isinstance(thing, Mapping):

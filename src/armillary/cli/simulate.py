@@ -1,30 +1,19 @@
-"""`armillary simulate`: a step of a plan against a clock, drawn; and how workloads would scale."""
+"""What `armillary simulate` does: plays a step of a plan against a clock, draws it, and how workloads would scale."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
-import typer
 
-from armillary.cli.machines import Gbit, LatencyUs, assumed, machines, said_of
-from armillary.cli.options import (
-    AsJson,
-    Corpus,
-    IsSmall,
-    ProfileFile,
-    Set,
-    TopologyFile,
-    read_plan,
-    read_profile,
-    workload_of,
-)  # fmt: skip
+from armillary.cli.granted import read_plan, read_profile, schedule_of, workload_of
+from armillary.cli.machines import assumed, machines, said_of
+from armillary.cli.options import AskedWorkload
 from armillary.cli.scaling import Wanted, scale, scaling_text
-from armillary.cli.schedule_options import Schedule, chosen
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.choice import Choice
-from armillary.facts.plan import SIMULTANEOUS, Plan
+from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, assumptions_behind
@@ -32,20 +21,23 @@ from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.watch.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
-from armillary.session.folder import open_folder
+from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.simulate import Simulated
 from armillary.session.workload import Workload
 
-__all__ = ["simulate_command"]
+__all__ = ["AskedMachines", "scaling_asked", "simulate_asked"]
 
-Subject = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PLAN|WORKLOAD", help="A plan.json, with profile.json beside it; or a workload to plan for."
-    ),
-]
-Count = Annotated[int | None, typer.Option(help="Workers to simulate. (default: the plan's; 8)", show_default=False)]
+
+@dataclass(frozen=True)
+class AskedMachines:
+    """What is to be simulated: how many workers, and links from a file or assumed."""
+
+    workers: int | None
+    topology_file: Path | None
+    profile_file: Path | None
+    gbit: float
+    latency_us: float
 
 
 class _Scene(NamedTuple):
@@ -57,52 +49,48 @@ class _Scene(NamedTuple):
     assumptions: tuple[str, ...]
 
 
-def simulate_command(
-    subject: Subject = None,
-    workers: Count = None,
-    topology_file: TopologyFile = None,
-    profile_file: ProfileFile = None,
-    gbit: Gbit = 1.0,
-    latency_us: LatencyUs = 100.0,
-    scaling: Annotated[
-        bool, typer.Option("--scaling", help="Curves to --workers (default 1024) instead; of all workloads if none.")
-    ] = False,
-    small: IsSmall = False,
-    corpus: Corpus = "",
-    options: Set = [],  # noqa: B006  typer copies it
-    schedule: Schedule = SIMULTANEOUS.name,
-    out: Annotated[Path, typer.Option(help="Folder for the trace and the picture.")] = Path(),
-    json: AsJson = False,
-) -> None:
-    """Plays a step of a plan, or of the plan made for WORKLOAD, for any number of workers in this one process.
+def simulate_asked(
+    subject: AskedWorkload | Path, asked: AskedMachines, schedule: str, out: Path, is_json: bool
+) -> NoReturn:
+    """Plays a step of the plan in a file, or of one made for a workload, and ends the process."""
 
-    Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png; with --scaling scaling.json and
-    scaling.png. The links are those of --topology, of the topology.json beside the plan, or assumed.
-    """
-
-    def body() -> int:
+    def prepare() -> Simulated:
         torch.set_num_threads(1)  # a worker is taken to have one core
-        open_folder(out)
-        if scaling:
-            found = scale(
-                Wanted(subject, small, workers), machines(topology_file, gbit, latency_us), topology_file, out
-            )
-            print(as_json(found) if json else scaling_text(found, out))
-            return 0
-        if subject is None:
-            raise ValueError("simulate: want a plan.json or a WORKLOAD; or --scaling, which takes all workloads")
-        if subject.endswith(".json"):
-            scene = _of_plan(Path(subject), workers, topology_file, profile_file)
-        else:
-            task = workload_of(subject, options, corpus, small)
-            links = machines(topology_file, gbit, latency_us).of(PROFILED_WORKERS if workers is None else workers)
-            scene = _of_workload(task, links, topology_file, profile_file, chosen(schedule))
-        step = Simulated(scene.name, simulate(scene.plan, scene.case), scene.assumptions)
+        refuse_unwritable(out)
+        if isinstance(subject, Path):
+            return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
+        links = machines(asked.topology_file, asked.gbit, asked.latency_us)
+        links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
+        choice = schedule_of(schedule, links.workers)
+        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, choice))
+
+    def body(step: Simulated) -> int:
         written = ", ".join(map(str, step.save(out)))
-        print(as_json(_summary(step.played)) if json else f"{step}\nwritten: {written}")
+        print(as_json(_summary(step.played)) if is_json else f"{step}\nwritten: {written}")
         return 0
 
-    run_in_workers(1, body)
+    run_in_workers(1, prepare, body)
+
+
+def scaling_asked(name: str | None, is_small: bool, asked: AskedMachines, out: Path, is_json: bool) -> NoReturn:
+    """Draws the curves of a workload or of all, and ends the process."""
+
+    def prepare() -> Topology:
+        torch.set_num_threads(1)
+        refuse_unwritable(out)
+        return machines(asked.topology_file, asked.gbit, asked.latency_us)
+
+    def body(links: Topology) -> int:
+        open_folder(out)
+        found = scale(Wanted(name, is_small, asked.workers), links, asked.topology_file, out)
+        print(as_json(found) if is_json else scaling_text(found, out))
+        return 0
+
+    run_in_workers(1, prepare, body)
+
+
+def _played(scene: _Scene) -> Simulated:
+    return Simulated(scene.name, simulate(scene.plan, scene.case), scene.assumptions)
 
 
 def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profile_file: Path | None) -> _Scene:

@@ -1,93 +1,79 @@
-"""`armillary train`: trains a workload on some workers under a plan made for it."""
+"""What `armillary train` does: trains a workload on some workers under a plan made for it."""
 
 import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import NamedTuple, NoReturn
 
-import typer
-
-from armillary.cli.options import (
-    AsJson,
-    Corpus,
-    Exchanges,
-    IsSmall,
-    Lazy,
-    PlanFile,
-    ReplanEvery,
-    Replicate,
-    Seed,
-    Set,
-    TopologyFile,
-    Trials,
-    Workers,
-    WorkloadName,
-    wishes,
-    workload_of,
-)  # fmt: skip
-from armillary.cli.schedule_options import Schedule, scheduled
+from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.show import as_json, drain, show
-from armillary.cli.workers import rank, run_in_workers
-from armillary.facts.plan import SIMULTANEOUS
+from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.folder import CHECKPOINTS, run_folder
+from armillary.session.folder import CHECKPOINTS, refuse_unwritable, run_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
 from armillary.session.train import train
+from armillary.session.workload import Workload
 
-__all__ = ["train_command"]
+__all__ = ["AskedRun", "train_asked"]
 
 
-def train_command(
-    workload: WorkloadName,
-    workers: Workers = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps. (default: the workload's)")] = None,
-    seed: Seed = 0,
-    small: IsSmall = False,
-    corpus: Corpus = "",
-    options: Set = [],  # noqa: B006  typer copies it
-    lazy: Lazy = [],  # noqa: B006
-    replicate: Replicate = [],  # noqa: B006
-    exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = SIMULTANEOUS.name,
-    plan_file: PlanFile = None,
-    topology_file: TopologyFile = None,
-    trials: Trials = 0,
-    runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
-    name: Annotated[str, typer.Option(help="Of this run's folder. (default: the workload's name, numbered)")] = "",
-    resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,
-    every_steps: Annotated[int, typer.Option(help="Steps between checkpoints; 0: see --every-seconds.")] = 0,
-    every_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints; 0: never.")] = 60.0,
-    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
-    replan_every: ReplanEvery = 0,
-    json: AsJson = False,
-) -> None:
-    """Trains WORKLOAD: profiles it, prints a plan, carries it out, and holds the forecast beside what happened.
+@dataclass(frozen=True)
+class AskedRun:
+    """What was typed of a run: how long, where, and when to save. steps: None for the workload's own."""
 
-    Leaves plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints under RUNS/NAME.
-    """
-    stem = Path(workload).stem
+    workers: int | None
+    steps: int | None
+    seed: int
+    runs: Path
+    name: str
+    resume: bool
+    every_steps: int
+    every_seconds: float
+    keep: int
+    replan_every: int
 
-    def body() -> int:
-        task = workload_of(workload, options, corpus, small)
-        granted = scheduled(schedule, wishes(lazy, replicate, exchange, plan_file, topology_file, trials))
-        folder = folder_of_all(runs, stem, name, resume)
-        count = task.steps if steps is None else steps
-        settings = Settings(folder, count, seed, every_steps, every_seconds, keep, resume, replan_every, granted)
-        events = train(task, settings)
-        if not json and rank() == 0:
-            show(events, count, task.unit, folder)
-        elif (ended := drain(events)) and rank() == 0:
-            print(as_json({"workload": task.name, "folder": folder, **vars(ended)}))
-        return 0
 
+class _Ready(NamedTuple):
+    """What a worker trains, and how; `settings.folder` as one process finds it."""
+
+    task: Workload
+    settings: Settings
+
+
+def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json: bool, is_verbose: bool) -> NoReturn:
+    """Trains, and ends the process."""
+    stem = Path(workload.name).stem
     chosen: list[Path] = []  # by the launcher, so that it can say where the last checkpoint is
 
-    def named() -> list[str]:
-        chosen.append(run_folder(runs, stem, name, resume))
-        return [] if name else ["--name", chosen[0].name]
+    def prepare() -> _Ready:
+        folder = run_folder(run.runs, stem, run.name, run.resume)
+        refuse_unwritable(folder)
+        granted = wishes_of(plan, count_of(run.workers))
+        task = workload_of(workload)
+        every = (run.every_steps, run.every_seconds)
+        steps = task.steps if run.steps is None else run.steps
+        return _Ready(task, Settings(folder, steps, run.seed, *every, run.keep, run.resume, run.replan_every, granted))
 
-    run_in_workers(workers, body, named, lambda: how_to_go_on(workload, [*chosen, runs / (name or stem)][0]))
+    def body(ready: _Ready) -> int:
+        settings = replace(ready.settings, folder=folder_of_all(run.runs, stem, run.name, run.resume))
+        events = train(ready.task, settings)
+        if not is_json and rank() == 0:
+            show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)
+        elif (ended := drain(events)) and rank() == 0:
+            print(as_json({"workload": ready.task.name, "folder": settings.folder, **vars(ended)}))
+        return 0
+
+    def named(ready: _Ready) -> list[str]:
+        chosen.append(ready.settings.folder)
+        return [] if run.name else ["--name", ready.settings.folder.name]
+
+    def how() -> str:
+        return how_to_go_on(workload.name, [*chosen, run.runs / (run.name or stem)][0])
+
+    run_in_workers(run.workers, prepare, body, named, how)
 
 
 def folder_of_all(runs: Path, stem: str, name: str, resume: bool) -> Path:

@@ -1,76 +1,65 @@
-"""`armillary verify`: whether N workers train exactly as one process does."""
+"""What `armillary verify` does: compares N workers with one process."""
 
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
 
-import typer
-
-from armillary.cli.options import (
-    AsJson,
-    Corpus,
-    Exchanges,
-    Lazy,
-    PlanFile,
-    Replicate,
-    Seed,
-    Set,
-    TopologyFile,
-    Workers,
-    WorkloadName,
-    wishes,
-    workload_of,
-)  # fmt: skip
-from armillary.cli.schedule_options import Schedule, scheduled
+from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.options import AskedPlan, AskedWorkload
+from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
-from armillary.cli.workers import rank, run_in_workers
-from armillary.facts.plan import SIMULTANEOUS
+from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
+from armillary.session.decide import Wishes
 from armillary.session.kernel_mode import ask_for_repeatable
 from armillary.session.verify import verify_workload
+from armillary.session.workload import Workload
 
-__all__ = ["verify_command"]
+__all__ = ["AskedVerification", "verify_asked"]
 
 
-def verify_command(
-    workload: WorkloadName,
-    workers: Workers = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare after.")] = 5,
-    seed: Seed = 0,
-    full: Annotated[bool, typer.Option(help="The workload at full size, not its small version.")] = False,
-    one_batch: Annotated[
-        bool, typer.Option(help="Claim more: equality with one process on the batches of all workers joined.")
-    ] = False,
-    corpus: Corpus = "",
-    options: Set = [],  # noqa: B006  typer copies it
-    lazy: Lazy = [],  # noqa: B006
-    replicate: Replicate = [],  # noqa: B006
-    exchange: Exchanges = [],  # noqa: B006
-    schedule: Schedule = SIMULTANEOUS.name,
-    plan_file: PlanFile = None,
-    topology_file: TopologyFile = None,
-    json: AsJson = False,
-) -> None:
-    """Trains WORKLOAD in one process and on the workers, in float64, and compares every tensor.
+@dataclass(frozen=True)
+class AskedVerification:
+    """What was typed of a comparison. one_batch: the one process takes the batches of all workers joined."""
 
-    Under the plan and under every exchange in turn. Exit code 1 if one differs by more than 1e-10 of its norm.
-    With --schedule both follow that schedule, and every bit must be equal (to rounding: where gloo sums three or more
-    workers in an order of its own, and tables kept by row).
-    """
+    workers: int | None
+    steps: int
+    seed: int
+    one_batch: bool
+
+
+class _Ready(NamedTuple):
+    """What is trained twice; joined: the same with the batches of all workers in one."""
+
+    task: Workload
+    wishes: Wishes
+    joined: Workload | None
+
+
+def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerification, is_json: bool) -> NoReturn:
+    """Compares, and ends the process."""
     ask_for_repeatable()  # before the first product here, and for the workers
 
-    def body() -> int:
-        task = workload_of(workload, options, corpus, not full)
-        granted = scheduled(schedule, wishes(lazy, replicate, exchange, plan_file, topology_file))
-        transport = Transport()
-        joined = None
-        if one_batch and granted.owns_loop:
+    def prepare() -> _Ready:
+        workers = count_of(asked.workers)
+        granted = wishes_of(plan, workers)
+        if asked.one_batch and granted.owns_loop:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
-        if one_batch:
-            size = task.batch_size * transport.place.workers
-            joined = workload_of(workload, [*options, f"batch_size={size}"], corpus, not full)
-        found = verify_workload(task, steps=steps, seed=seed, wishes=granted, global_batch=joined)
-        if rank() == 0:
-            print(as_json({**vars(found), "is_equal": found.is_equal}) if json else found, flush=True)
-        transport.barrier()  # a rank that leaves with an exit code ends the others
-        return 0 if found.is_equal else 1
+        if asked.steps < 1:
+            raise ValueError(f"--steps: want at least 1, got {asked.steps}")
+        task, joined = workload_of(workload), None
+        if asked.one_batch:
+            size = f"batch_size={task.batch_size * workers}"
+            joined = workload_of(replace(workload, options=(*workload.options, size)))
+        return _Ready(task, granted, joined)
 
-    run_in_workers(workers, body)
+    def body(ready: _Ready) -> int:
+        transport = Transport()
+        found = verify_workload(
+            ready.task, steps=asked.steps, seed=asked.seed, wishes=ready.wishes, global_batch=ready.joined
+        )
+        if rank() == 0:
+            print(as_json({**vars(found), "is_equal": found.is_equal}) if is_json else found, flush=True)
+        transport.barrier()  # a rank that leaves with an exit code ends the others
+        return 0 if found.is_equal else UNEQUAL
+
+    run_in_workers(asked.workers, prepare, body)

@@ -16,7 +16,16 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
-__all__ = ["Constraint", "allows", "layout_of", "names_of", "refuse_misread", "resolve", "why_not_by_row"]
+__all__ = [
+    "Constraint",
+    "allows",
+    "layout_of",
+    "names_of",
+    "refuse_misread",
+    "refuse_unknown",
+    "resolve",
+    "why_not_by_row",
+]
 
 Constraint = str | Choice
 
@@ -91,7 +100,8 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
     """
     named: dict[str, tuple[bool, str, Constraint]] = {}
     for pattern, constraint in constraints.items():
-        _refuse_unknown(pattern, constraint, topology)
+        refuse_unknown(pattern, constraint)
+        _refuse_more_owners(pattern, constraint, topology)
         for fact in _able(pattern, constraint, matching(pattern, profile)):
             entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
             other = named.get(fact.name, entry)
@@ -105,7 +115,11 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
     return {name: constraint for name, (_, _, constraint) in named.items()}
 
 
-def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) -> None:
+def refuse_unknown(pattern: str, constraint: Constraint) -> None:
+    """
+    Raises:
+        ValueError: it is no layout and no exchange, or the exchange refuses its options.
+    """
     name = constraint.name if isinstance(constraint, Choice) else constraint
     exchanges = {**dense_exchanges(), **row_exchanges()}
     if name not in exchanges and (isinstance(constraint, Choice) or name not in LAYOUTS):
@@ -123,7 +137,12 @@ def _refuse_unknown(pattern: str, constraint: Constraint, topology: Topology) ->
         build(name, **constraint.options)
     except TypeError as error:
         raise ValueError(f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}") from error
-    owners = constraint.options.get(exchanges[name].owner_option, 0) if name in row_exchanges() else 0
+
+
+def _refuse_more_owners(pattern: str, constraint: Constraint, topology: Topology) -> None:
+    if not isinstance(constraint, Choice) or constraint.name not in row_exchanges():
+        return
+    owners = constraint.options.get(row_exchanges()[constraint.name].owner_option, 0)
     if not 0 <= owners <= topology.workers:
         raise ValueError(
             f"plan: {pattern!r} is to have {owners} owners among {topology.workers} workers; want 1 to "
@@ -160,11 +179,11 @@ def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
 
 def why_not_by_row(fact: ParameterFact) -> str:
     """Why a parameter cannot be exchanged by row."""
+    if fact.dense_readers:
+        return f"it is read whole by {', '.join(fact.dense_readers)}"
     if fact.refusals:
         return "; ".join(fact.refusals)
-    if fact.reads == "never":
-        return "no batch read it"
-    return f"it is read whole by {', '.join(fact.dense_readers) or 'an operation'}"
+    return "no batch read it" if fact.reads == "never" else "it is read whole by an operation"
 
 
 def names_of(patterns: Iterable[str], profile: Profile) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,32 @@ from typing import Any
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
 
-__all__ = ["CHECKPOINTS", "keep_decision", "keep_end", "note", "open_folder", "read_kept", "run_folder"]
+__all__ = [
+    "CHECKPOINTS",
+    "keep_decision",
+    "keep_end",
+    "note",
+    "open_folder",
+    "read_kept",
+    "refuse_unwritable",
+    "run_folder",
+]
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """What can be told without leaving a trace, before workers are started.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+    above = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not above.is_dir():
+        raise ValueError(f"run: cannot write to {folder}: {above.name} is no folder; pass another --runs (or --out)")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"run: cannot write to {folder}: {above} is read-only; pass another --runs (or --out)")
 
 
 def open_folder(folder: Path) -> None:
@@ -33,13 +56,15 @@ def open_folder(folder: Path) -> None:
 
 
 def read_kept(path: Path, kind: type[Any], noun: str) -> Any:
-    """What `kind.save` wrote there.
+    """What `kind.save` wrote there, alone or, as `armillary plan --json` prints it, under its noun beside other things.
 
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
     try:
-        return kind.load(path)
+        whole = json.loads(path.read_text())
+        is_beside = isinstance(whole, dict) and isinstance(whole.get(noun), dict)
+        return kind.from_json(json.dumps(whole[noun])) if is_beside else kind.load(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{noun}: {path} is no {noun} file ({type(error).__name__}: {error})") from error
 

@@ -1,0 +1,1 @@
+"""What each command can be asked. Nothing here imports torch: help and refusals must not wait for it."""

@@ -1,0 +1,38 @@
+"""`armillary compare`: says how near a run came to its forecast."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import AsJson
+
+__all__ = ["compare_command"]
+
+BANDS = "Bands"
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run that has ended, for example runs/language_model.")
+]
+Sent = Annotated[
+    float | None,
+    typer.Option(help="Largest difference in bytes sent, as a share. (default: 0.02)", rich_help_panel=BANDS),
+]
+Memory = Annotated[
+    float | None, typer.Option(help="Largest difference in memory, as a share. (default: 0.1)", rich_help_panel=BANDS)
+]
+Seconds = Annotated[
+    float | None, typer.Option(help="Largest difference in seconds, as a share. (default: 0.15)", rich_help_panel=BANDS)
+]
+
+
+def compare_command(
+    run: Run, sent: Sent = None, memory: Memory = None, seconds: Seconds = None, json: AsJson = False
+) -> None:
+    """Show the forecast of a run's plan beside what the run measured, for every group: bytes, memory and seconds.
+
+    The exit code is 3 if a figure is outside its band.
+    """
+    from armillary.cli.compare import AskedBand, compare_asked
+
+    compare_asked(run, AskedBand(sent, memory, seconds), json)

@@ -1,0 +1,67 @@
+"""`armillary plan`: says what training a workload would take, without training it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import (
+    OUTPUT,
+    AsJson,
+    AskedPlan,
+    AskedWorkload,
+    Corpus,
+    Exchanges,
+    IsSmall,
+    Lazy,
+    ProfileFile,
+    Replicate,
+    Schedule,
+    Seed,
+    Set,
+    TopologyFile,
+    Verbose,
+    Workers,
+    WorkloadName,
+)
+from armillary.cli.refusal import refusing
+from armillary.facts.plan import SIMULTANEOUS
+
+__all__ = ["plan_command"]
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write the plan to this file, to edit it or for train --plan.", rich_help_panel=OUTPUT
+    ),
+]
+
+
+def plan_command(
+    workload: WorkloadName,
+    options: Set = [],  # noqa: B006  typer copies it
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    seed: Seed = 0,
+    topology_file: TopologyFile = None,
+    profile_file: ProfileFile = None,
+    lazy: Lazy = [],  # noqa: B006
+    replicate: Replicate = [],  # noqa: B006
+    exchange: Exchanges = [],  # noqa: B006
+    schedule: Schedule = SIMULTANEOUS.name,
+    workers: Workers = None,
+    out: Out = None,
+    verbose: Verbose = False,
+    json: AsJson = False,
+) -> None:
+    """Print a plan for WORKLOAD: what its training would send, hold and take, and what else was considered.
+
+    The model is profiled and the links between the workers are measured, unless --profile and --topology say what they
+    are. With --topology no worker is started.
+    """
+    with refusing():
+        task = AskedWorkload(workload, options, corpus, small)
+    from armillary.cli.plan import AskedPrint, plan_asked
+
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, topology_file=topology_file, profile_file=profile_file)
+    plan_asked(task, wanted, workers, seed, AskedPrint(out, json, verbose))

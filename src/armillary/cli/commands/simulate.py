@@ -1,0 +1,92 @@
+"""`armillary simulate`: plays a step of a plan against a clock, draws it, and how workloads would scale."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.find import built_in
+from armillary.cli.options import (
+    OUTPUT,
+    RUN,
+    AsJson,
+    AskedWorkload,
+    Corpus,
+    IsSmall,
+    ProfileFile,
+    Schedule,
+    Set,
+    TopologyFile,
+)
+from armillary.cli.refusal import refusing
+from armillary.facts.plan import SIMULTANEOUS
+
+__all__ = ["simulate_command"]
+
+Subject = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PLAN|WORKLOAD",
+        help=f"A plan.json with profile.json beside it; or what to plan for: {', '.join(built_in())}, or a .py file.",
+        autocompletion=lambda: list(built_in()),
+    ),
+]
+Count = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Simulate this many workers. (default: the plan's; 8)",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+Gbit = Annotated[
+    float, typer.Option(help="Without --topology: speed of a worker's link in Gbit/s.", rich_help_panel=RUN)
+]
+LatencyUs = Annotated[
+    float, typer.Option(help="Without --topology: latency of a message in microseconds.", rich_help_panel=RUN)
+]
+Scaling = Annotated[
+    bool,
+    typer.Option(
+        "--scaling",
+        help="Draw curves up to --workers (default: 1024), of WORKLOAD or of all workloads.",
+        rich_help_panel=RUN,
+    ),
+]
+Out = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Folder for the trace and the picture.", rich_help_panel=OUTPUT)
+]
+
+
+def simulate_command(
+    subject: Subject = None,
+    options: Set = [],  # noqa: B006  typer copies it
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    topology_file: TopologyFile = None,
+    profile_file: ProfileFile = None,
+    schedule: Schedule = SIMULTANEOUS.name,
+    workers: Count = None,
+    gbit: Gbit = 1.0,
+    latency_us: LatencyUs = 100.0,
+    scaling: Scaling = False,
+    out: Out = Path(),
+    json: AsJson = False,
+) -> None:
+    """Play one step of a plan, or of the plan made for WORKLOAD, on any number of workers, in this one process.
+
+    It writes timeline.json, which Perfetto and chrome://tracing open, and timeline.png; with --scaling it writes
+    scaling.json and scaling.png. The links are those of --topology, of topology.json beside the plan, or assumed.
+    """
+    with refusing():
+        if subject is None and not scaling:
+            raise ValueError("simulate: want a plan.json or a WORKLOAD; or --scaling, which takes all workloads")
+        is_plan = subject is not None and subject.endswith(".json")
+        task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small)
+    from armillary.cli.simulate import AskedMachines, scaling_asked, simulate_asked
+
+    asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
+    if scaling:
+        scaling_asked(subject, small, asked, out, json)
+    simulate_asked(task if task is not None else Path(str(subject)), asked, schedule, out, json)

@@ -1,0 +1,95 @@
+"""`armillary train`: trains a workload on some workers under a plan made for it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import (
+    OUTPUT,
+    PLAN,
+    RUN,
+    AsJson,
+    AskedPlan,
+    AskedWorkload,
+    Corpus,
+    Exchanges,
+    IsSmall,
+    Lazy,
+    PlanFile,
+    Replicate,
+    Schedule,
+    Seed,
+    Set,
+    TopologyFile,
+    Trials,
+    Verbose,
+    Workers,
+    WorkloadName,
+)
+from armillary.cli.refusal import refusing
+from armillary.facts.plan import SIMULTANEOUS
+
+__all__ = ["train_command"]
+
+Steps = Annotated[
+    int | None, typer.Option(help="Take this many optimizer steps. (default: the workload's)", rich_help_panel=RUN)
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.", rich_help_panel=RUN)]
+EverySteps = Annotated[
+    int, typer.Option(metavar="N", help="Save a checkpoint every N steps. 0: by the clock only.", rich_help_panel=RUN)
+]
+EverySeconds = Annotated[
+    float, typer.Option(metavar="S", help="Save a checkpoint every S seconds. 0: by steps only.", rich_help_panel=RUN)
+]
+Keep = Annotated[int, typer.Option(metavar="N", help="Keep the last N checkpoints.", rich_help_panel=RUN)]
+ReplanEvery = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="At every N-th checkpoint, move tables whose owners are unbalanced. 0: never.",
+        rich_help_panel=PLAN,
+    ),
+]  # fmt: skip
+Runs = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of all runs.", rich_help_panel=OUTPUT)]
+Name = Annotated[
+    str,
+    typer.Option(help="Name of this run's folder. (default: the workload's name, numbered)", rich_help_panel=OUTPUT),
+]
+
+
+def train_command(
+    workload: WorkloadName,
+    options: Set = [],  # noqa: B006  typer copies it
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    seed: Seed = 0,
+    plan_file: PlanFile = None,
+    topology_file: TopologyFile = None,
+    lazy: Lazy = [],  # noqa: B006
+    replicate: Replicate = [],  # noqa: B006
+    exchange: Exchanges = [],  # noqa: B006
+    trials: Trials = 0,
+    replan_every: ReplanEvery = 0,
+    schedule: Schedule = SIMULTANEOUS.name,
+    workers: Workers = None,
+    steps: Steps = None,
+    resume: Resume = False,
+    every_steps: EverySteps = 0,
+    every_seconds: EverySeconds = 60.0,
+    keep: Keep = 2,
+    runs: Runs = Path("runs"),
+    name: Name = "",
+    verbose: Verbose = False,
+    json: AsJson = False,
+) -> None:
+    """Train WORKLOAD: print a plan, carry it out, and show the forecast beside what happened.
+
+    The folder RUNS/NAME gets plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints.
+    """
+    with refusing():
+        task = AskedWorkload(workload, options, corpus, small)
+    from armillary.cli.train import AskedRun, train_asked
+
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials)
+    run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, replan_every)
+    train_asked(task, wanted, run, json, verbose)

@@ -1,0 +1,69 @@
+"""`armillary verify`: says whether N workers train exactly as one process does."""
+
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import (
+    RUN,
+    AsJson,
+    AskedPlan,
+    AskedWorkload,
+    Corpus,
+    Exchanges,
+    IsSmall,
+    Lazy,
+    PlanFile,
+    Replicate,
+    Schedule,
+    Seed,
+    Set,
+    TopologyFile,
+    Workers,
+    WorkloadName,
+)
+from armillary.cli.refusal import refusing
+from armillary.facts.plan import SIMULTANEOUS
+
+__all__ = ["verify_command"]
+
+Steps = Annotated[int, typer.Option(help="Compare after this many optimizer steps.", rich_help_panel=RUN)]
+OneBatch = Annotated[
+    bool,
+    typer.Option(
+        "--one-batch",
+        help="Claim more: equality with one process that takes the batches of all workers as one.",
+        rich_help_panel=RUN,
+    ),
+]
+
+
+def verify_command(
+    workload: WorkloadName,
+    options: Set = [],  # noqa: B006  typer copies it
+    small: IsSmall = True,
+    corpus: Corpus = "",
+    seed: Seed = 0,
+    plan_file: PlanFile = None,
+    topology_file: TopologyFile = None,
+    lazy: Lazy = [],  # noqa: B006
+    replicate: Replicate = [],  # noqa: B006
+    exchange: Exchanges = [],  # noqa: B006
+    schedule: Schedule = SIMULTANEOUS.name,
+    workers: Workers = None,
+    steps: Steps = 5,
+    one_batch: OneBatch = False,
+    json: AsJson = False,
+) -> None:
+    """Train WORKLOAD in one process and on the workers, in float64, and compare every tensor.
+
+    This is done under the plan, and under every exchange in turn. Tensors may differ by 1e-10 of their norm. With
+    --schedule both follow that schedule, and every bit must be equal, except where gloo sums three or more workers in
+    its own order, and in tables that are kept by row.
+    """
+    with refusing():
+        task = AskedWorkload(workload, options, corpus, small)
+    from armillary.cli.verify import AskedVerification, verify_asked
+
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file)
+    verify_asked(task, wanted, AskedVerification(workers, steps, seed, one_batch), json)

@@ -1,0 +1,95 @@
+"""What was asked on the command line, turned into what the library takes: workloads, wishes, and facts from files."""
+
+from pathlib import Path
+
+from armillary.cli.find import find, small
+from armillary.cli.options import AskedPlan, AskedWorkload
+from armillary.facts.choice import Choice
+from armillary.facts.plan import SIMULTANEOUS, Plan
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint, refuse_unknown
+from armillary.schedules.registry import read
+from armillary.session.decide import Wishes
+from armillary.session.folder import read_kept
+from armillary.session.workload import Workload
+
+__all__ = ["read_plan", "read_profile", "read_topology", "schedule_of", "wishes_of", "workload_of"]
+
+
+def workload_of(asked: AskedWorkload) -> Workload:
+    """
+    Raises:
+        ValueError: no such workload, or an option it refuses.
+    """
+    return find(asked.name, {**(small(asked.name) if asked.is_small else {}), **asked.settings})
+
+
+def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
+    """
+    Args:
+        workers: of the job; a topology that is given says how many are planned for.
+
+    Raises:
+        ValueError: a file cannot be read, a wish is not of the form that is wanted, or two exclude one another.
+    """
+    constraints: dict[str, Constraint] = dict.fromkeys(asked.replicate, "replicated")
+    for wish in asked.exchanges:
+        way, equals, pattern = wish.rpartition("=")
+        if not (way and equals and pattern):
+            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
+        choice = Choice.parse(way)
+        constraints[pattern] = choice if choice.options else choice.name
+    for pattern, constraint in constraints.items():
+        refuse_unknown(pattern, constraint)
+    plan = None if asked.plan_file is None else read_plan(asked.plan_file)
+    if plan is not None and (constraints or asked.lazy):
+        raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
+    if plan is not None and plan.workers != workers:
+        raise ValueError(
+            f"--plan: the plan is for {plan.workers} workers, this job has {workers}; plan again, or pass --workers "
+            f"{plan.workers}"
+        )
+    topology = None if asked.topology_file is None else read_topology(asked.topology_file)
+    profile = None if asked.profile_file is None else read_profile(asked.profile_file)
+    schedule = schedule_of(asked.schedule, workers if topology is None else topology.workers)
+    if plan is not None and schedule != SIMULTANEOUS:
+        raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
+    return Wishes(constraints, tuple(asked.lazy), plan, topology, profile, schedule, trials=asked.trials)
+
+
+def schedule_of(text: str, workers: int) -> Choice:
+    """
+    Raises:
+        ValueError: it is no choice or no schedule, or its options do not go together on so many workers.
+    """
+    choice = Choice.parse(text)
+    read(choice, workers)
+    return choice
+
+
+def read_plan(path: Path) -> Plan:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no plan.
+    """
+    plan: Plan = read_kept(path, Plan, "plan")
+    return plan
+
+
+def read_topology(path: Path) -> Topology:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no topology.
+    """
+    topology: Topology = read_kept(path, Topology, "topology")
+    return topology
+
+
+def read_profile(path: Path) -> Profile:
+    """
+    Raises:
+        ValueError: the file cannot be read, or is no profile.
+    """
+    profile: Profile = read_kept(path, Profile, "profile")
+    return profile
