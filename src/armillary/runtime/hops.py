@@ -6,7 +6,7 @@
 
 A message on gloo is three on the wire (the receiver is ready, the sender is, the data), and for each of them a thread
 wakes on the other side. To send one to everybody is two hops instead of 2 log2 n or 4 log2 n, but 7 messages for 3 and
-14 for 6 among eight ranks; where these share two cores, a step of 230 ms takes 0.98 of the time (`docs/design.md`).
+14 for 6 among eight ranks; where these share two cores, a step of 230 ms takes 0.98 of the time (`docs/tables.md`).
 An all-reduce sends no more bytes so. An all-to-all does, n/2 log2 n blocks for n - 1: only for very short ones.
 
 Sources: Bruck et al. (1997), index algorithm, and Rabenseifner's halving and doubling, both as MPICH does them for
