@@ -11,7 +11,6 @@ from armillary.reference.serial import train_step
 from armillary.session.decide import first_batches
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.parallelize import measure
-from armillary.session.plot import plot
 from armillary.session.shard import Shard
 from armillary.session.source import leaves
 
@@ -119,23 +118,3 @@ def test_the_example_differs_from_plain_torch_by_its_marked_lines_only():
     added = [line for line in body.splitlines() if line not in plain]
     assert len(added) == 4
     assert all("# added" in line or "# changed" in line for line in added)
-
-
-def test_a_plot_has_units_on_every_axis():
-    lines = [
-        {"kind": "progress", "step": 10, "loss": 2.0, "samples_per_second": 5.0},
-        {"kind": "evaluated", "step": 10, "metrics": {"perplexity": 9.0}, "is_whole": False},
-        {"kind": "progress", "step": 20, "loss": 1.0, "samples_per_second": 6.0},
-        {"kind": "evaluated", "step": 20, "metrics": {"perplexity": 8.0}, "is_whole": True},
-    ]
-    panels = plot(lines, {"perplexity": 10.0}, "words").axes
-    assert [panel.get_ylabel() for panel in panels] == [
-        "training loss\n(mean over workers)", "held-out perplexity", "throughput\n(words per second, all workers)"
-    ]  # fmt: skip
-    assert panels[-1].get_xlabel() == "optimizer steps"
-    assert list(panels[0].lines[0].get_ydata()) == [2.0, 1.0]
-    glances, whole, simpler = panels[1].lines  # of other data than the glances, so not joined to them
-    assert (list(glances.get_ydata()), list(whole.get_ydata())) == ([9.0], [8.0])
-    assert [str(line.get_label()) for line in (whole, simpler)] == [
-        "all held-out data", "a simpler method, all held-out data: 10"
-    ]  # fmt: skip

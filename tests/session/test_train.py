@@ -85,6 +85,11 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
     crew(before).run(train_job, "recommender", broken, {"batch_size": 16 // before}, {"steps": 6})
     again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 12, "resume": True})[0]
     assert [event.step for event in of(Resumed, again)] == [6]
+    if before == 2:  # a glance looks at the same batches again
+        glance, as_before = (
+            next(event for event in of(Evaluated, events) if event.step == 12) for events in (again, whole)
+        )
+        assert glance.metrics == pytest.approx(as_before.metrics, rel=1e-12)
     for name, value in whole[-1].metrics.items():
         assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
 

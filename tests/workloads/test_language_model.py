@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from armillary.workloads import language_model as lm
+from armillary.workloads import shares
 
 
 def a_model(vocabulary=30, width=6):
@@ -79,12 +80,22 @@ def test_evaluation_is_the_full_softmax_in_whatever_chunks(monkeypatch):
 def test_targets_are_the_next_words_and_each_held_out_word_is_a_target_once():
     work = lm.workload(**lm.SMALL)
     batches = list(work.batches("held_out", 0, 1, 0))
-    words = torch.cat([batch[0] for batch in batches]).flatten().numpy()
-    targets = torch.cat([batch[1] for batch in batches]).flatten().numpy()
+    windows = torch.cat([batch[0] for batch in batches])
+    in_reading_order = np.argsort(shares.shuffled(len(windows), seed=0))
+    words = windows[in_reading_order].flatten().numpy()
+    targets = torch.cat([batch[1] for batch in batches])[in_reading_order].flatten().numpy()
     text = work.text.held_out
     np.testing.assert_array_equal(words, text[: len(words)])
     np.testing.assert_array_equal(targets, text[1 : len(targets) + 1])
     assert len(text) - 1 - len(targets) < work.length
+
+
+def test_the_first_held_out_batches_are_from_all_over_the_text_whatever_the_seed():
+    work = lm.workload(**lm.SMALL)
+    first, again = (next(work.batches("held_out", 0, 1, seed))[0].numpy() for seed in (0, 1))
+    np.testing.assert_array_equal(first, again)
+    rows = work.text.held_out[: len(first) * work.length].reshape(first.shape)
+    assert not np.array_equal(first, rows)
 
 
 def test_training_lands_between_the_unigram_and_the_bigram_model():

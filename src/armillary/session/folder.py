@@ -7,8 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
+from armillary.session.workload import Workload
 
 __all__ = [
     "CHECKPOINTS",
@@ -106,7 +108,7 @@ def note(folder: Path, event: Progress | Evaluated) -> None:
         metrics.write(json.dumps({"kind": type(event).__name__.lower(), **asdict(event)}) + "\n")
 
 
-def keep_end(folder: Path, ended: Ended, trace: Trace, unit: str) -> None:
+def keep_end(folder: Path, ended: Ended, trace: Trace, workload: Workload, plan: Plan) -> None:
     """The trace of the last steps, the summary with forecast beside measured, and the plot, for which matplotlib is
     imported only now."""
     from armillary.session.plot import plot
@@ -114,4 +116,4 @@ def keep_end(folder: Path, ended: Ended, trace: Trace, unit: str) -> None:
     trace.save(folder / "trace.json")
     (folder / "summary.json").write_text(json.dumps(asdict(ended), indent=2) + "\n")
     lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    plot(lines, ended.baseline, unit).savefig(folder / "plot.png")
+    plot(lines, ended, workload, plan).savefig(folder / "plot.png")

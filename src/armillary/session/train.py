@@ -8,8 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from armillary.session.events import Decided, Ended, Evaluated, Event, Progress,
 from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
+from armillary.session.glance import sampled
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.replan import owners_of, restore_owners
 from armillary.session.report import compare
@@ -179,8 +179,8 @@ class Training:
         if self.step % PROGRESS_STEPS == 0 or is_last:
             yield self._told(self._progress())
         glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
-        if self.step % glance_steps == 0 or is_last:  # beside all of the split, which is not comparable with glances
-            yield self._told(Evaluated(self.step, self._evaluate(GLANCE_BATCHES), is_whole=False))
+        if self.step % glance_steps == 0 or is_last:  # beside all of the split, of which a glance is an estimate
+            yield self._told(Evaluated(self.step, self._evaluate(is_whole=False), is_whole=False))
         if not is_last and self._is_save_due():
             self.saves += 1
             if self.settings.replan_every and self.saves % self.settings.replan_every == 0:
@@ -215,15 +215,22 @@ class Training:
         mean = loss_sum / count if count else math.nan
         return Progress(self.step, mean, samples / seconds, sent / workers / steps)
 
-    def _evaluate(self, batches: int | None) -> dict[str, float]:
+    def _evaluate(self, *, is_whole: bool) -> dict[str, float]:
         """Its time and memory are not those of training."""
         began = time.perf_counter()
         self.peak_bytes = max(self.peak_bytes, resident_bytes()[1])
-        held_out = self.workload.batches("held_out", self.run.rank, self.run.workers, self.settings.seed)
-        totals = self.run.evaluate(islice(held_out, batches), self.workload.evaluate)
+        totals = self.run.evaluate(self._held_out() if is_whole else self._sample, self.workload.evaluate)
         reset_peak_memory()
         self.since += time.perf_counter() - began
         return dict(self.workload.report(totals))
+
+    def _held_out(self) -> Iterator[Batch]:
+        return self.workload.batches("held_out", self.run.rank, self.run.workers, self.settings.seed)
+
+    @cached_property
+    def _sample(self) -> list[Batch]:
+        """What every glance looks at, of a resumed run too: it depends on nothing but the seed and the rank."""
+        return sampled(self._held_out(), GLANCE_BATCHES, stream_seed(self.settings.seed, 0, self.run.rank))
 
     def _replan(self) -> Iterator[Event]:
         """Before the checkpoint, which tells a resumed run whose the rows are."""
@@ -272,7 +279,7 @@ class Training:
         comparison = compare(self.job, self.tally)
         if self.step > self.first_step:
             yield self._save()
-        metrics = self._evaluate(None)
+        metrics = self._evaluate(is_whole=True)
         held = sum(self.job.held_bytes().values())
         peak = self.job.transport.agree_largest([max(held, self.peak_bytes - self.resident_bytes)])[0]
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
@@ -283,7 +290,7 @@ class Training:
         ended = Ended(self.step, metrics, simple, comparison, self.forecast, seconds / steps, rate, peak)
         if self.run.rank == 0:
             trace = Trace(self.run.rank, tuple(self.tally.records))
-            keep_end(self.settings.folder, ended, trace, self.workload.unit)
+            keep_end(self.settings.folder, ended, trace, self.workload, self.decided.plan)
         yield ended
 
 

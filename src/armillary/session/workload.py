@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Batch", "Workload", "baseline"]
+__all__ = ["Batch", "Workload", "baseline", "baseline_name"]
 
 Batch = Any
 
@@ -17,7 +17,8 @@ Batch = Any
 class Workload(Protocol):
     """What `workload(**options)` must return.
 
-    A workload may also have `baseline() -> metrics`, in the terms of `report`: what a simpler method reaches.
+    A workload may also have `baseline() -> metrics`, in the terms of `report`: what a simpler method reaches
+    on all of the held-out split; and `baseline_name`, what that method is called: "a smoothed bigram model".
     """
 
     @property
@@ -59,3 +60,8 @@ def baseline(workload: Workload) -> dict[str, float]:
     """What a simpler method reaches on the held-out split; empty if the workload does not say."""
     found: Callable[[], Mapping[str, float]] | None = getattr(workload, "baseline", None)
     return dict(found()) if found is not None else {}
+
+
+def baseline_name(workload: Workload) -> str:
+    """What the simpler method is called."""
+    return str(getattr(workload, "baseline_name", "baseline"))

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -99,7 +99,8 @@ def log_expected(negatives: Tensor, vocabulary: int) -> Tensor:
 class LanguageModel:
     """The workload. `corpus` is "stdlib", "synthetic" or the path of a text file or folder.
 
-    A batch is (words, targets, negatives): two of (batch_size, length) and one of (negatives,), all int64.
+    A batch is (words, targets, negatives): two of (batch_size, length) and one of (negatives,), all int64. Held-out
+    batches are of windows from all over the text, in an order that is always the same, so that a few stand for all.
     """
 
     corpus: str = "stdlib"
@@ -116,6 +117,7 @@ class LanguageModel:
     cache: str = ".cache"
     name: str = "language_model"
     unit: str = "words"
+    baseline_name: ClassVar[str] = "a smoothed bigram model"
 
     def __post_init__(self) -> None:
         for field in ("min_count", "width", "hidden", "length", "batch_size", "negatives", "steps"):
@@ -141,8 +143,9 @@ class LanguageModel:
         examples = (len(stream) - 1) // self.length
         offsets = np.arange(self.length + 1)  # windows share their border: each token is a target once
         shared = shares.draw(split, examples, self.batch_size, (worker, workers), seed)
+        order = np.arange(examples) if split == "train" else shares.shuffled(examples, seed=0)
         for step, mine in enumerate(shared):
-            window = torch.from_numpy(stream[mine[:, None] * self.length + offsets].astype(np.int64))
+            window = torch.from_numpy(stream[order[mine][:, None] * self.length + offsets].astype(np.int64))
             rng = np.random.default_rng((seed, worker, step))
             negatives = log_uniform(self.negatives, self.text.vocabulary, rng)
             yield window[:, :-1].contiguous(), window[:, 1:].contiguous(), negatives

@@ -8,7 +8,7 @@ Departure: ratings are predicted with squared error, not clicks.
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ class Recommender:
     cache: str = ".cache"
     name: str = "recommender"
     unit: str = "ratings"
+    baseline_name: ClassVar[str] = "average deviations of items and users"
 
     def __post_init__(self) -> None:
         if self.data not in ("movielens", "latent_factors"):

@@ -1,0 +1,84 @@
+"""Laws of a run's picture and of the sample of held-out batches behind its curve."""
+
+from collections import Counter
+from datetime import date
+from itertools import count
+
+import pytest
+
+from armillary.cli.find import find, small
+from armillary.facts.choice import Choice
+from armillary.facts.forecast import Forecast
+from armillary.facts.group import Group
+from armillary.facts.mesh import Axis, Mesh
+from armillary.facts.plan import Plan
+from armillary.session.events import Ended
+from armillary.session.glance import AMONG, sampled
+from armillary.session.plot import plot
+
+
+def plan():
+    groups = [("in", "row_sharded", "owned_rows"), ("out", "replicated", "gather_rows")]
+    groups = [Group(name, (name,), layout, Choice(exchange)) for name, layout, exchange in groups]
+    groups.append(Group("rest", ("weight", "bias"), "replicated", Choice("all_reduce")))
+    return Plan(Mesh((Axis("data", 2),)), tuple(groups), "m")
+
+
+def ended_with(baseline):
+    return Ended(20, {"perplexity": 8.0}, baseline, (), Forecast(seconds=0.02), 0.03, 6.0, 1.0)
+
+
+def test_a_plot_says_what_it_shows():
+    """Units on every axis, what was trained how, and which points may be held against which."""
+    lines = [
+        {"kind": "progress", "step": 10, "loss": 2.0, "samples_per_second": 5.0},
+        {"kind": "evaluated", "step": 10, "metrics": {"perplexity": 9.0}, "is_whole": False},
+        {"kind": "progress", "step": 20, "loss": 1.0, "samples_per_second": 6.0},
+        {"kind": "evaluated", "step": 20, "metrics": {"perplexity": 8.0}, "is_whole": True},
+    ]
+    figure = plot(lines, ended_with({"perplexity": 10.0}), find("language_model", small("language_model")), plan())
+    assert figure.get_suptitle() == (
+        f"language_model, {date.today()}\n"
+        "2 workers, simultaneous: 1 table by rows, 1 by gather_rows, rest by all_reduce\n"
+        "time of a step: forecast 20.0 ms, measured 30.0 ms"
+    )
+    panels = figure.axes
+    assert [panel.get_ylabel() for panel in panels] == [
+        "training loss\n(mean over workers)", "held-out perplexity", "throughput\n(words per second, all workers)"
+    ]  # fmt: skip
+    assert panels[-1].get_xlabel() == "optimizer steps"
+    assert list(panels[0].lines[0].get_ydata()) == [2.0, 1.0]
+    glances, whole, simpler = panels[1].lines  # of other data than the glances, so not joined to them
+    assert (list(glances.get_ydata()), list(whole.get_ydata())) == ([9.0], [8.0])
+    assert [str(line.get_label()) for line in (whole, simpler)] == [
+        "all held-out data: 8", "a smoothed bigram model, all held-out data: 10"
+    ]  # fmt: skip
+    assert {line.get_linestyle() for panel in panels for line in panel.lines if line is not simpler} == {"None"}
+
+
+def test_three_points_are_joined():
+    steps = [{"kind": "progress", "step": step, "loss": 1.0, "samples_per_second": 5.0} for step in (1, 2, 3)]
+    glances = [{"kind": "evaluated", "step": step, "metrics": {"error": 9.0}, "is_whole": False} for step in (1, 2, 3)]
+    panels = plot([*steps, *glances], ended_with({"error": 1.0}), Nameless(), plan()).axes
+    assert [panel.lines[0].get_linestyle() for panel in panels] == ["-", "-", "-"]
+    assert str(panels[1].lines[1].get_label()) == "baseline, all held-out data: 1"
+
+
+class Nameless:
+    """A workload that does not say what its baseline is called."""
+
+    name, unit = "task", "words"
+
+
+def test_every_batch_of_a_stream_is_as_likely_to_be_glanced_at():
+    seen = Counter(number for seed in range(2000) for number in sampled(iter(range(10)), 3, seed))
+    assert sum(seen.values()) == 6000
+    assert all(count == pytest.approx(600, abs=80) for count in seen.values())  # four standard deviations
+
+
+def test_a_sample_is_the_same_again_and_draws_no_more_than_it_may():
+    endless = count()
+    first = sampled(endless, 3, seed=1)
+    assert first == sampled(count(), 3, seed=1) != sampled(count(), 3, seed=2)
+    assert next(endless) == AMONG
+    assert sampled(iter("ab"), 3, seed=1) == ["a", "b"]
