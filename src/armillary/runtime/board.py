@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from armillary.runtime.open_groups import Clients
 from armillary.runtime.standing import Stand
 
 __all__ = ["Board"]
@@ -20,13 +21,13 @@ T = TypeVar("T")
 class Board:
     """
     Args:
-        new_client: of the job's store. One asks, and may wait for an answer for ever; the other never does.
+        clients: of the job's store.
         name: of the transport, the same on its ranks.
     """
 
-    def __init__(self, new_client: Callable[[], Any], name: str, rank: int, workers: int) -> None:
+    def __init__(self, clients: Clients, name: str, rank: int, workers: int) -> None:
         self.rank, self.workers = rank, workers
-        self._writing, self._store, self._name = new_client(), new_client(), name
+        self._writing, self._store, self._name = clients.writing, clients.asking, name
         self._asking: threading.Thread | None = None
         self._is_lost = False  # the store is gone
 

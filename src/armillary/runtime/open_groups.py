@@ -9,13 +9,26 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["OpenGroups"]
+__all__ = ["Clients", "OpenGroups"]
 
 FEW_WORKS = 64  # collectives remembered before those that are over are forgotten
+
+
+class Clients(NamedTuple):
+    """Connections to the job's store. One that waits for an answer keeps no other from asking.
+
+    asking: may wait for an answer for ever. writing: never does.
+    """
+
+    writing: Any
+    asking: Any
+
+
+_CLIENTS: "weakref.WeakKeyDictionary[Any, Clients]" = weakref.WeakKeyDictionary()  # by the store, while it is there
 
 
 class OpenGroups:
@@ -73,13 +86,23 @@ class OpenGroups:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.close()
 
-    def new_client(self) -> Any:
-        """Of the job's store: one that waits for an answer keeps no other from asking."""
+    @property
+    def clients(self) -> Clients:
+        """Of the job's store, beside its own; the same for all groups of a process.
+
+        To connect may take seconds where host names cannot be looked up, so it is done once a job.
+        """
         store = dist.distributed_c10d._get_default_store()
-        try:
-            return store.clone()  # type: ignore[attr-defined]
-        except (RuntimeError, NotImplementedError):  # of a kind that has one client
-            return store
+        if store not in _CLIENTS:
+            _CLIENTS[store] = Clients(_client_of(store), _client_of(store))
+        return _CLIENTS[store]
+
+
+def _client_of(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):  # of a kind that has one client
+        return store
 
 
 def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:

@@ -101,7 +101,7 @@ class Transport:
         self._let_go = weakref.finalize(self, self.watchdog.end, LET_GO)
 
     def _watched(self, name: str, patience: Patience) -> Watchdog:
-        board = Board(self.open_groups.new_client, name, self.place.rank, self.place.workers)
+        board = Board(self.open_groups.clients, name, self.place.rank, self.place.workers)
         return Watchdog(self.standing, board, patience)
 
     def _open_all(self) -> str:
