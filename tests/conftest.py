@@ -2,6 +2,9 @@
 
 Equal numbers round alike wherever they lie in memory (MKL's reproducible mode), here and in the processes that tests
 start. `MKL_CBWR= make test`, empty, is without.
+
+A store of torch.distributed looks up the name of every process that connects, and blocks all others meanwhile: where no
+name server answers, 5 seconds at a time, as long as tests wait for a rank that is to be missed. So it asks but once.
 """
 
 import os
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # MKL reads it once, so before anything can make a product
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
 from hypothesis import settings
