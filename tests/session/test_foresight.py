@@ -118,8 +118,8 @@ def run_folder(tmp_path, scene):
     case.profile.save(tmp_path / "profile.json")
     case.topology.save(tmp_path / "topology.json")
     played = simulate(made, case)
-    records = [replace(record, step=step) for step in range(3) for record in played.trace.records]
-    Trace(0, tuple(records)).save(tmp_path / "trace.json")
+    records = tuple(replace(record, step=step) for step in range(3) for record in played.trace.ranks[0])
+    Trace((records, records)).save(tmp_path / "trace.json")
     sent = played.sent_bytes
     lines = [
         {"group": g.name, "exchange": str(g.exchange), "forecast": asdict(g.forecast),
@@ -130,7 +130,7 @@ def run_folder(tmp_path, scene):
                   "measured": {"sent_bytes": sent["look-ups"], "memory_bytes": 0.0, "seconds": 9.0}})  # fmt: skip
     held = made.forecast.memory_bytes
     summary = {
-        "comparison": lines, "forecast": asdict(made.forecast), "resident_bytes": held,
+        "comparison": lines, "forecast": asdict(made.forecast), "peak_bytes": held, "resident_bytes": 3 * held,
         "step_seconds": played.step_seconds,
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -150,7 +150,31 @@ def outside(found):
 def test_a_run_that_went_as_forecast_is_within_any_band(run_folder):
     found = compare_run(run_folder, Band(1e-6, 1e-6, 1e-6))
     assert found.is_within
-    assert [line.group for line in found.lines] == ["t.weight", "bucket 0", OTHER, "step"]
+    assert [line.group for line in found.lines] == ["t.weight", "bucket 0", OTHER, "step", "process"]
+
+
+def test_what_nobody_forecasts_is_shown_without_a_band(run_folder):
+    process = compare_run(run_folder, Band(0, 0, 0)).lines[-1]
+    assert process.forecast is None and process.outside == ()
+    assert process.measured.memory_bytes == json.loads((run_folder / "summary.json").read_text())["resident_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "factor"),
+    [("t.weight", "sent_bytes", 2.0), ("bucket 0", "sent_bytes", 1.1), ("bucket 0", "memory_bytes", 1.2)],
+)
+def test_a_fault_in_the_forecast_of_a_group_is_found(run_folder, scene, name, field, factor):
+    """A tenth of the bytes, where it is no more than a thousandth of the step's."""
+    made, _ = scene
+    group = next(one for one in made.groups if one.name == name)
+    wrong = replace(group, forecast=replace(group.forecast, **{field: factor * getattr(group.forecast, field)}))
+    made.with_group(wrong).save(run_folder / "plan.json")
+    assert outside(compare_run(run_folder, Band()))[name] == (field,)
+
+
+def test_the_memory_of_a_step_is_that_of_its_tensors_in_its_fullest_moment(run_folder):
+    edited(run_folder, lambda summary: summary.update(peak_bytes=1.2 * summary["peak_bytes"]))
+    assert outside(compare_run(run_folder, Band())) == {"step": ("memory_bytes",)}
 
 
 @pytest.mark.parametrize(
@@ -169,14 +193,18 @@ def test_a_group_that_differs_by_more_than_its_band_is_named_with_the_figure(run
 def test_seconds_are_those_of_the_median_step(run_folder):
     trace = Trace.load(run_folder / "trace.json")
 
-    def slowed(*steps):
-        records = (replace(r, seconds=2 * r.seconds) if r.step in steps else r for r in trace.records)
-        return Trace(0, tuple(records))
+    def slowed(*steps, ranks=(0, 1)):
+        slow = [
+            tuple(replace(r, seconds=2 * r.seconds) if r.step in steps else r for r in mine) for mine in trace.ranks
+        ]
+        return Trace(tuple(slow[rank] if rank in ranks else mine for rank, mine in enumerate(trace.ranks)))
 
     slowed(1).save(run_folder / "trace.json")
     assert compare_run(run_folder, Band()).is_within
     slowed(1, 2).save(run_folder / "trace.json")
     assert outside(compare_run(run_folder, Band()))["bucket 0"] == ("seconds",)
+    slowed(1, 2, ranks=[0]).save(run_folder / "trace.json")  # rank 0 only waited for the other
+    assert compare_run(run_folder, Band()).is_within
 
 
 def test_a_step_slower_than_its_forecast_is_outside(run_folder):
@@ -184,7 +212,7 @@ def test_a_step_slower_than_its_forecast_is_outside(run_folder):
     assert outside(compare_run(run_folder, Band())) == {"step": ("seconds",)}
 
 
-def test_differences_below_a_hundredth_of_the_step_are_let_pass(run_folder):
+def test_bytes_below_a_thousandth_of_the_step_are_let_pass(run_folder):
     def less(summary):
         summary["comparison"][2]["measured"]["sent_bytes"] = 0.0
 
@@ -209,7 +237,7 @@ def test_files_of_another_run_are_refused(run_folder, scene):
     with pytest.raises(ValueError, match=r"the profile is of .* give the profile.json that stands beside the plan"):
         compare_run(run_folder, Band())
     case.profile.save(run_folder / "profile.json")
-    Trace(0, (Record(0, "strange", "AllReduce", 0.0, 1.0, 1.0),)).save(run_folder / "trace.json")
+    Trace(((Record(0, "strange", "AllReduce", 0.0, 1.0, 1.0),),)).save(run_folder / "trace.json")
     with pytest.raises(ValueError, match=r"trace.json has no request of any group of the plan"):
         compare_run(run_folder, Band())
 

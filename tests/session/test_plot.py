@@ -25,7 +25,10 @@ def plan():
 
 
 def ended_with(baseline):
-    return Ended(20, {"perplexity": 8.0}, baseline, (), Forecast(seconds=0.02), 0.03, 6.0, 1.0)
+    return Ended(
+        steps=20, metrics={"perplexity": 8.0}, baseline=baseline, comparison=(), forecast=Forecast(seconds=0.02),
+        step_seconds=0.03, samples_per_second=6.0, peak_bytes=1.0, resident_bytes=1.0,
+    )  # fmt: skip
 
 
 def test_a_plot_says_what_it_shows():

@@ -22,6 +22,7 @@ from armillary.session.folder import open_folder, run_folder
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
+from armillary.session.tally import STEP
 from armillary.session.train import train
 
 
@@ -59,7 +60,14 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
         "checkpoints",
     }  # fmt: skip
     assert Plan.load(tmp_path / "plan.json") == of(Decided, events)[0].plan
-    assert {record.step for record in Trace.load(tmp_path / "trace.json").records} == set(range(25))
+    trace = Trace.load(tmp_path / "trace.json")
+    assert len(trace.ranks) == 2
+    for mine in trace.ranks:
+        requests = [record for record in mine if record.group != STEP]
+        assert {record.step for record in requests} == set(range(25))
+        assert [record.step for record in mine if record.group == STEP] == [n for n in range(25) if n not in (4, 5)]
+        for record in requests:  # by the clock that all ranks of a machine share
+            assert 0 <= record.start_seconds < 1000
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000025"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["kind"] == "progress"] == [e.loss for e in of(Progress, events)]
@@ -107,6 +115,31 @@ def test_memory_is_never_measured_below_what_the_tensors_hold(crew, tmp_path):
         assert resident >= held > 0
 
 
+READER = {"width": 32, "hidden": 64, "length": 20, "batch_size": 16, "negatives": 64}
+RATER = {"rows": 500, "width": 16, "hidden": 32, "batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "way"),
+    [
+        ("language_model", READER, {"output": "gather_rows", "embedding.weight": "owned_rows"}),
+        ("recommender", RATER, {"*": "all_reduce"}),
+        ("recommender", {**RATER, "rows": 5000}, {"wide.weight": "owned_rows", "deep.weight": "owned_rows"}),
+        ("vision", {}, {}),
+    ],
+)
+def test_the_memory_of_a_step_in_its_fullest_moment_is_forecast(crew, tmp_path, name, options, way):
+    """Forecast: a plain step in one process, and what the plan keeps and sends. Measured: tensors of both ranks."""
+    ended = crew(2).run(plain_job, name, str(tmp_path), options, way)[0]
+    assert ended.peak_bytes == pytest.approx(ended.forecast.memory_bytes, rel=0.1)
+    assert ended.resident_bytes > 0
+
+
+def plain_job(rank, workers, name, folder, options, way):
+    *_, ended = train(workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, wishes=Wishes(way)))
+    return ended
+
+
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
     """Its feed is three batches further by then. It ends where a run does that never looked ahead, bit for bit."""
     wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})
@@ -123,9 +156,8 @@ def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp
     again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 14, "resume": True, "wishes": wishes})[0]
     assert [event.step for event in of(Resumed, again)] == [7]
     assert again[-1].metrics == whole[-1].metrics
-    asked = {
-        record.sent_bytes for record in Trace.load(Path(broken) / "trace.json").records if record.group == "look-ups"
-    }
+    trace = Trace.load(Path(broken) / "trace.json")
+    asked = {record.sent_bytes for mine in trace.ranks for record in mine if record.group == "look-ups"}
     assert asked == {HEADER_BYTES + outlook_bytes(2)}  # as headers are where two tables look ahead
 
 
@@ -222,18 +254,18 @@ def test_what_rank_zero_cannot_do_fails_on_every_rank(crew):
 
 
 @pytest.mark.parametrize(
-    ("make", "slots", "moves"),
+    ("make", "slots", "moves", "temporaries"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0, False),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, True),
-        (lambda p: torch.optim.Adagrad(p, lr=0.1), 1, False),
-        (lambda p: torch.optim.Adam(p, lr=0.1), 2, True),
-        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, False, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, True, 0),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), 1, False, 1),
+        (lambda p: torch.optim.Adam(p, lr=0.1), 2, True, 2),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True), 3, True, 2),
     ],
 )
-def test_what_an_optimizer_keeps_and_moves_is_found_by_trying_it(make, slots, moves):
+def test_what_an_optimizer_keeps_and_moves_is_found_by_trying_it(make, slots, moves, temporaries):
     parameter = nn.Parameter(torch.ones(3, 2))
     optimizer = make([parameter])
     found = assumptions_of(optimizer)
-    assert (found.optimizer_slots, found.moves_quiet_rows) == (slots, moves)
+    assert (found.optimizer_slots, found.moves_quiet_rows, found.step_slots) == (slots, moves, temporaries)
     assert torch.equal(parameter, torch.ones(3, 2))

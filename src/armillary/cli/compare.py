@@ -13,6 +13,7 @@ from armillary.session.foresight.compare import SMALL_SHARE, Band, Compared, Lin
 __all__ = ["AskedBand", "compare_asked"]
 
 UNITS = {"sent_bytes": ("sent kB", 1e3, 1), "memory_bytes": ("memory MiB", 1 << 20, 1), "seconds": ("ms", 1e-3, 2)}
+NAMES = {"sent_bytes": "bytes", "memory_bytes": "memory", "seconds": "time"}
 
 
 class AskedBand(NamedTuple):
@@ -43,21 +44,30 @@ def _text(found: Compared) -> str:
         header += [title, ":", "off"]
     table = aligned([*header, "outside"], [_cells(line) for line in found.lines], left=(0, 1, 11))
     band = ", ".join(
-        f"{title.split()[0] if name != 'seconds' else 'time'} {getattr(found.band, name):.0%}"
-        for name, (title, _, _) in UNITS.items()
+        f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(SMALL_SHARE, name):.1%})" for name in UNITS
     )
     verdict = "every figure is within its band" if found.is_within else "outside its band where named"
     return (
-        f"{table}\n\nbands: {band}; differences below {SMALL_SHARE:.0%} of the step's are let pass: {verdict}\n"
-        "bytes and memory: mean over workers; time of a group: in flight on rank 0, median step, the forecast played "
-        "against a clock;\nthe step: from one to the next, memory at its peak with activations"
+        f"{table}\n\n{verdict}\n"
+        f"bands, in brackets the share of the whole step below which a difference is let pass: {band}\n"
+        "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
+        "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
+        "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"
     )
 
 
 def _cells(line: Line) -> list[str]:
     cells = [line.group, line.exchange]
     for name, (_, unit, digits) in UNITS.items():
-        expected, seen = getattr(line.forecast, name), getattr(line.measured, name)
-        off = f"{(seen - expected) / expected:+.1%}" if expected else "-"
-        cells += [f"{expected / unit:,.{digits}f}", f"{seen / unit:,.{digits}f}", off]
+        seen = getattr(line.measured, name)
+        measured = f"{seen / unit:,.{digits}f}"
+        if line.forecast is None:
+            cells += ["-", measured if seen else "-", "-"]
+            continue
+        expected = getattr(line.forecast, name)
+        cells += [
+            f"{expected / unit:,.{digits}f}",
+            measured,
+            f"{(seen - expected) / expected:+.1%}" if expected else "-",
+        ]
     return [*cells, ", ".join(name.removesuffix("_bytes") for name in line.outside)]

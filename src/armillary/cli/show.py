@@ -125,11 +125,12 @@ def ended_text(ended: Ended, unit: str, folder: Path) -> str:
 def comparison_text(ended: Ended) -> str:
     """Forecast beside measured: bytes sent, memory and seconds of every group and of the whole step."""
     sent = sum(line.measured.sent_bytes for line in ended.comparison)
-    measured = Forecast(sent, ended.resident_bytes, ended.step_seconds)
+    measured = Forecast(sent, ended.peak_bytes, ended.step_seconds)
     table = comparison_table((*ended.comparison, Comparison("step", "", ended.forecast, measured)))
     legend = (
-        "per worker; memory of a group: its tensors between steps, of the step: the process at its peak, activations "
-        "included;\ntime of a group: in flight, overlapping; of the step: from one to the next"
+        "per worker; memory of a group: its tensors between steps, of the step: all tensors in its fullest moment (the "
+        f"process grew by {bytes_text(ended.resident_bytes)});\ntime of a group: in flight, overlapping; of the step: "
+        "the median, from batch to update"
     )
     return f"{table}\n{legend}"
 

@@ -134,5 +134,5 @@ def _summary(played: Simulation) -> dict[str, object]:
         "processor_seconds": played.processor_seconds,
         "exposed_seconds": played.exposed_seconds,
         "sent_bytes": played.sent_bytes,
-        "records": [asdict(record) for record in played.trace.records],
+        "records": [asdict(record) for record in played.trace.ranks[0]],
     }

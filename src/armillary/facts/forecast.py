@@ -12,7 +12,7 @@ class Forecast:
         sent_bytes: mean over workers.
         memory_bytes: of the fullest worker, between steps (weights, gradients, optimizer state).
         seconds: requests, index work and the optimizer's pass, none of it hidden behind anything.
-        peak_bytes: what the fullest moment of a step adds to memory_bytes, such as activations.
+        peak_bytes: what the fullest moment of a step adds to memory_bytes, such as activations and temporaries.
         moved_bytes: to slower memory and back, such as activations that are swapped to the host.
     """
 

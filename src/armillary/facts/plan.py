@@ -54,7 +54,8 @@ class Plan:
             "owners": each stage as its owner has it; "mean": the mean over replicas; "anchor": what they agreed on
             last.
         compute_seconds: forecast of one step without any exchange.
-        activation_bytes: of the fullest worker at the peak of a step.
+        activation_bytes: what the fullest moment of a step adds on the fullest worker: activations, temporaries, what
+            is on its way.
         priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
     """
 

@@ -33,6 +33,9 @@ class Profile:
         running: paths of modules that keep running statistics of the batches they see (BatchNorm).
         splits: "exact" if loss and gradients of a batch were tried to be the means over its parts; "untried"; else why
             they are not.
+        step_bytes, whole_step_bytes: of tensors, the most that a plain step held at once besides parameters and
+            finished gradients: with look-ups that end at the rows they bring, and with gradients of whole tables; 0
+            where nobody looked.
     """
 
     parameters: tuple[ParameterFact, ...]
@@ -42,10 +45,14 @@ class Profile:
     workers_per_node: int = 1
     running: tuple[str, ...] = ()
     splits: str = "untried"
+    step_bytes: int = 0
+    whole_step_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.workers_per_node < 1 or self.workers % self.workers_per_node:
             raise ValueError(f"profile: {self.workers} workers do not fill nodes of {self.workers_per_node}")
+        if min(self.step_bytes, self.whole_step_bytes) < 0:
+            raise ValueError(f"profile: want bytes >= 0, got {self.step_bytes} and {self.whole_step_bytes} for a step")
         if self.batches < self.workers:
             raise ValueError(f"profile: {self.workers} workers need a batch each, got {self.batches}")
         names = Counter(name for fact in self.parameters for name in (fact.name, *fact.aliases))
@@ -69,6 +76,16 @@ class Profile:
     def dense_bytes(self) -> int:
         """Bytes of the parameters that some operation reads whole."""
         return sum(fact.bytes for fact in self.parameters if fact.reads in ("dense", "both"))
+
+    @property
+    def activation_bytes(self) -> int:
+        """Kept for backward, by all stages."""
+        return sum(stage.activation_bytes for stage in self.stages)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a plain step adds to parameters, gradients and state in its fullest moment."""
+        return max(self.step_bytes, self.activation_bytes)
 
     @property
     def alpha(self) -> float:
@@ -115,6 +132,8 @@ class Profile:
         split = f"{bytes_text(self.row_bytes)} read by row, {bytes_text(self.dense_bytes)} whole"
         seen = f"{self.batches} batches; workers: {self.workers}, per node: {self.workers_per_node}"
         title = f"profile {self.fingerprint}: {size} ({split})\nmodel alpha {self.alpha:.4f} over {seen}"
+        if self.step_bytes:
+            title += f"\na step adds {bytes_text(self.step_bytes)} in its fullest moment"
         return table(title, self.parameters, self.stages)
 
     def to_json(self) -> str:

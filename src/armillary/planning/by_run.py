@@ -122,4 +122,5 @@ def _cut(profile: Profile, parts: int) -> Profile:
         )
         for stage in profile.stages
     ]
-    return replace(profile, stages=tuple(stages))
+    each = {name: getattr(profile, name) // parts for name in ("step_bytes", "whole_step_bytes")}
+    return replace(profile, stages=tuple(stages), **each)

@@ -32,10 +32,10 @@ def menu(question: Question) -> dict[str, tuple[Candidate, ...]]:
 
 
 def held_bytes(question: Question) -> float:
-    """What a rank holds whatever is chosen: activations of one batch and frozen parameters."""
+    """What a rank holds whatever is chosen: frozen parameters, and what a step of one batch adds to them."""
     profile = question.case.profile
     frozen = sum(fact.bytes for fact in profile.parameters if not fact.requires_grad)
-    return frozen + sum(stage.activation_bytes for stage in profile.stages)
+    return frozen + profile.peak_bytes
 
 
 def memory_of(chosen: Mapping[str, Candidate], question: Question) -> float:
@@ -164,4 +164,4 @@ def _stages(question: Question) -> list[str]:
 
 
 def _activations(question: Question) -> float:
-    return sum(stage.activation_bytes for stage in question.case.profile.stages)
+    return question.case.profile.peak_bytes

@@ -28,6 +28,7 @@ from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
 from armillary.planning.look_ahead import looking_ahead, with_prospect
 from armillary.planning.parallax import parallax, plain
+from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.savings import with_savings
 from armillary.planning.staged_plan import plan_staged
@@ -200,7 +201,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
         notes=_notes(chosen, question),
         priced_with=asdict(question.case.assumptions),
-        activation_bytes=sum(stage.activation_bytes for stage in profile.stages),
+        activation_bytes=peak_bytes(ordered, question.case),
     )
 
 

@@ -44,6 +44,7 @@ class Assumptions:
         optimizer_slots: tensors of optimizer state per parameter: 0 SGD, 1 momentum or Adagrad, 2 Adam.
         moves_quiet_rows: whether the optimizer moves rows that got no gradient (momentum, Adam, weight decay). If
             so, an exact table keeps a gradient of all its rows; if not, only of the touched ones.
+        step_slots: temporary tensors of a parameter's size that its step needs.
         row_seconds: index work (unique, gather, segment sum) per row asked for or served. The default is a round
             figure for one CPU core and rows of about a kilobyte.
         memory_bytes_per_second: at which a rank fills, copies and updates whole tensors; a round figure likewise.
@@ -53,12 +54,14 @@ class Assumptions:
     moves_quiet_rows: bool = True
     row_seconds: float = 1e-6
     memory_bytes_per_second: float = 5e9
+    step_slots: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.optimizer_slots < 0 or self.row_seconds < 0 or self.memory_bytes_per_second <= 0:
+        least = min(self.optimizer_slots, self.row_seconds, self.step_slots)
+        if least < 0 or self.memory_bytes_per_second <= 0:
             raise ValueError(
-                "pricing: want optimizer_slots >= 0, row_seconds >= 0, memory_bytes_per_second > 0, got "
-                f"{self.optimizer_slots}, {self.row_seconds}, {self.memory_bytes_per_second}"
+                "pricing: want optimizer_slots, row_seconds and step_slots >= 0, memory_bytes_per_second > 0, got "
+                f"{self.optimizer_slots}, {self.row_seconds}, {self.step_slots}, {self.memory_bytes_per_second}"
             )
 
 

@@ -49,6 +49,6 @@ class Simulation:
 
     @property
     def trace(self) -> Trace:
-        """The same as a measurement would be: one record per flight, of step 0 on rank 0."""
+        """The same as a measurement would be: one record per flight, of step 0 on one rank."""
         records = [Record(0, f.group, f.action, f.launch_seconds, f.seconds, f.sent_bytes) for f in self.flights]
-        return Trace(0, tuple(records))
+        return Trace((tuple(records),))

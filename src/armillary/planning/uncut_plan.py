@@ -11,6 +11,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group, Plan, model_fingerprint
 from armillary.planning.buckets import BucketLimits, buckets, default_limits
 from armillary.planning.parallax import PLAIN
+from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.schedules.method import Planned
 from armillary.schedules.notes import notes_on
@@ -60,7 +61,7 @@ def plan_uncut(case: Case, choice: Choice) -> Plan:
         workers_per_node=topology.workers_per_node,
         schedule=Choice(options.name, options.as_options()),
         compute_seconds=forward + backward,
-        activation_bytes=sum(stage.activation_bytes for stage in stages),
+        activation_bytes=peak_bytes(groups, case),
         notes=notes_on(planned),
         priced_with=asdict(case.assumptions),
     )

@@ -25,6 +25,7 @@ from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.transport import Transport
+from armillary.runtime.watch.live_bytes import LiveBytes
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.registry import owns_loop
@@ -208,30 +209,36 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
 
 
 def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
-    """What the optimizer keeps per parameter and whether it moves rows without gradient, found by trying it out; of
-    several the most."""
+    """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
+    found by trying it out; of several the most."""
     found = [_of_one(one) for one in members(as_one(optimizer))]
     return Assumptions(
         optimizer_slots=max(one.optimizer_slots for one in found),
         moves_quiet_rows=any(one.moves_quiet_rows for one in found),
+        step_slots=max(one.step_slots for one in found),
     )
 
 
 def _of_one(optimizer: Optimizer) -> Assumptions:
     options = optimizer.param_groups[0]
     quiet = leaves_untouched_rows(optimizer, options)
-    parameter, state = next(((p, state) for p, state in optimizer.state.items() if state), (None, {}))
-    if parameter is None:
-        parameter, state = _state_after_a_step(optimizer, options)
+    matrix, tried, temporary_bytes = _tried(optimizer, options)
+    parameter, state = next(((p, state) for p, state in optimizer.state.items() if state), (matrix, tried))
     slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
-    return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet)
+    temporaries = float(temporary_bytes // matrix.nbytes)
+    return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
 
 
-def _state_after_a_step(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Of a twin with one parameter; the optimizer itself is left alone."""
-    matrix = nn.Parameter(torch.ones(4, 4))
-    matrix.grad = torch.ones(4, 4)
+def _tried(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any], int]:
+    """A twin steps on one parameter twice: that, its state, and the temporary bytes of the second step. The optimizer
+    itself is left alone."""
+    matrix = nn.Parameter(torch.ones(16, 16))
     twin = copy.copy(optimizer)
     twin.param_groups, twin.state = [{**options, "params": [matrix]}], defaultdict(dict)
-    twin.step()
-    return matrix, twin.state[matrix]
+    live = LiveBytes()
+    for _ in range(2):
+        matrix.grad = torch.ones(16, 16)
+        with live:
+            live.mark()
+            twin.step()
+    return matrix, twin.state[matrix], live.added_bytes

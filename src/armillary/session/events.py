@@ -116,9 +116,11 @@ class Replanned:
 class Ended:
     """What came of the run.
 
-    forecast, step_seconds: of a whole step (mean wall time). Where owners have moved, all figures but metrics are of
-    the steps since then. resident_bytes: of the largest worker at its peak, apart from what its process held before
-    training besides the plan's tensors; at least these, since a process may give back what it held before.
+    forecast, step_seconds: of a whole step (median wall time on rank 0). Where owners have moved, all figures but
+    metrics are of the steps since then. peak_bytes: of tensors in the fullest moment of a watched step, on the largest
+    worker: those held between steps, and those made in it. resident_bytes: of the largest worker's process at its peak,
+    apart from what it held before training besides the plan's tensors; at least these, since a process may give back
+    what it held before.
     """
 
     steps: int
@@ -128,6 +130,7 @@ class Ended:
     forecast: Forecast
     step_seconds: float
     samples_per_second: float
+    peak_bytes: float
     resident_bytes: float
 
 

@@ -109,8 +109,8 @@ def note(folder: Path, event: Progress | Evaluated) -> None:
 
 
 def keep_end(folder: Path, ended: Ended, trace: Trace, workload: Workload, plan: Plan) -> None:
-    """The trace of the last steps, the summary with forecast beside measured, and the plot, for which matplotlib is
-    imported only now."""
+    """The trace of the last steps of all ranks, the summary with forecast beside measured, and the plot, for which
+    matplotlib is imported only now."""
     from armillary.session.plot import plot
 
     trace.save(folder / "trace.json")

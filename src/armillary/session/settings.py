@@ -6,9 +6,10 @@ from pathlib import Path
 from armillary.session.decide import Wishes
 from armillary.session.folder import CHECKPOINTS
 
-__all__ = ["GLANCES", "GLANCE_BATCHES", "PROGRESS_STEPS", "Settings"]
+__all__ = ["GLANCES", "GLANCE_BATCHES", "PROGRESS_STEPS", "WATCHED_STEP", "Settings"]
 
 PROGRESS_STEPS = 10
+WATCHED_STEP = 5  # under a plan, or its last: late enough that all state is there and prefetch is under way
 GLANCES = 10  # short evaluations during a run, of this many batches per rank
 GLANCE_BATCHES = 2
 

@@ -1,15 +1,16 @@
 """What this rank sent and how long it took, by the groups of a plan."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
 
-__all__ = ["ALL", "OTHER", "Tally"]
+__all__ = ["ALL", "OTHER", "STEP", "Tally"]
 
 ALL = "all groups"  # where a schedule carries them together
+STEP = "step"  # the whole of it
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
 
 
@@ -33,6 +34,7 @@ class Tally:
         self.sent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
         self.records: list[Record] = []
+        self.step_records: deque[Record] = deque(maxlen=window)
         self.steps = 0
         self.sent_bytes = 0.0  # by this rank, in all
         self._told = _Told()
@@ -47,6 +49,10 @@ class Tally:
         last = records[-1].step if records else 0
         kept = [record for record in (*self.records, *records) if record.step > last - self.window]
         self.records = kept
+
+    def add_step(self, step: int, start_seconds: float, seconds: float) -> None:
+        """For the trace; seconds since the transport's origin."""
+        self.step_records.append(Record(step, STEP, "from batch to update", start_seconds, seconds, 0.0))
 
     def put(self, group: str, sent_bytes: float, seconds: float) -> None:
         """Counted elsewhere."""

@@ -5,8 +5,10 @@ a test collects them. Every rank iterates over it alike; only rank 0 writes file
 """
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,9 +19,8 @@ from torch import Tensor, nn
 from armillary.facts.collectives import summed
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast
-from armillary.facts.profile import Profile
-from armillary.facts.trace import Trace
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.watch.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.attach import attach
@@ -36,11 +37,12 @@ from armillary.session.replan import owners_of, restore_owners
 from armillary.session.report import compare
 from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
-from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, Settings
+from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, WATCHED_STEP, Settings
 from armillary.session.tally import Tally
+from armillary.session.traced import everyones_trace
 from armillary.session.workload import Batch, Workload, baseline
 
-__all__ = ["activations_of", "train"]
+__all__ = ["train"]
 
 
 def train(workload: Workload, settings: Settings) -> Iterator[Event]:
@@ -108,10 +110,10 @@ class Training:
         """What is measured from here on is held against this plan."""
         self.decided = decided
         self.tally = self.job.tally = Tally(decided.plan)
-        activations = activations_of(decided.profile).memory_bytes
-        of_step = decided.plan.activation_bytes or activations
+        of_step = decided.plan.activation_bytes or decided.profile.peak_bytes
         self.forecast = decided.plan.forecast + Forecast(memory_bytes=of_step)
         self.plan_step = self.step
+        self.live, self.step_seconds = LiveBytes(), list[float]()
         self.total_samples = self.train_seconds = self.peak_bytes = 0.0
 
     def _drawn(self, left: Mapping[str, Any] | None) -> Iterator[tuple[Sequence[Batch], dict[str, Any]]]:
@@ -143,17 +145,32 @@ class Training:
         self.since = time.perf_counter()
 
     def advance(self) -> None:
-        """One optimizer step."""
+        """One optimizer step. Of two of them, one after the other, the tensors made are counted: what the first leaves
+        takes the place of what was left before it, so the second adds to that."""
+        began, last = time.perf_counter(), self.settings.steps - 1 - self.plan_step
+        until_watched = min(WATCHED_STEP, last) - (self.step - self.plan_step)
+        is_watched = until_watched in (0, 1)
+        if until_watched == 0:
+            self.live.mark()
         seed_streams(stream_seed(self.settings.seed, self.step, self.run.rank), device_of(self.job.model))
         batches, self.reached = next(self.drawn)
         try:
-            finished = self.run.step(batches)
+            with self.live if is_watched else nullcontext():
+                finished = self.run.step(batches)
         except FloatingPointError as error:
             raise FloatingPointError(self._said(str(error), self.step)) from None
         self._learn_of(finished)
+        if not is_watched:
+            self._time(began)
         self.step += 1
         if self.counts_samples:
             self.samples += sum(map(self.workload.samples, batches))
+
+    def _time(self, began: float) -> None:
+        """The step that ends now."""
+        seconds = time.perf_counter() - began
+        self.step_seconds.append(seconds)
+        self.tally.add_step(self.step, began - self.job.transport.origin_seconds, seconds)
 
     def _learn_of(self, finished: Sequence[StepLosses]) -> None:
         for one in finished:
@@ -281,19 +298,15 @@ class Training:
             yield self._save()
         metrics = self._evaluate(is_whole=True)
         held = sum(self.job.held_bytes().values())
-        peak = self.job.transport.agree_largest([max(held, self.peak_bytes - self.resident_bytes)])[0]
+        mine = [held + self.live.added_bytes, max(held, self.peak_bytes - self.resident_bytes)]
+        peak, resident = self.job.transport.agree_largest(mine)
+        trace = everyones_trace((*self.tally.records, *self.tally.step_records), self.job.transport)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
-        steps = max(self.step - self.plan_step, 1)
-        seconds = self.train_seconds or math.inf
+        steps, seconds = max(self.step - self.plan_step, 1), self.train_seconds or math.inf
+        usual = statistics.median(self.step_seconds or [seconds / steps])
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
-        ended = Ended(self.step, metrics, simple, comparison, self.forecast, seconds / steps, rate, peak)
+        ended = Ended(self.step, metrics, simple, comparison, self.forecast, usual, rate, peak, resident)
         if self.run.rank == 0:
-            trace = Trace(self.run.rank, tuple(self.tally.records))
             keep_end(self.settings.folder, ended, trace, self.workload, self.decided.plan)
         yield ended
-
-
-def activations_of(profile: Profile) -> Forecast:
-    """Memory that a step needs besides the plan's groups."""
-    return Forecast(memory_bytes=float(sum(stage.activation_bytes for stage in profile.stages)))

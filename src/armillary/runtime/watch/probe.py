@@ -7,13 +7,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.runtime.watch.gathered_rows import gathering
+from armillary.runtime.watch.live_bytes import LiveBytes
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups
 from armillary.runtime.watch.stage_clock import StageClock
@@ -21,9 +22,11 @@ from armillary.runtime.watch.stage_costs import Activations, CountOperations
 from armillary.runtime.watch.stage_paths import OUTSIDE, following
 
 __all__ = [
-    "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "scalar_loss", "stage_seconds", "timed_step",
-    "touched_rows",
+    "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "scalar_loss", "stage_seconds", "step_bytes",
+    "timed_step", "touched_rows",
 ]  # fmt: skip
+
+Result = TypeVar("Result")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 StageTimes = dict[str, tuple[float, float]]
@@ -133,13 +136,44 @@ def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str], t
         tables: names of parameters that owners could hold; their look-ups end at rows (`gathered_rows.py`), unless the
             model asks more of one than an owned table answers: then the step is timed as it is.
     """
+    return _gathering(model, tables, lambda: _timed_step(model, batch, loss, paths))
+
+
+def step_bytes(model: nn.Module, batch: Any, loss: Loss, tables: Collection[str]) -> int:
+    """The most bytes of tensors that a step makes and holds at once. Each gradient goes when it is final, as a run puts
+    it where it has room for it.
+
+    Args:
+        tables: as in `timed_step`.
+    """
+
+    def let_go(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(let_go) for parameter in trained]
+    try:
+        return _gathering(model, tables, lambda: _step_bytes(model, batch, loss))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _gathering(model: nn.Module, tables: Collection[str], step: Callable[[], Result]) -> Result:
     try:
         with gathering(model, tables):
-            return _timed_step(model, batch, loss, paths)
+            return step()
     except Exception:
         if not tables:
             raise
-        return _timed_step(model, batch, loss, paths)
+        return step()
+
+
+def _step_bytes(model: nn.Module, batch: Any, loss: Loss) -> int:
+    live = LiveBytes()
+    with live:
+        _backward(scalar_loss(loss(model, batch)))
+    return live.most_bytes
 
 
 def _timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str]) -> StageTimes:

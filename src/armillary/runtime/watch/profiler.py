@@ -22,7 +22,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.unfit_model import unfit_model
-from armillary.runtime.watch.probe import Loss, probe, scalar_loss, stage_seconds
+from armillary.runtime.watch.probe import Loss, probe, scalar_loss, stage_seconds, step_bytes
 from armillary.runtime.watch.reads import Reading, WatchReads
 from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, row_facts
 from armillary.runtime.watch.splitting import split_trial
@@ -84,6 +84,8 @@ def profile(
         tables = [fact.name for fact in facts if fact.shardable]
         forward, backward = stage_seconds(model, sample, loss, paths, tables)
         splits = split_trial(model, sample, loss)
+        by_row = step_bytes(model, sample, loss, tables)
+        by_whole = step_bytes(model, sample, loss, ()) if tables else by_row
     held = Counter(dict.fromkeys((*paths, OUTSIDE), 0))
     for fact in facts:
         held[fact.stage] += fact.bytes
@@ -92,7 +94,8 @@ def profile(
         StageFact(path, flops[path], held[path], activations[path], forward[path], backward[path], returned[path])
         for path in held
     )
-    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running_modules(model), splits)
+    running = running_modules(model)
+    return Profile(tuple(facts), costed, len(looked), workers, workers_per_node, running, splits, by_row, by_whole)
 
 
 def running_modules(model: nn.Module) -> tuple[str, ...]:

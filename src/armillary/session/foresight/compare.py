@@ -1,11 +1,17 @@
 """A run's forecast beside what was measured, group by group, and whether the two agree within a band.
 
-Bytes and memory are the run's means over workers. Seconds of a group are those its requests were in flight, which
-depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), and the measured
-ones are the median step of rank 0's trace. Under a schedule that is not simulated the plan's own seconds stand.
+Bytes and memory of a group are the run's means over workers. Seconds of a group are those its requests were in flight,
+which depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), on which all
+ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`), in the median
+step. Under a schedule that is not simulated the plan's own seconds stand.
+
+Memory of the step is that of its tensors in its fullest moment: forecast from a plain step that the profile watched in
+one process, measured in a step of the run. What the process needs beside tensors (scratch memory of libraries, gloo's
+buffers, what the allocator keeps) nobody forecasts; it is shown without a band.
 """
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,14 +24,17 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
+from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import LOOK_UPS, simulate
 from armillary.session.folder import read_kept
-from armillary.session.tally import OTHER
+from armillary.session.tally import OTHER, STEP
 
 __all__ = ["Band", "Compared", "Line", "compare_run"]
 
-STEP = "step"
-SMALL_SHARE = 0.01  # of the whole step: differences below it are nobody's concern
+PROCESS = "process"
+# Of the whole step: differences below it are let pass. Bytes are counted, so less of them is let pass; what a group is
+# longer in flight may be hidden behind compute, so more of it is.
+SMALL_SHARE = Forecast(sent_bytes=0.001, memory_bytes=0.01, seconds=0.05)
 
 
 @dataclass(frozen=True)
@@ -44,18 +53,19 @@ class Band:
 
 @dataclass(frozen=True)
 class Line:
-    """One group, or the whole step. outside: which of its figures are outside the band."""
+    """One group, the whole step, or the process. outside: which of its figures are outside the band. forecast: None for
+    what is only shown."""
 
     group: str
     exchange: str
-    forecast: Forecast
+    forecast: Forecast | None
     measured: Forecast
     outside: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """lines: in launch order, the whole step last."""
+    """lines: in launch order, then the whole step and the process."""
 
     band: Band
     lines: tuple[Line, ...]
@@ -71,13 +81,15 @@ class _Summary:
 
     comparison: list[dict[str, Any]]
     forecast: Forecast
+    peak_bytes: float
     resident_bytes: float
     step_seconds: float
 
     @classmethod
     def load(cls, path: Path) -> "_Summary":
         found = json.loads(path.read_text())
-        return cls(found["comparison"], Forecast(**found["forecast"]), found["resident_bytes"], found["step_seconds"])
+        said = (found[name] for name in ("peak_bytes", "resident_bytes", "step_seconds"))
+        return cls(found["comparison"], Forecast(**found["forecast"]), *said)
 
 
 def compare_run(folder: Path, band: Band) -> Compared:
@@ -97,10 +109,12 @@ def compare_run(folder: Path, band: Band) -> Compared:
         measured = Forecast(held.sent_bytes, held.memory_bytes, spent.get(name, 0.0))
         pairs.append((name, line["exchange"], forecast.get(name, Forecast()), measured))
     sent_bytes = sum(measured.sent_bytes for *_, measured in pairs)
-    whole = Forecast(sent_bytes, summary.resident_bytes, summary.step_seconds)
+    whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
     expected = Forecast(step.sent_bytes, summary.forecast.memory_bytes, step.seconds)
     pairs.append((STEP, "", expected, whole))
-    return Compared(band, tuple(Line(*pair, _outside(*pair[2:], whole, band)) for pair in pairs))
+    lines = [Line(*pair, _outside(*pair[2:], whole, band)) for pair in pairs]
+    process = Line(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
+    return Compared(band, (*lines, process))
 
 
 def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
@@ -122,7 +136,7 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
             f"{', '.join(f'{name} by {exchange}' for name, exchange in differing)}; put back the run's own plan"
         )
     known = {*planned, *plan.parameters}
-    if plan.workers > 1 and not known & {record.group for record in trace.records}:
+    if plan.workers > 1 and not known & trace.groups:
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
 
 
@@ -133,29 +147,38 @@ def _forecast(folder: Path, plan: Plan) -> tuple[dict[str, Forecast], Forecast]:
         return held, plan.forecast
     topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
     played = simulate(plan, Case(profile, topology.of(plan.workers), assumptions_behind(plan)))
-    sent, flown = played.sent_bytes, played.in_flight_seconds
-    forecast = {
-        name: Forecast(sent.get(name, 0.0), one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()
-    }
-    forecast[OTHER] = Forecast(sent.get(LOOK_UPS, 0.0), 0.0, flown.get(LOOK_UPS, 0.0))
+    sent, flown = _sent_bytes(plan, played), played.in_flight_seconds
+    forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
+    forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
     return forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds)
+
+
+def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
+    """As the plan has them, by group. It charges tables with headers of look-ups, which are counted by themselves: so
+    these are taken out as the clock has them, if the two agree on the sum."""
+    planned = {group.name: group.forecast.sent_bytes for group in plan.groups}
+    look_ups = played.sent_bytes.get(LOOK_UPS, 0.0)
+    pulled = [group.name for group in plan.groups if group.layout == "row_sharded"]
+    alone = {name: played.sent_bytes.get(name, 0.0) for name in pulled}
+    if math.isclose(sum(planned[name] for name in pulled), sum(alone.values()) + look_ups, rel_tol=1e-6):
+        planned |= alone
+    return {**planned, LOOK_UPS: look_ups}
 
 
 def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, float]:
     """Of a step, by group; requests that are of no group go together."""
     steps: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    names = set(group_of.values())
-    for record in trace.records:
-        group = record.group if record.group in names else group_of.get(record.group, OTHER)
-        steps[group][record.step] += record.seconds
+    names = {STEP, *group_of.values()}
+    for (label, step), seconds in trace.joint_seconds().items():
+        steps[label if label in names else group_of.get(label, OTHER)][step] += seconds
     return {group: statistics.median(spent.values()) for group, spent in steps.items()}
 
 
 def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band) -> tuple[str, ...]:
     found = []
     for name, share in asdict(band).items():
-        expected, seen, all_of_it = (getattr(one, name) for one in (forecast, measured, whole))
+        expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, SMALL_SHARE))
         difference = abs(expected - seen)
-        if difference > share * max(expected, seen) and difference > SMALL_SHARE * all_of_it:
+        if difference > share * max(expected, seen) and difference > small * all_of_it:
             found.append(name)
     return tuple(found)
