@@ -16,7 +16,7 @@ train: install
 	$(BIN)/armillary train language_model --workers 2
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 lint: install
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")  # MKL reads it once, so before 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from crew import Crew
@@ -44,3 +45,11 @@ def crew() -> Iterator[Callable[[int], Crew]]:
     yield of
     for one in crews.values():
         one.dismiss()
+
+
+@pytest.fixture(autouse=True)
+def no_job_left() -> Iterator[None]:
+    """A command that a test runs in its own process leaves its job open, as a program does that ends: closed here."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
