@@ -25,7 +25,7 @@ def test_no_price_and_no_layout_brings_it_in(layout):
 
 def test_its_name_alone_is_a_permission_and_the_cheapest_way_it_offers_is_taken():
     with shelf():
-        made = plan(profile_of(2), SLOW, constraints={"first.*": "top_k"})
+        made = plan(profile_of(2), SLOW, constraints={"first.*": "largest_k"})
     kinds = {name: group.departures for group in made.groups for name in group.parameters}
     assert kinds["first.weight"] == kinds["first.bias"] == ("lossy",) and kinds["second.weight"] == ()
 
@@ -39,7 +39,7 @@ def test_nothing_is_said_on_one_worker_or_where_links_are_not_the_matter():
 def test_states_and_copies_of_weights_are_in_the_forecast():
     with shelf(), meeting():
         exact = planned(2)
-        lossy, local = planned(2, Choice("top_k")), planned(2, Choice("meet_every"))
+        lossy, local = planned(2, Choice("largest_k")), planned(2, Choice("meet_every"))
     nbytes = sum(fact.bytes for fact in profile_of(2).parameters)
     for made in (lossy, local):
         more = made.forecast.memory_bytes - exact.forecast.memory_bytes
@@ -48,7 +48,7 @@ def test_states_and_copies_of_weights_are_in_the_forecast():
 
 
 EDITS = {
-    "departures": (lambda made: edited(made, departures=()), r"by top_k says departures \(\) .* the exchange says"),
+    "departures": (lambda made: edited(made, departures=()), r"by largest_k says departures \(\) .* the exchange says"),
     "cadence": (lambda made: edited(made, cadence="meeting"), "and cadence 'meeting', the exchange says"),
     "consensus": (lambda made: replace(made, consensus="mean"), "the plan's consensus is 'mean'.* it is 'same'"),
 }
@@ -62,7 +62,7 @@ def refusal(rank, workers, edit):
     with shelf():
         model = net()
         with pytest.raises(ValueError, match="attach") as refused:
-            attach(EDITS[edit][0](planned(workers, Choice("top_k"))), model, adam(model))
+            attach(EDITS[edit][0](planned(workers, Choice("largest_k"))), model, adam(model))
         return str(refused.value)
 
 

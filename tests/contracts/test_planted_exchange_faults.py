@@ -22,7 +22,7 @@ def summing():
 
 METHODS = {
     "every_second_sum": (summing, Choice("every_second_sum"), 1e-12),
-    "top_k": (test_top_k.shelf, Choice("top_k"), 0.0),
+    "largest_k": (test_top_k.shelf, Choice("largest_k"), 0.0),
     "ring_gossip": (test_ring_gossip.shelf, Choice("ring_gossip"), 0.0),
     "meet_every": (test_meet_every.shelf, Choice("meet_every", {"steps": 2}), 1e-12),
     "coded_identity": (test_identity_codec.shelf, Choice("coded_identity"), 0.0),
@@ -37,7 +37,7 @@ def test_what_runs_is_what_the_oracle_says(crew, name, workers):
     assert max(gaps) <= tolerance
 
 
-@pytest.mark.parametrize("name", ["top_k", "coded_identity"])
+@pytest.mark.parametrize("name", ["largest_k", "coded_identity"])
 def test_a_step_that_overflows_on_one_rank_harms_no_state(crew, name):
     shelf, choice, tolerance = METHODS[name]
     gaps = [gap for gap, _ in crew(2).run(trained_beside, shelf, choice, sick_at_2)]
@@ -120,7 +120,7 @@ def sick_flag_ignored(run):
 
 
 def unused_parameters_move(run):
-    return _patched("_without", lambda self, number, state: state)
+    return _patched("_without", lambda self, unused, state: state)
 
 
 def own_weights_kept(run):
@@ -134,13 +134,13 @@ def _patched(name, otherwise):
 
 
 FAULTS = {
-    residual_dropped: ("top_k", batch_of),
-    tail_coded_too: ("top_k", batch_of),
-    mean_instead_of_sum: ("top_k", batch_of),
+    residual_dropped: ("largest_k", batch_of),
+    tail_coded_too: ("largest_k", batch_of),
+    mean_instead_of_sum: ("largest_k", batch_of),
     other_order_on_one_rank: ("coded_identity", batch_of),
     one_step_late: ("meet_every", batch_of),
-    sick_flag_ignored: ("top_k", sick_at_2),
-    unused_parameters_move: ("top_k", batch_of),
+    sick_flag_ignored: ("largest_k", sick_at_2),
+    unused_parameters_move: ("largest_k", batch_of),
     own_weights_kept: ("ring_gossip", batch_of),
 }
 
@@ -154,7 +154,7 @@ def test_a_planted_fault_shows(crew, fault):
 
 
 def a_tenth_forecast_too_much():
-    honest = test_top_k.top_k(keep=0.25)
+    honest = test_top_k.largest_k(keep=0.25)
     return honest._replace(sent_bytes=lambda layout, places: [1.1 * sent for sent in honest.sent_bytes(layout, places)])
 
 

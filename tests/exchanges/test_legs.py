@@ -25,7 +25,6 @@ DENSE = [(name, options) for name, entry in dense_exchanges().items() for option
 ROWS = [(name, options) for name, entry in row_exchanges().items() for options in entry.examples]
 TABLE, WIDTH, LOOKUPS = 24, 3, 2
 LINK = Link(1e-4, 1e8)
-ONE = Layout(("w",), ((59,),), "float32")
 
 
 def watched(program, kept):
@@ -89,15 +88,15 @@ def by_scope(legs, topology, measure):
 def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, nodes, per_node):
     exchange, topology = build_dense(name, **options), Topology(nodes, per_node, LINK, LINK, 1)
     kept = [[] for _ in range(topology.workers)]
-    flag = torch.ones(1, dtype=torch.float64)
+    layout = Layout(("w",), ((59,),), "float32", exchange.align, exchange.is_guarded)
     places = [Place(rank, topology.workers, per_node) for rank in range(topology.workers)]
-    parcels = [Parcel(torch.ones(59), flag, ONE) for _ in places]
+    ones, flags = torch.ones(layout.numel), torch.ones(layout.tail, dtype=torch.float64)
     programs = [
-        watched(exchange.push(parcel, {}, place), mine)
-        for parcel, place, mine in zip(parcels, places, kept, strict=True)
+        watched(exchange.push(Parcel(ones, flags, layout), exchange.begin(layout, place, ones), place), mine)
+        for place, mine in zip(places, kept, strict=True)
     ]
     lockstep.run(programs, per_node)
-    legs = exchange.legs(ONE, topology)
+    legs = exchange.legs(layout, topology)
     assert by_scope(legs, topology, lambda leg: leg.messages) == messages(kept[0], topology)
     assert by_scope(legs, topology, lambda leg: leg.link_bytes) == pytest.approx(busiest_bytes(kept, topology))
 

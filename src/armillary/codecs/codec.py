@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.facts.choice import Choice
 from armillary.facts.registry import Registry
 
-__all__ = ["CODECS", "Codec", "Draw", "Entry", "build_codec", "codec", "codec_of"]
+__all__ = ["CODECS", "Codec", "Draw", "Entry", "Options", "build_codec", "codec", "codec_of"]
 
 Draw = torch.Generator | None  # where random numbers come from
 

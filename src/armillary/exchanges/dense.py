@@ -22,6 +22,7 @@ __all__ = ["DenseExchange", "Moved", "Resharding", "exact_sum"]
 
 Resharding = Literal["sum", "mean", "same", "drop"]
 Moved = tuple[Parcel, State]
+Shape = tuple[int, ...]
 PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
 
 
@@ -40,6 +41,10 @@ def _every_step(steps: int) -> bool:
     return True
 
 
+def _nothing_refused(layout: Layout) -> str:
+    return ""
+
+
 def _no_work(layout: Layout, topology: Topology) -> float:
     return 0.0
 
@@ -49,11 +54,13 @@ class DenseExchange(NamedTuple):
 
     push(parcel, state, place): program that returns (result, next state). It changes no state in place: the runtime
         takes the next one when the result has landed, and leaves it where some rank's numbers are not finite.
-    requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
+    requests: how many requests a push makes at most, the same on every rank; the runtime orders launches by it.
     sent_bytes(layout, topology): payload bytes per rank of one push, one number per rank, as expected.
     legs(layout, topology): the same for the busiest link, with the messages it waits for.
     oracle(parcels, states): the meaning seen from above: all workers' parcels and states -> results and next states.
     begin(layout, place, values): the state before the first push; values: (layout.numel,) the group's weights then.
+    counts: by entry of the state, how many numbers it has for a parameter of a shape; if nothing is said, one for each
+        value, laid out as the values are.
     resharding: by entry, how a state is dealt to another number of workers: every one gets the "sum" over their
         number (nothing is lost), the "mean", rank 0's ("same"), or begins anew ("drop", if nothing is said).
     carries: "gradient": this rank's part of the mean gradient, before the optimizer's step. "weights": those of this
@@ -63,6 +70,8 @@ class DenseExchange(NamedTuple):
     most_bytes: as sent_bytes, what is never exceeded; None: what is expected is what is sent.
     work(layout, topology): numbers that the processor reads and writes per push, besides packing.
     align: tensors begin at a multiple of so many numbers.
+    refuses(layout): why it cannot carry such a group; empty where it can.
+    says: what its options come to, where they do not say it themselves.
     """
 
     push: Callable[[Parcel, State, Place], Program[Moved]]
@@ -77,6 +86,9 @@ class DenseExchange(NamedTuple):
     most_bytes: Callable[[Layout, Topology], list[float]] | None = None
     work: Callable[[Layout, Topology], float] = _no_work
     align: int = 1
+    counts: Mapping[str, Callable[[Shape], int]] = MappingProxyType({})
+    refuses: Callable[[Layout], str] = _nothing_refused
+    says: str = ""
 
     @property
     def is_guarded(self) -> bool:
@@ -97,6 +109,13 @@ class DenseExchange(NamedTuple):
     def share_due(self) -> float:
         """Of the steps, how many push."""
         return 1.0 if self.due is _every_step else sum(map(self.due, range(1, PERIOD + 1))) / PERIOD
+
+    def span(self, entry: str, layout: Layout, number: int) -> tuple[int, int]:
+        """First and last number, the last not included, of what an entry of the state holds for one parameter."""
+        if entry not in self.counts:
+            return layout.spans[number]
+        lengths = [self.counts[entry](shape) for shape in layout.shapes[: number + 1]]
+        return sum(lengths[:-1]), sum(lengths)
 
     def state_bytes(self, layout: Layout, workers: int) -> int:
         """What its state takes on one worker."""

@@ -125,6 +125,7 @@ class Entry(NamedTuple):
         the number of its owners (of a row exchange); empty where there is none to choose.
     departs: in what it is not exact, words of `facts/departure.py`; it is then taken only where it is demanded.
     costs: one sentence on what that does.
+    mildness: how much of the values one push leaves out, beside other methods: the least is the mildest.
     """
 
     make: Callable[..., Any]
@@ -133,6 +134,7 @@ class Entry(NamedTuple):
     owner_option: str = ""
     departs: tuple[str, ...] = ()
     costs: str = ""
+    mildness: int = 0
 
 
 DENSE: Registry[Entry] = Registry("dense exchange", "armillary.exchanges")
@@ -146,13 +148,14 @@ def dense_exchange(
     owner_option: str = "",
     departs: tuple[str, ...] = (),
     costs: str = "",
+    mildness: int = 0,
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of dense exchanges under its own name; arguments as in `Entry`.
 
     Raises:
         ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
     """
-    return partial(_register, DENSE, (examples or ({},), offers, owner_option, checked(departs), costs))
+    return partial(_register, DENSE, (examples or ({},), offers, owner_option, checked(departs), costs, mildness))
 
 
 def row_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:

@@ -15,7 +15,7 @@ from armillary.facts.layout import Layout
 
 __all__ = ["Parcel", "State", "parted"]
 
-State = dict[str, Tensor]  # by entry: (layout.numel,) one number per value, or (parameters,) one per parameter
+State = dict[str, Tensor]  # by entry: flat, parameter after parameter (`DenseExchange.span`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,14 @@ class Parcel:
             result, what takes their place.
         tail: (layout.tail,) float64, whole numbers; as a result, their sums over ranks.
         whole: (layout.numel + layout.tail,): values and tail in the dtype of the values, where they lie so already.
+        scale: by which a GradScaler multiplied the values, the same on every rank; states are kept without it.
     """
 
     values: Tensor
     tail: Tensor
     layout: Layout
     whole: Tensor | None = None
+    scale: float = 1.0
 
     @property
     def used(self) -> Tensor:

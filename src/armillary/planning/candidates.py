@@ -12,7 +12,7 @@ from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast
 from armillary.planning.buckets import BucketLimits
-from armillary.planning.constraints import Constraint, allows, layout_of
+from armillary.planning.constraints import Constraint, allows, layout_of, why_not
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 
@@ -78,7 +78,7 @@ def candidates(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]
         Choice(name, way)
         for name, entry in exchanges.items()
         for way in entry.offers(fact, topology)
-        if not entry.departs or name == demanded
+        if (not entry.departs or name == demanded) and (name in row_exchanges() or not why_not(fact, Choice(name, way)))
     ]
     if isinstance(demanded, Choice) and demanded not in choices:
         choices.append(demanded)

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.group import Layout
+from armillary.facts.layout import layout_of as flat
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
@@ -24,6 +25,7 @@ __all__ = [
     "refuse_misread",
     "refuse_unknown",
     "resolve",
+    "why_not",
     "why_not_by_row",
 ]
 
@@ -136,7 +138,11 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     try:
         build(name, **constraint.options)
     except TypeError as error:
-        raise ValueError(f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}") from error
+        nested = [str(value) for value in constraint.options.values() if isinstance(value, Choice)]
+        remedy = f"; rows travel as they are: to code them, send the table whole, by {nested[0]}" if nested else ""
+        raise ValueError(
+            f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}{remedy}"
+        ) from error
 
 
 def _refuse_more_owners(pattern: str, constraint: Constraint, topology: Topology) -> None:
@@ -169,7 +175,16 @@ def _needs_rows(constraint: Constraint) -> bool:
     return name == "row_sharded" or name in row_exchanges()
 
 
+def why_not(fact: ParameterFact, choice: Choice) -> str:
+    """Why a dense exchange cannot carry a parameter; empty where it can."""
+    exchange = build_dense(choice.name, **choice.options)
+    return exchange.refuses(flat([fact], exchange.align, exchange.is_guarded))
+
+
 def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
+    is_dense = isinstance(constraint, Choice) and constraint.name in dense_exchanges()
+    if is_dense and (reason := why_not(fact, constraint)):
+        raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")
     if _needs_rows(constraint) and not fact.shardable:
         raise ValueError(
             f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' "

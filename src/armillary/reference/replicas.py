@@ -132,11 +132,11 @@ class Replicas:
         if any(float(parcel.sick) for parcel in parcels):
             return results
         for was, state in zip(before, after, strict=True):
-            for place, (begin, end) in enumerate(layout.spans):
+            for place in range(len(layout.names)):
                 if not any(float(parcel.used[place]) for parcel in parcels):
                     for entry, value in state.items():
-                        span = slice(begin, end) if value.numel() == layout.numel else slice(place, place + 1)
-                        value[span] = was[entry][span]
+                        begin, end = self.groups[number].exchange.span(entry, layout, place)
+                        value[begin:end] = was[entry][begin:end]
         self.states[number] = after
         return results
 

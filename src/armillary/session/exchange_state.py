@@ -51,7 +51,7 @@ def _own(run: Job) -> Iterator[tuple[str, Tensor]]:
     for unit in _dense(run):
         for number, name in enumerate(unit.bucket.layout.names):
             for entry, value in unit.state.items():
-                yield f"exchange/{name}/{entry}", _of_parameter(unit, number, value)
+                yield f"exchange/{name}/{entry}", _of_parameter(unit, number, entry, value)
     for name, parameter in differing(run.units).items():
         yield f"replicas/{name}/{WEIGHTS}", parameter.detach()
         for entry, value in kept_by_optimizer(run.optimizer, parameter).items():
@@ -62,11 +62,12 @@ def _dense(run: Job) -> list[DenseUnit]:
     return [unit for unit in run.units if isinstance(unit, DenseUnit)]
 
 
-def _of_parameter(unit: DenseUnit, number: int, value: Tensor) -> Tensor:
-    """What of an entry of a state belongs to one parameter: in the parameter's shape, or one number."""
-    if len(value) != unit.bucket.layout.numel:
-        return value[number]
-    begin, end = unit.bucket.layout.spans[number]
+def _of_parameter(unit: DenseUnit, number: int, entry: str, value: Tensor) -> Tensor:
+    """What of an entry of a state belongs to one parameter: in the parameter's shape where it has a number for each of
+    its values."""
+    begin, end = unit.exchange.span(entry, unit.bucket.layout, number)
+    if entry in unit.exchange.counts:
+        return value[begin:end]
     like = unit.bucket.views[number]
     return value[begin:end].as_strided(like.shape, like.stride())
 
@@ -111,7 +112,7 @@ def fill_ranks(run: Job, saved: Saved, trouble: FirstError) -> None:
                 for entry, stored in saved.exchange.get(name, {}).items():
                     if entry in unit.state:
                         how = unit.exchange.resharding.get(entry, "drop")
-                        _fill_entry(run, _of_parameter(unit, number, unit.state[entry]), stored, how)
+                        _fill_entry(run, _of_parameter(unit, number, entry, unit.state[entry]), stored, how)
                     else:
                         left[name] = None
         if left and run.rank == 0:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, model_fingerprint
 from armillary.planning.assembly import consensus_of
+from armillary.runtime.hybrid.bucket import layout_beside
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.optimizers import holder, kind_of
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
@@ -132,8 +133,8 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
 
 def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> Iterator[str]:
     choice = group.own_exchange
-    cadence = build_dense(choice.name, **choice.options).cadence  # refuses a name that there is not
-    said, told = (group.departures, group.cadence), (dense_exchanges()[choice.name].departs, cadence)
+    exchange = build_dense(choice.name, **choice.options)  # refuses a name that there is not
+    said, told = (group.departures, group.cadence), (dense_exchanges()[choice.name].departs, exchange.cadence)
     if said != told:
         yield (
             f"group {group.name!r} by {choice} says departures {said[0]} and cadence {said[1]!r}, the exchange says "
@@ -142,6 +143,9 @@ def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> It
     kinds = sorted({f"{_dtype(trainable[name])} on {trainable[name].device}" for name in group.parameters})
     if len(kinds) > 1:
         yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
+    layout = layout_beside([trainable[name] for name in group.parameters], group.parameters, exchange.align)
+    if reason := exchange.refuses(layout):
+        yield f"group {group.name!r} cannot go by {choice}: {reason}; edit the plan, or plan again"
 
 
 def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:

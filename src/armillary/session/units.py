@@ -3,6 +3,7 @@ optimizer, at attach and whenever a run moves to another plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -58,4 +59,6 @@ def units_of(
             members = {name: trainable[name] for name in group.parameters}
             exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
             units.append(dense_unit(group.name, members, exchange, transport.place))
-    return Units(Executor(units, transport, plan.mean, first.compare), held, handles)
+    scaler = job.scaler
+    scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
+    return Units(Executor(units, transport, plan.mean, first.compare, scale), held, handles)

@@ -49,7 +49,8 @@ def verify_workload(
 
     Args:
         wishes: of the plan, as in training.
-        exchanges: to force besides. One that carries nothing otherwise than an earlier plan is left out.
+        exchanges: to force besides; "every" exact one. One that carries nothing otherwise than an earlier plan is left
+            out.
         global_batch: the same workload with a batch of all workers together. Given, the one process takes steps on
             that, which is equal only without batch statistics, per-worker randomness and cross-sample losses.
         every_bit: wanted of a schedule that owns the loop, which is held to the same schedule in one process; None: if
@@ -65,14 +66,15 @@ def verify_workload(
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
         return verify_schedule(double, decided.plan, steps, seed, every_bit)
     plans = {"planned": decided.plan}
-    names = (*dense_exchanges(), *row_exchanges()) if exchanges == "every" else exchanges
+    exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
+    names = exact if exchanges == "every" else exchanges
     plans |= {name: forced(decided.profile, Choice(name), decided.plan.workers_per_node) for name in names}
     plans = _distinct(plans)
     transport = open_transport()
     one, places = (double, transport.place.workers) if global_batch is None else (InDouble(global_batch), 1)
-    exact = by_rank_zero(transport, lambda: one_process(one, places, steps, seed))
+    serial = by_rank_zero(transport, lambda: one_process(one, places, steps, seed))
     truths = {
-        name: by_rank_zero(transport, partial(replicas, double, plan, steps, seed)) if departs(plan) else exact
+        name: by_rank_zero(transport, partial(replicas, double, plan, steps, seed)) if departs(plan) else serial
         for name, plan in plans.items()
     }
     transport.close()

@@ -5,6 +5,7 @@ alike. Where some rank's numbers are not finite, no state moves on any rank: gra
 GradScaler then skips the step on all ranks), weights stay. Where no rank used a parameter, its state stays.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,7 +58,8 @@ class DenseUnit:
         """The result has landed: `.grad` becomes final."""
         result, _ = moved
         if result.sick:
-            self.bucket.values.fill_(float("nan"))
+            for view in self.bucket.views:  # not what lies between them, which the next parcel holds too
+                view.fill_(float("nan"))
             result = result.answered(self.bucket.values, result.tail)
         self._commit(moved)
         self.bucket.withdraw(result)
@@ -72,19 +74,16 @@ class DenseUnit:
         result, state = moved
         if not self.exchange.is_guarded or result.sick:
             return
-        for number, used in enumerate(result.used.tolist()):
-            if used == 0:
-                state = self._without(number, state)
-        self.state = state
+        unused = [number for number, used in enumerate(result.used.tolist()) if used == 0]
+        self.state = self._without(unused, state) if unused else state
 
-    def _without(self, number: int, state: State) -> State:
-        """The state with what stood for that parameter before."""
-        begin, end = self.bucket.layout.spans[number]
-        kept = {}
-        for entry, value in state.items():
-            kept[entry] = value.clone()
-            place = slice(begin, end) if len(value) == self.bucket.layout.numel else slice(number, number + 1)
-            kept[entry][place] = self.state[entry][place]
+    def _without(self, unused: Sequence[int], state: State) -> State:
+        """The state with what stood for those parameters before."""
+        kept = {entry: value.clone() for entry, value in state.items()}
+        for entry, value in kept.items():
+            for number in unused:
+                begin, end = self.exchange.span(entry, self.bucket.layout, number)
+                value[begin:end] = self.state[entry][begin:end]
         return kept
 
 

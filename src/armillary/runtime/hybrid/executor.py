@@ -11,7 +11,7 @@ of look-ups; without look-ups, one small request at the first gradient asks for 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,13 +48,14 @@ class Executor:
     """State of the exchange of one model. Between backwards: idle; inside one, the first of `leaving` are under way.
 
     mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync. on_settled: called, on every rank
-    alike, when all gradients of a backward are final.
+    alike, when all gradients of a backward are final. loss_scale: by which the loop multiplies its losses now.
     """
 
     units: Sequence[DenseUnit | RowUnit]
     transport: Transport
     mean: Literal["workers", "weights"] = "workers"
     on_settled: Callable[[], None] = lambda: None
+    loss_scale: Callable[[], float] = lambda: 1.0
     is_syncing: bool = True
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
@@ -198,6 +199,8 @@ class Executor:
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
             parcel = unit.bucket.seal(self.scale, self.counts, self.part)
+            if unit.exchange.is_guarded:
+                parcel = replace(parcel, scale=self.loss_scale())
             return unit.push(parcel, self.transport.place), unit.exchange.requests
         table = unit.table
         self.look_ups.forget_unlearned(table)

@@ -33,7 +33,7 @@ class Flight:
         try:
             return self.program.send(answer)
         except StopIteration as stop:
-            self.result = stop.value
+            self.result, self.left = stop.value, 0  # it may end early, where nothing has to cross
             return None
 
     def advance(self, transport: Transport) -> None:

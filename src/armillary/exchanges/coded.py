@@ -1,0 +1,226 @@
+"""Gradients by any codec of a fixed length: coded, summed in the order of ranks, and what was left out is sent later.
+
+wire "gathered": everybody gets everybody's code, and adds up what they mean. "scattered": the codes are cut between
+tiles, an owner a piece; each owner adds up its piece and codes the sum again for all. The second sends 2 (N - 1) / N
+codes instead of N - 1, and pays where a sum is coded in as few bytes as a summand. The tail travels raw with the first
+message.
+
+Source: error feedback as in 1-bit SGD (Seide et al., 2014) and DoubleSqueeze (Tang et al., 2019). Departure: what an
+owner's second coding leaves out goes to the owner's own residual: half the state, and it can be dealt to other workers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.codecs.codec import CODECS, Codec, Draw, Options, build_codec
+from armillary.codecs.codec import Entry as CodecEntry
+from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.exchange import DENSE, Entry
+from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.place import Place
+from armillary.exchanges.residual import RESIDUAL, Span, gaps_of, kept_back, owed, without_gaps
+from armillary.facts.collectives import AllGather, AllToAll, Program
+from armillary.facts.layout import Layout
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.topology import Topology
+
+__all__ = ["coded", "why_not_numbers"]
+
+WIRES = ("gathered", "scattered")
+TAIL_BYTES = 8  # of a number of the tail
+ROUNDS = "rounds"  # pushes so far, by parameter: what lots are drawn with
+NOTHING = torch.empty(0, dtype=torch.uint8)
+MANY = 4096  # tiles: what few tiles add to a code is no matter of the dtype
+
+
+def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
+    """
+    Args:
+        wire: "gathered" or "scattered"; empty: scattered where there are more than two workers and sums are coded in
+            as few bytes as summands.
+        feedback: whether what a code leaves out is sent later; else it is lost.
+
+    Raises:
+        ValueError: another wire, or a codec whose codes have no fixed length.
+    """
+    if wire and wire not in WIRES:
+        raise ValueError(f"exchange: wire {wire!r} is none of {', '.join(WIRES)}")
+    if not codec.is_fixed or codec.align < 1:
+        raise ValueError("exchange: a coded exchange wants a codec whose codes have a fixed length")
+    way = _Way(codec, wire, feedback)
+    return DenseExchange(
+        way.push, 2 if way.is_scattered(3) else 1, way.sent_bytes, way.legs, way.oracle, way.begin,
+        resharding={RESIDUAL: "sum", ROUNDS: "same"}, work=way.work, align=codec.align,
+        counts={ROUNDS: lambda shape: 1}, refuses=way.refuses,
+        says=codec.says if feedback else f"{codec.says}; what is left out is lost".removeprefix("; "),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How numbers are coded, and who gets the codes."""
+
+    codec: Codec
+    wire: str
+    feedback: bool
+
+    def is_scattered(self, workers: int) -> bool:
+        return self.wire == "scattered" or (not self.wire and self.codec.adds_up and workers > 2)
+
+    def cut(self, layout: Layout, workers: int) -> list[Span]:
+        """What is coded by itself: everything, or every owner's piece, cut between tiles."""
+        if not self.is_scattered(workers):
+            return [(0, layout.numel)]
+        tiles = layout.numel // self.codec.align
+        begins = [tiles * rank // workers * self.codec.align for rank in range(workers)]
+        return list(pairwise([*begins, layout.numel]))
+
+    def draw(self, state: State, piece: int) -> Draw:
+        """The same on all ranks, another in every round and for every piece."""
+        drawn = self.codec.draws
+        return torch.Generator().manual_seed(int(state[ROUNDS].max()) * 8191 + piece) if drawn else None
+
+    def encoded(self, values: Tensor, state: State, piece: int) -> Tensor:
+        return self.codec.encode(values, self.draw(state, piece)) if len(values) else NOTHING
+
+    def decoded(self, codes: Sequence[Tensor], spans: Sequence[Span], like: Tensor) -> Tensor:
+        pieces = [(code, b - a) for code, (a, b) in zip(codes, spans, strict=True) if b > a]
+        return torch.cat([self.codec.decode(code, n, like) for code, n in pieces])
+
+    def meant(self, values: Tensor, spans: Sequence[Span], state: State) -> Tensor:
+        """The same as decoding the codes, without bytes."""
+        pieces = [(values[a:b], self.draw(state, n)) for n, (a, b) in enumerate(spans) if b > a]
+        return torch.cat([self.codec.meaning(*piece) for piece in pieces])
+
+    def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
+        found = {RESIDUAL: torch.zeros_like(values)} if self.feedback else {}
+        return found | ({ROUNDS: torch.zeros(len(layout.names), dtype=torch.float64)} if self.codec.draws else {})
+
+    def after(self, state: State, residual: Tensor) -> State:
+        """The next state."""
+        found = {RESIDUAL: residual} if self.feedback else {}
+        return found | ({ROUNDS: state[ROUNDS] + 1} if self.codec.draws else {})
+
+    def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+        if place.workers == 1:
+            return parcel.answered(parcel.values, parcel.tail), state
+        full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
+        codes = [self.encoded(full[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
+        lost, tail = full - self.decoded(codes, spans, full), parcel.tail.view(torch.uint8)
+        if not self.is_scattered(place.workers):
+            everyones = yield AllGather(torch.cat([tail, codes[0]]))
+            total, tails = self.added(list(everyones), len(full), parcel)
+            return parcel.answered(total, tails), self.after(state, kept_back(parcel, lost))
+        a, b = spans[place.rank]
+        send = tuple(len(tail) + len(code) for code in codes)
+        receive = (send[place.rank],) * place.workers
+        arrived = yield AllToAll(torch.cat([part for code in codes for part in (tail, code)]), send, receive)
+        total, tails = self.added(arrived.split(receive), b - a, parcel)
+        total = without_gaps(total, gaps_of(parcel.layout), a)
+        again, lengths = self.encoded(total, state, place.rank), tuple(len(code) for code in codes)
+        answer = yield AllToAll(again.repeat(place.workers), (len(again),) * place.workers, lengths)
+        result = self.decoded(answer.split(lengths), spans, full)
+        lost[a:b] += total - result[a:b]
+        return parcel.answered(result, tails), self.after(state, kept_back(parcel, lost))
+
+    def added(self, messages: Sequence[Tensor], n: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
+        """What the messages mean, added up in the order of ranks: values, and tails."""
+        at, total = TAIL_BYTES * parcel.layout.tail, parcel.values[:0]
+        tails = torch.stack([message[:at] for message in messages]).view(torch.float64).sum(0)
+        for place, message in enumerate(messages if n else ()):
+            found = self.codec.decode(message[at:], n, parcel.values)
+            total = total + found if place else found
+        return total, tails
+
+    def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
+        layout, workers = parcels[0].layout, len(parcels)
+        tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
+        if workers == 1:
+            return [parcels[0].answered(parcels[0].values, tail)], list(states)
+        spans, is_real = self.cut(layout, workers), torch.zeros(layout.numel, dtype=torch.bool)
+        for a, b in layout.spans:
+            is_real[a:b] = True
+        full = [owed(one, state) for one, state in zip(parcels, states, strict=True)]
+        sent = [self.meant(one, spans, state) for one, state in zip(full, states, strict=True)]
+        total = sent[0]
+        for one in sent[1:]:
+            total = total + one
+        lost, out = [one - gone for one, gone in zip(full, sent, strict=True)], total
+        if self.is_scattered(workers):
+            total = torch.where(is_real, total, torch.zeros_like(total))
+            out = self.meant(total, spans, states[0])
+            for worker, (a, b) in enumerate(spans):
+                lost[worker][a:b] += (total - out)[a:b]
+        kept = [torch.where(is_real, one, torch.zeros_like(one)) / parcels[0].scale for one in lost]
+        return [one.answered(out, tail) for one in parcels], list(map(self.after, states, kept))
+
+    def lengths(self, layout: Layout, workers: int) -> list[int]:
+        """Bytes of the codes."""
+        spans = self.cut(layout, workers)
+        return [self.codec.coded_bytes(b - a, layout.item_bytes) if b > a else 0 for a, b in spans]
+
+    def legs(self, layout: Layout, topology: Topology) -> list[Leg]:
+        others, tail = topology.workers - 1, TAIL_BYTES * layout.tail
+        if not others:
+            return []
+        sizes = self.lengths(layout, topology.workers)
+        if not self.is_scattered(topology.workers):
+            return [Leg("everyone", float(others * (sizes[0] + tail)), others, "AllGather")]
+        hottest = float(max(max(sum(sizes) - size, others * size) for size in sizes))
+        return [Leg("everyone", hottest + others * tail, 1), Leg("everyone", hottest, 1)]
+
+    def sent_bytes(self, layout: Layout, topology: Topology) -> list[float]:
+        others, tail = topology.workers - 1, TAIL_BYTES * layout.tail
+        sizes = self.lengths(layout, topology.workers)
+        if not self.is_scattered(topology.workers):
+            return [float(others * (sizes[0] + tail))] * topology.workers
+        return [float(sum(sizes) - size + others * (tail + size)) for size in sizes]
+
+    def work(self, layout: Layout, topology: Topology) -> float:
+        """Own numbers are coded once and decoded once; what arrives is decoded and added, and a sum coded again."""
+        summed = 2 if self.is_scattered(topology.workers) else topology.workers
+        return layout.numel * (self.codec.work * (1 + summed) / 2 + 3 * summed) * (topology.workers > 1)
+
+    def refuses(self, layout: Layout) -> str:
+        n = self.codec.align * MANY
+        said = why_not_numbers(layout)
+        if not said and self.codec.coded_bytes(n, layout.item_bytes) >= n * layout.item_bytes:
+            said = f"its code is as long as the numbers, which are {layout.dtype} already"
+        return said
+
+
+def why_not_numbers(layout: Layout) -> str:
+    """Why a codec cannot code these; empty where it can."""
+    is_real = getattr(torch, layout.dtype).is_floating_point
+    return "" if is_real else f"codecs are for real floating numbers, {', '.join(layout.names)} holds {layout.dtype}"
+
+
+def _factory(name: str) -> Callable[..., DenseExchange]:
+    def make(wire: str = "", feedback: bool = True, **options: Any) -> DenseExchange:
+        return coded(build_codec(name, **options), wire, feedback)
+
+    return make
+
+
+def _offers(entry: CodecEntry) -> Callable[[ParameterFact, Topology], Sequence[Options]]:
+    return lambda fact, topology: entry.offers
+
+
+def _register(name: str, entry: CodecEntry) -> None:
+    """A codec's name, used as an exchange, means this one with it."""
+    first = entry.examples[0]
+    other = WIRES[not build_codec(name, **first).adds_up]  # than is taken by itself
+    examples = (first, {**first, "wire": other}, {**first, "feedback": False})
+    made = Entry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
+    DENSE.register(name, made)
+
+
+for _name, _entry in CODECS.all().items():
+    if _entry.carries:
+        _register(_name, _entry)

@@ -1,0 +1,47 @@
+"""What earlier pushes of a group left out: added to what the next one sends, so that no gradient is lost.
+
+Over all steps, what came out and what is left add up to what went in. A residual is kept in the units of gradients; a
+GradScaler's scale is a power of two, so nothing is lost where it changes.
+
+Source: 1-bit SGD (Seide et al., 2014), and error feedback as DoubleSqueeze (Tang et al., 2019) has it.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from armillary.exchanges.parcel import Parcel, State
+from armillary.facts.layout import Layout
+
+__all__ = ["RESIDUAL", "Span", "gaps_of", "kept_back", "owed", "without_gaps"]
+
+RESIDUAL = "residual"
+Span = tuple[int, int]  # first and last number, the last not included
+
+
+def owed(parcel: Parcel, state: State) -> Tensor:
+    """(layout.numel,) what this rank has to send: its values, and what earlier pushes left out."""
+    if RESIDUAL not in state:
+        return parcel.values
+    residual = state[RESIDUAL]
+    return parcel.values + (residual if parcel.scale == 1 else residual * parcel.scale)
+
+
+def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:
+    """The next residual: what was owed and not sent; zeros between tensors, whatever was sent for them."""
+    residual = without_gaps(lost, gaps_of(parcel.layout))
+    return residual if parcel.scale == 1 else residual / parcel.scale
+
+
+def gaps_of(layout: Layout) -> list[Span]:
+    """Between tensors."""
+    ends = [end for _, end in layout.spans]
+    return [(end, begin) for end, begin in zip(ends, layout.offsets[1:], strict=True) if begin > end]
+
+
+def without_gaps(values: Tensor, gaps: Sequence[Span], at: int = 0) -> Tensor:
+    """In place: zeros there. at: where among the group's numbers the values begin."""
+    for begin, end in gaps:
+        if begin < at + len(values) and end > at:
+            values[max(0, begin - at) : end - at] = 0
+    return values

@@ -1,0 +1,164 @@
+"""What crosses may be rounded or thinned where the user says so: it is printed, held to its own truth, saved."""
+
+import pytest
+import torch
+from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
+
+import face
+from armillary import Choice, Plan
+from contracts.journey import batch_of, moved, registered, saved_and_resumed, sick_at_2, trained_beside, truth_after
+
+TABLE = "words.weight"
+LOSSY = ("quantize(bits=8, tile=8)", "top_k(keep=0.25)", "random_k(keep=0.25)")
+
+
+def words_plan(exchange, workers=3, **asked):
+    batches = [word_batch(worker, 0) for worker in range(workers)]
+    return face.plan_for(made(Reader), word_loss, batches, workers, exchange=exchange, **asked)
+
+
+def test_a_method_that_is_named_is_printed_as_not_exact_and_what_it_comes_to():
+    text = str(words_plan({"*": Choice.parse("top_k(keep=0.3)")}))
+    assert "lossy (NOT exact: what crosses is rounded or thinned): all groups" in text
+    assert "NOT exact: top_k(keep=0.3): only the largest gradients go at once" in text
+    assert "1 of every 3 numbers at once, 0.333 of all" in text
+
+
+def test_a_plan_with_a_codec_inside_another_goes_to_a_file_and_back():
+    plan = words_plan({"*": Choice.parse("hadamard(quantize(bits=4))")})
+    assert Plan.from_json(plan.to_json()) == plan and "hadamard(quantize(bits=4))" in str(plan)
+
+
+def test_named_for_a_table_it_keeps_the_table_whole_also_by_a_star():
+    by_star, one = words_plan({"*": "quantize"}), words_plan({"*": "quantize", TABLE: "owned_rows"})
+    assert by_star.group_of(TABLE).layout == "replicated" and by_star.departures == ("lossy",)
+    assert one.group_of(TABLE).layout == "row_sharded" and one.group_of(TABLE).departures == ()
+    assert {group.exchange.name for group in one.groups} == {"quantize", "owned_rows"}
+
+
+REFUSED = {
+    "quantize(bits=3)": "knows 8, 4 and 2 bits, got 3",
+    "quantize(bit=8)": "refuses options {'bit': 8}",
+    "quantize(wire=thin)": "wire 'thin' is none of gathered, scattered",
+    "quantise": "no exchange; .*did you mean 'quantize'",
+    "owned_rows(gradients_as=quantize(bits=8))": r"send the table whole, by quantize\(bits=8\)",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_is_refused_by_name(text):
+    choice = Choice.parse(text)
+    with pytest.raises(ValueError, match=REFUSED[text]):
+        words_plan({TABLE: choice if choice.options else choice.name})
+
+
+def test_numbers_that_no_code_makes_shorter_are_refused_before_anything_happens(crew):
+    batches = [word_batch(worker, 0) for worker in range(2)]
+    half = made(Reader, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"cannot be lower_precision.*which are bfloat16 already"):
+        face.plan_for(half, word_loss, batches, 2, exchange={"*": Choice.parse("lower_precision(dtype=float16)")})
+    plan = words_plan({"*": Choice.parse("quantize(bits=8)")}, 2).to_json()
+    for said in crew(2).run(refused_start, plan.replace('"name": "quantize"', '"name": "quantise"', 1)):
+        assert "no dense exchange 'quantise'" in said and "did you mean quantize" in said
+
+
+def refused_start(rank, world, text):
+    model = made(Reader)
+    with pytest.raises(ValueError, match="quantise") as refused:
+        face.start(Plan.from_json(text), model, OPTIMIZERS["sgd"](model.parameters()), word_loss)
+    return str(refused.value)
+
+
+def shelf():
+    return registered()
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_three_processes_train_as_its_oracle_says_also_through_an_overflow(crew, text):
+    """Over the ordinary transport; the sums are the method's own, so bit for bit."""
+    for feed in (batch_of, sick_at_2):
+        gaps = [gap for gap, _ in crew(3).run(trained_beside, shelf, Choice.parse(text), feed)]
+        assert max(gaps) == 0.0
+
+
+@pytest.mark.parametrize("text", LOSSY[::2])
+def test_a_run_is_resumed_bit_for_bit_and_on_other_workers_nothing_that_waits_is_lost(crew, tmp_path, text):
+    choice = Choice.parse(text)
+    assert crew(3).run(saved_and_resumed, shelf, choice, str(tmp_path)) == [[]] * 3
+    truth = truth_after(3, 3, shelf, choice)
+    for weights, states in crew(2).run(moved, shelf, choice, str(tmp_path)):
+        assert all(torch.equal(weights[name], want) for name, want in truth.named[0].items())
+        for number, state in enumerate(states):
+            waiting = sum(one["residual"] for one in truth.states[number])
+            assert torch.equal(state["residual"], waiting / 2)
+        assert any(float(state["residual"].abs().max()) > 0 for state in states)
+
+
+def scaled(rank, workers, plan, init_scale):
+    """Under a GradScaler that is clipped in between and whose scale moves, worker 1 overflowing at step 2."""
+    model = made(Reader, torch.float32)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2, enabled=init_scale > 0)
+    run = face.start(plan, model, optimizer, word_loss, scaler=scaler)
+    seen = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = word_loss(model, word_batch(rank, step))
+        if (rank, step) == (1, 2):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+        if init_scale > 0 or finite:
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    face.close(run)
+    return state, seen
+
+
+def test_a_grad_scaler_changes_no_bit_though_its_scale_moves(crew):
+    batches, choice = [word_batch(worker, 0) for worker in range(2)], Choice.parse("quantize(bits=4, tile=8)")
+    plan = face.plan_for(made(Reader, torch.float32), word_loss, batches, 2, exchange={"*": choice})
+    plain = crew(2).run(scaled, plan, 0.0)
+    for (want, _), (got, scales) in zip(plain, crew(2).run(scaled, plan, 1024.0), strict=True):
+        assert len(set(scales)) == 2, "the scale must move, or this test shows nothing"
+        assert [name for name in want if not torch.equal(want[name], got[name])] == []
+
+
+def accumulated(rank, workers, plan):
+    """Two micro-batches a step, weighed; against the same with the gradients joined by hand."""
+    weights = []
+    for by_hand in (False, True):
+        model = made(Reader)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        run = face.start(plan, model, optimizer, word_loss)
+        for step in range(3):
+            optimizer.zero_grad()
+            face.weigh(run, 1.0 + rank)
+            losses = [word_loss(model, word_batch(rank, 2 * step + part)) for part in (0, 1)]
+            if by_hand:
+                (losses[0] + losses[1]).backward()
+            else:
+                with face.no_sync(run):
+                    losses[0].backward()
+                losses[1].backward()
+            optimizer.step()
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        face.close(run)
+    return max(float((one - weights[1][name]).abs().max()) for name, one in weights[0].items())
+
+
+def test_what_accumulated_is_coded_once_and_weighs_as_it_was_declared(crew):
+    plan = words_plan({"*": Choice.parse("top_k(keep=0.25)")}, 2, mean="weights")
+    assert max(crew(2).run(accumulated, plan)) < 1e-10
+
+
+def test_the_command_line_takes_what_the_plan_prints_and_verifies_it(tmp_path):
+    asked = ("vision", "--small", "--exchange", "quantize(bits=8)=*")
+    for ended in face.command_in_job(2, "verify", *asked, "--steps", "2", folder=tmp_path):
+        assert ended.code == 0, ended
+    said = face.command("plan", *asked, "--workers", "1", folder=tmp_path)
+    assert said.code == 0 and "quantize(bits=8)" in said.out and "lossy (NOT exact" in said.out, said

@@ -1,0 +1,344 @@
+"""Coded exchanges as they run, N workers in one process, held bit for bit to what their oracles say; and no gradient is
+lost. Faults that somebody made are planted, and show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from armillary.codecs.codec import build_codec
+from armillary.exchanges import coded as coded_file
+from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.parcel import Parcel
+from armillary.exchanges.place import Place
+from armillary.facts.choice import Choice
+from armillary.facts.layout import Layout
+from armillary.reference import lockstep
+from armillary.reference.replicas import Replicas, Shared
+from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
+
+CODED = (
+    "quantize(bits=8, tile=8)", "quantize(bits=2, tile=8)", "one_bit(tile=8)", "lower_precision(dtype=bfloat16)",
+    "hadamard(quantize(bits=4, tile=64))", "top_k(keep=0.25)", "random_k(keep=0.25)",
+)  # fmt: skip
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+}
+
+
+def built(text):
+    choice = Choice.parse(text)
+    return build_dense(choice.name, **choice.options)
+
+
+class Net(nn.Module):
+    """`rare` is used by one worker in every third step, `never` by nobody; `tied` twice in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied, self.last = nn.Linear(5, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+        self.rare, self.never = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(3))
+
+    def forward(self, batch):
+        inputs, target, uses_rare, odd = batch
+        hidden = torch.tanh(self.tied(torch.tanh(self.tied(torch.tanh(self.first(inputs * odd))))))
+        return (self.last(hidden * self.rare if uses_rare else hidden) - target).square().mean()
+
+
+GROUPS = (("last.bias", "last.weight", "never", "rare"), ("tied.weight", "first.weight", "first.bias"))
+
+
+def net(dtype):
+    torch.manual_seed(5)
+    return Net().to(dtype)
+
+
+def batch_of(worker, step, dtype, odd=1.0):
+    generator = torch.Generator().manual_seed(1000 * step + worker)
+    inputs, target = torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator) + worker
+    return inputs.to(dtype), target.to(dtype), worker == step % 3 == 1, odd
+
+
+def batches_of(workers, step, dtype):
+    """At step 3 the last worker overflows."""
+    odd = [float("inf") if (step, worker) == (3, workers - 1) else 1.0 for worker in range(workers)]
+    return [batch_of(worker, step, dtype, odd[worker]) for worker in range(workers)]
+
+
+def skips_what_is_not_finite(model):
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not all(bool(one.isfinite().all()) for one in gradients):
+        model.zero_grad(set_to_none=True)
+
+
+class Workers:
+    """N workers of the runtime, without a network: their units' programs are read in lockstep."""
+
+    def __init__(self, exchange, workers, dtype, optimizer):
+        self.models = [net(dtype) for _ in range(workers)]
+        self.optimizers = [optimizer(model.parameters()) for model in self.models]
+        self.units = [[self._unit(model, names, exchange, rank, workers) for names in GROUPS]
+                      for rank, model in enumerate(self.models)]  # fmt: skip
+        self.workers = workers
+
+    def _unit(self, model, names, exchange, rank, workers):
+        members = dict(model.named_parameters())
+        return dense_unit("group", {name: members[name] for name in names}, exchange, Place(rank, workers))
+
+    def step(self, batches, parts, scale=1.0):
+        for model, batch in zip(self.models, batches):
+            model.zero_grad(set_to_none=True)
+            (model(batch) * scale).backward()
+        with torch.no_grad():
+            for number in range(len(GROUPS)):
+                self._exchange([units[number] for units in self.units], parts, scale)
+            for model, optimizer in zip(self.models, self.optimizers):
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
+                skips_what_is_not_finite(model)
+                optimizer.step()
+
+    def _exchange(self, units, parts, scale):
+        programs = []
+        for rank, (unit, part) in enumerate(zip(units, parts)):
+            unit.open(1)
+            parcel = replace(unit.bucket.seal(part), scale=scale)
+            programs.append(unit.push(parcel, Place(rank, self.workers)))
+        for unit, moved in zip(units, lockstep.run(programs)[0]):
+            unit.take_gradients(moved)
+
+
+def unlike(workers, truth):
+    """What is not the same bit for bit."""
+    found = []
+    for rank, model in enumerate(workers.models):
+        found += [(rank, n) for n, p in model.named_parameters() if not torch.equal(p, truth.named[rank][n])]
+        for number, unit in enumerate(workers.units[rank]):
+            want = truth.states[number][rank]
+            assert unit.state.keys() == want.keys()
+            found += [(rank, number, key) for key, mine in unit.state.items() if not torch.equal(mine, want[key])]
+    return found
+
+
+def trained(text, count, dtype, optimizer="momentum", weights=None, scales=(), fault=None, steps=6):
+    """Workers beside their replicas; what differs in any bit after any step."""
+    exchange, make = built(text), OPTIMIZERS[optimizer]
+    groups = [Shared(names, exchange) for names in GROUPS]
+    truth = Replicas(net(dtype), lambda model: make(model.parameters()), count, groups)
+    workers = Workers(fault(exchange) if fault else exchange, count, dtype, make)
+    parts = [1 / count] * count if weights is None else [one / sum(weights) for one in weights]
+    found = []
+    for step in range(steps):
+        batches = batches_of(count, step, dtype)
+        truth.step(batches, lambda model, batch: model(batch), weights, skips_what_is_not_finite)
+        workers.step(batches, parts, scales[step % len(scales)] if scales else 1.0)
+        found += unlike(workers, truth)
+    return found
+
+
+@pytest.mark.parametrize("text", CODED)
+def test_workers_train_bit_for_bit_as_the_oracle_says(text):
+    """Ranks, dtypes, optimizers; a step that overflows on one rank; parameters that few or none use."""
+    for count in (1, 2, 3, 4, 8):
+        assert trained(text, count, torch.float64) == [], count
+    for dtype in (torch.float32, torch.bfloat16):
+        assert trained(text, 3, dtype) == [], dtype
+    for optimizer in OPTIMIZERS:
+        assert trained(text, 3, torch.float32, optimizer) == [], optimizer
+    for wire in ("gathered", "scattered"):
+        other = text.removesuffix(")") + f", wire={wire})"
+        assert trained(other, 2, torch.float32) == [] and trained(other, 4, torch.float64) == [], wire
+
+
+@pytest.mark.parametrize("text", CODED)
+def test_means_by_weight_and_scaled_losses_change_no_bit(text):
+    """A residual is kept in units of gradients: a loss scale that doubles and halves leaves no trace."""
+    assert trained(text, 3, torch.float64, weights=[1.0, 0.0, 3.0]) == []
+    assert trained(text, 3, torch.float32, scales=(1024.0, 2048.0, 512.0)) == []
+
+
+def parcels_for(layout, workers, step):
+    generator = torch.Generator().manual_seed(100 * step + workers)
+    found = []
+    for rank in range(workers):
+        values = torch.zeros(layout.numel, dtype=torch.float64)
+        for begin, end in layout.spans:
+            values[begin:end] = torch.randn(end - begin, generator=generator, dtype=torch.float64) * 10.0**rank
+        used = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+        found.append(Parcel(values, used, layout))
+    return found
+
+
+@pytest.mark.parametrize("wire", ["gathered", "scattered"])
+@pytest.mark.parametrize("text", CODED)
+def test_over_all_steps_nothing_is_lost(text, wire):
+    exchange, workers = built(text.removesuffix(")") + f", wire={wire})"), 3
+    layout = Layout(("a", "b"), ((9, 5), (7,)), "float64", exchange.align, True)
+    states = [exchange.begin(layout, Place(rank, workers), torch.zeros(layout.numel)) for rank in range(workers)]
+    states = [{key: value.double() for key, value in state.items()} for state in states]
+    went_in = came_out = torch.zeros(layout.numel, dtype=torch.float64)
+    for step in range(30):
+        parcels = parcels_for(layout, workers, step)
+        places = [Place(rank, workers) for rank in range(workers)]
+        moved, _ = lockstep.run([exchange.push(*one) for one in zip(parcels, states, places)])
+        states = [state for _, state in moved]
+        went_in = went_in + sum(parcel.values for parcel in parcels)
+        for begin, end in layout.spans:
+            came_out = came_out.clone()
+            came_out[begin:end] += moved[0][0].values[begin:end]
+    left = sum(state["residual"] for state in states)
+    assert float((went_in - came_out - left).abs().max()) < 1e-10 * float(went_in.abs().max())
+    assert float(left.abs().max()) > 0, "the code must lose something, or this test shows nothing"
+
+
+def test_without_feedback_what_is_left_out_is_lost_and_the_exchange_says_so():
+    exchange = built("one_bit(tile=8, feedback=False)")
+    assert exchange.says == "what is left out is lost"
+    assert trained("one_bit(tile=8, feedback=False)", 3, torch.float64) == []
+    assert built("top_k(keep=0.3, feedback=False)").says.endswith("0.333 of all; what is left out is lost")
+
+
+# Planted faults: each is somebody's real one.
+
+
+def with_push(exchange, change):
+    def push(parcel, state, place):
+        result, after = yield from exchange.push(parcel, state, place)
+        return change(result, after, state, place)
+
+    return exchange._replace(push=push)
+
+
+def residual_dropped(exchange):
+    return with_push(exchange, lambda result, after, was, place: (result, {**after, "residual": was["residual"] * 0}))
+
+
+def second_error_dropped(exchange):
+    """The owner forgets what its own coding of the sum left out: as if the sum had crossed exactly."""
+
+    codec = build_codec("quantize", bits=2, tile=8)
+
+    def push(parcel, state, place):
+        spans = coded_file._Way(codec, "scattered", True).cut(parcel.layout, place.workers)
+        result, _ = yield from exchange.push(parcel, state, place)
+        full = parcel.values + state["residual"]
+        alone = torch.cat([codec.meaning(full[a:b], None) for a, b in spans if b > a])
+        return result, {"residual": full - alone}
+
+    return exchange._replace(push=push)
+
+
+def kept_from_the_result(exchange):
+    """What this rank lacks is taken from the sum instead of from what it sent."""
+
+    def push(parcel, state, place):
+        full = parcel.values + state["residual"]
+        result, _ = yield from exchange.push(parcel, state, place)
+        return result, {"residual": full - result.values}
+
+    return exchange._replace(push=push)
+
+
+def mean_instead_of_sum(exchange):
+    return with_push(exchange, lambda result, after, was, place: (
+        result.answered(result.values / place.workers, result.tail), after))  # fmt: skip
+
+
+def other_order_on_one_rank(exchange):
+    """Rank 1 adds up what it hears from the last rank to the first."""
+
+    def push(parcel, state, place):
+        program, answer = exchange.push(parcel, state, place), None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            answer = yield request
+            answer = answer.flip(0) if place.rank == 1 else answer
+
+    return exchange._replace(push=push)
+
+
+def tail_coded_too(exchange):
+    return with_push(exchange, lambda result, after, was, place: (
+        result.answered(result.values, (result.tail > 1).double()), after))  # fmt: skip
+
+
+def tile_across_two_parameters(exchange):
+    return exchange._replace(align=1)
+
+
+def gaps_left_in_the_residual(exchange):
+    return with_push(exchange, lambda result, after, was, place: (
+        result, {**after, "residual": torch.where(after["residual"] == 0, 0.5, after["residual"])}))  # fmt: skip
+
+
+def drawn_otherwise_on_each_rank(exchange):
+    def push(parcel, state, place):
+        program = exchange.push(parcel, {**state, "rounds": state["rounds"] + place.rank}, place)
+        result, after = yield from program
+        return result, {**after, "rounds": after["rounds"] - place.rank}
+
+    return exchange._replace(push=push)
+
+
+FAULTS = {
+    residual_dropped: "quantize(bits=2, tile=8)",
+    second_error_dropped: "quantize(bits=2, tile=8, wire=scattered)",
+    kept_from_the_result: "quantize(bits=2, tile=8)",
+    mean_instead_of_sum: "quantize(bits=8, tile=8)",
+    other_order_on_one_rank: "quantize(bits=8, tile=8, wire=gathered)",
+    tail_coded_too: "one_bit(tile=8)",
+    tile_across_two_parameters: "one_bit(tile=8)",
+    gaps_left_in_the_residual: "one_bit(tile=8)",
+    drawn_otherwise_on_each_rank: "random_k(keep=0.25)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault):
+    assert trained(FAULTS[fault], 3, torch.float64, fault=fault, steps=3)
+
+
+PATCHES = {
+    "a sick step moves the state": ("_commit", lambda self, moved: setattr(self, "state", moved[1])),
+    "what nobody used moves its state": ("_without", lambda self, unused, state: state),
+}
+
+
+@pytest.mark.parametrize("fault", PATCHES)
+def test_a_fault_planted_in_the_runtime_shows(fault, monkeypatch):
+    monkeypatch.setattr(DenseUnit, *PATCHES[fault])
+    assert trained("quantize(bits=2, tile=8)" if "sick" in fault else "random_k(keep=0.25)", 3, torch.float64, steps=5)
+
+
+def test_a_residual_that_ignores_the_scale_shows(monkeypatch):
+    monkeypatch.setattr(coded_file, "owed", lambda parcel, state: parcel.values + state["residual"])
+    assert trained("quantize(bits=2, tile=8)", 3, torch.float32, scales=(1024.0, 2048.0))
+
+
+BAD = {
+    "quantize(bits=8, wire=thin)": "wire 'thin' is none of gathered, scattered",
+    "quantize(bits=3)": "knows 8, 4 and 2 bits, got 3",
+    "top_k(keep=2)": "above 0 and at most 1, got 2",
+    "quantize(bit=8)": "quantize refuses options",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_options_are_refused(text):
+    with pytest.raises(ValueError, match=BAD[text]):
+        built(text)
+
+
+def test_what_a_codec_cannot_shorten_or_code_is_refused_by_name():
+    half = Layout(("w",), ((64,),), "bfloat16", 1, True)
+    assert "as long as the numbers, which are bfloat16 already" in built("lower_precision").refuses(half)
+    assert built("lower_precision").refuses(replace(half, dtype="float32")) == ""
+    assert "w holds int64" in built("quantize").refuses(replace(half, dtype="int64"))
+    assert "w holds complex64" in built("quantize").refuses(replace(half, dtype="complex64"))
