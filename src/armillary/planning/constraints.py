@@ -182,10 +182,11 @@ def why_not(fact: ParameterFact, choice: Choice) -> str:
 
 
 def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
-    is_dense = isinstance(constraint, Choice) and constraint.name in dense_exchanges()
-    if is_dense and (reason := why_not(fact, constraint)):
+    is_row = _needs_rows(constraint)
+    reason = why_not(fact, constraint) if isinstance(constraint, Choice) and not is_row else ""
+    if reason:
         raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")
-    if _needs_rows(constraint) and not fact.shardable:
+    if is_row and not fact.shardable:
         raise ValueError(
             f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' "
             f"({PLAIN['replicated']})"
