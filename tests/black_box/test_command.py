@@ -40,6 +40,23 @@ def test_two_ranks_train_a_file_of_ones_own_and_leave_what_they_did(tmp_path):
     assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert face.latest_checkpoint(folder / "checkpoints").name == "step-00000020"
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]  # as Perfetto opens it, with both ranks
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    a_group_whose_bytes_are_wrong_is_found(folder, tmp_path)
+
+
+def a_group_whose_bytes_are_wrong_is_found(folder, where):
+    """The bytes of a group that travels whole are known to the byte; a tenth more is planted in its forecast."""
+    wide = ("compare", folder, "--sent", "0.02", "--memory", "1", "--seconds", "1", "--json")
+    ended = {"as it was": face.command(*wide, folder=where)}
+    plan = json.loads((folder / "plan.json").read_text())
+    group = next(group for group in plan["groups"] if group["layout"] == "replicated")
+    group["forecast"]["sent_bytes"] *= 1.1
+    (folder / "plan.json").write_text(json.dumps(plan))
+    ended["planted"] = face.command(*wide, folder=where)
+    lines = {name: {line["group"]: line for line in json.loads(one.out)["lines"]} for name, one in ended.items()}
+    assert lines["as it was"][group["name"]]["outside"] == []
+    assert lines["planted"][group["name"]]["outside"] == ["sent_bytes"] and ended["planted"].code == 3
 
 
 def checkpointed(folder):

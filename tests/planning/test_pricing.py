@@ -44,7 +44,7 @@ def test_predicted_bytes_are_those_counted(choice, nodes, per_node):
     workers = nodes * per_node
     generator = torch.Generator().manual_seed(workers)
     batches = [torch.randperm(ROWS, generator=generator)[:ASKED] for _ in range(workers)]
-    looked = [Lookups(1, ids.sort().values, torch.ones_like(ids)) for ids in batches]
+    looked = [Lookups(1, ids.sort().values, torch.ones_like(ids), len(ids)) for ids in batches]
     counted = count_rows(ROWS, WIDTH * 4, looked, workers, per_node)
     topology, profile = machines(nodes, per_node), model(table(facts=counted), workers=workers, per_node=per_node)
     exchange = build_row(choice.name, **choice.options)

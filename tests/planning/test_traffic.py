@@ -58,6 +58,15 @@ def test_heaps_law_holds_within_a_fifth_for_zipf_ids():
     assert traffic(facts, model(), machines()).distinct_rows == pytest.approx(distinct, rel=0.2)
 
 
+def test_look_ups_that_were_told_apart_need_no_law():
+    facts = row_facts(rows=20_000, alpha=0.05, lookups=2.0, ids=2000)
+    moved = traffic(replace(facts, asked_rows=1250.0), model(), machines())
+    assert moved.distinct_rows == pytest.approx(1250) != traffic(facts, model(), machines()).distinct_rows
+    assert moved.node_rows == pytest.approx(1.25 * traffic_merged(facts, model(), machines()).node_rows)
+    with pytest.raises(ValueError, match=r"999\.0 rows asked for are fewer than the distinct"):
+        replace(facts, asked_rows=999.0)
+
+
 def test_the_busiest_of_fewer_owners_follows_from_the_loads_of_all():
     """row % 2 is the parity of row % 4; of hashed rows, neighbouring blocks join."""
     loads = {"load_modulo": (0.4, 0.1, 0.3, 0.2), "load_hashed": (0.4, 0.1, 0.3, 0.2)}

@@ -78,6 +78,20 @@ def test_row_facts_equal_a_brute_force_count(batches: list[list[int]], shape: tu
     assert rows.hottest == tuple((row, count / len(every)) for row, count in hottest)
 
 
+def test_rows_asked_for_are_those_of_every_look_up_by_itself() -> None:
+    """Repeats inside a look-up are merged, those of another are not; negative ids are rows too."""
+
+    def looked(model: nn.Embedding, batch: tuple[list[int], list[int]]) -> Tensor:
+        weight, (first, other) = model.weight, batch
+        return model(torch.tensor(first)).sum() + weight[torch.tensor(other)].sum()
+
+    batches = [([1, 1, 2], [2, 3]), ([5], [-1, ROWS - 1, 5])]
+    rows = profile(nn.Embedding(ROWS, 1), batches, looked).parameter("weight").rows
+    assert rows is not None and rows.lookups == 2
+    assert rows.asked_rows == (2 + 2 + 1 + 2) / 2
+    assert rows.alpha_worker == pytest.approx((3 + 2) / 2 / ROWS)
+
+
 def test_blocks_are_of_the_same_length_but_the_last() -> None:
     assert rows_of([[5, 6, 11, 12, 17, 18]] * 4, 4, 1).load_blocks == (1 / 6, 2 / 6, 2 / 6, 1 / 6)
 

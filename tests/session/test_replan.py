@@ -279,7 +279,7 @@ def test_alpha_and_load_are_those_of_the_last_sampled_steps_counted_by_hand(crew
 @pytest.mark.parametrize("place", [Place(0, 4), Place(0, 4, 2), Place(0, 8, 4)], ids=str)
 def test_tables_nobody_looked_at_say_of_this_job_what_they_said_before(place):
     before = model(table("one", union=0.02, workers=2), table("two", workers=2), dense(), workers=2)
-    looked = {"one": [Lookups(1, torch.arange(5), torch.ones(5, dtype=torch.int64))] * place.workers}
+    looked = {"one": [Lookups(1, torch.arange(5), torch.ones(5, dtype=torch.int64), 5)] * place.workers}
     after = remeasured(before, looked, place)
     assert after.parameter("one").rows.alpha_union == 5 / before.parameter("one").rows.rows
     old, new = before.parameter("two").rows, after.parameter("two").rows

@@ -37,6 +37,8 @@ class RowFacts:
         padding_idx: the row that gets no gradient, where every lookup agrees on it. It is read all the same.
         repeated: share of the distinct rows of a worker's batch that some worker read in the step before; None where
             that was not seen. These rows may have moved since, so look-ahead cannot send them before that step ends.
+        asked_rows: distinct rows of every look-up, added up over those of a worker's step; None where they were not
+            told apart.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class RowFacts:
     load_blocks: tuple[float, ...] = (1.0,)
     padding_idx: int | None = None
     repeated: float | None = None
+    asked_rows: float | None = None
 
     def __post_init__(self) -> None:
         alphas = (0.0, self.alpha_worker, self.alpha_node, self.alpha_union, 1.0)
@@ -63,6 +66,8 @@ class RowFacts:
                 raise ValueError(f"profile: {name} must be shares that add up to 1, got {load}")
         if self.repeated is not None and not 0 <= self.repeated <= 1:
             raise ValueError(f"profile: repeated is a share between 0 and 1, got {self.repeated}")
+        if self.asked_rows is not None and self.asked_rows < self.alpha_worker * self.rows * (1 - ROUNDING):
+            raise ValueError(f"profile: {self.asked_rows} rows asked for are fewer than the distinct ones among them")
 
     @property
     def imbalance_modulo(self) -> float:

@@ -19,8 +19,8 @@ KB = 1000
 MIB = 1 << 20
 
 LEGEND = (
-    "sent: mean over workers, 1 kB = 1000 B; memory: weight, gradient and optimizer state on the fullest worker, "
-    "1 MiB = 1048576 B; time: nothing hidden behind compute"
+    "sent: mean over workers, 1 kB = 1000 B; memory: weight, gradient and optimizer state on the fullest worker, of "
+    "compute what the fullest moment of a step adds, 1 MiB = 1048576 B; time: nothing hidden behind compute"
 )
 
 
@@ -53,6 +53,7 @@ def plan_table(
 def _groups(groups: Sequence[Group], total: Forecast) -> str:
     count = sum(len(group.parameters) for group in groups)
     compute = total.seconds - sum(group.forecast.seconds for group in groups)
+    whole = _mib(total.memory_bytes + total.peak_bytes)
     columns = [
         _Column("group", lambda group: group.name, "step"),
         _Column("parameters", _members, str(count)),
@@ -62,12 +63,13 @@ def _groups(groups: Sequence[Group], total: Forecast) -> str:
         _Column("cadence", lambda group: group.cadence, "", "step"),
         _Column("departures", lambda group: ", ".join(group.departures).upper() or "exact"),
         _Column("sent kB/step", lambda group: _kb(group.forecast.sent_bytes), _kb(total.sent_bytes), None, False),
-        _Column("memory MiB", lambda group: _mib(group.forecast.memory_bytes), _mib(total.memory_bytes), None, False),
+        _Column("memory MiB", lambda group: _mib(group.forecast.memory_bytes), whole, None, False),
         _Column("time ms", lambda group: _ms(group.forecast.seconds), _ms(total.seconds), None, False),
         _Column("reason", lambda group: group.reason),
     ]
     kept = _kept(columns, groups)
     shown = {"group": "compute", "time ms": _ms(compute), "reason": "forward and backward"}
+    shown |= {"memory MiB": _mib(total.peak_bytes)} if total.peak_bytes else {}
     between = tuple(shown.get(column.head, "") for column in kept)
     return _table(kept, groups, [between, tuple(column.total for column in kept)])
 

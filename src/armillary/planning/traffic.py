@@ -56,18 +56,27 @@ def traffic_merged(facts: RowFacts, profile: Profile, topology: Topology) -> Row
 def traffic(facts: RowFacts, profile: Profile, topology: Topology) -> RowTraffic:
     """Distinct rows per look-up, added up over the look-ups of a step.
 
-    The profile merges a step's look-ups; taken one by one, a row read by several counts several times. With L
-    look-ups alike in size, Heaps' law gives L ** (1 - exponent) times the merged rows: between 1 (the law of new rows
-    for every id) and L (all read the same rows), and never more than ids. Exact for one look-up.
+    Taken one by one, a row read by several look-ups counts several times. Where the profile has not told them apart,
+    with L look-ups alike in size, Heaps' law gives L ** (1 - exponent) times the merged rows: between 1 (the law of new
+    rows for every id) and L (all read the same rows), and never more than ids. Exact for one look-up.
     """
     merged = traffic_merged(facts, profile, topology)
     lookups = max(1, math.ceil(facts.lookups))
-    repeats = max(1.0, facts.lookups) ** (1 - min(1.0, _exponent_inside(facts)))
-    if merged.distinct_rows > 0:
-        repeats = min(repeats, max(1.0, facts.ids / merged.distinct_rows))
+    repeats = _repeats(facts)
     return merged._replace(
         distinct_rows=merged.distinct_rows * repeats, node_rows=merged.node_rows * repeats, lookups=lookups
     )
+
+
+def _repeats(facts: RowFacts) -> float:
+    """How many look-ups of a step read a row, in the mean over the rows that one reads."""
+    distinct = facts.alpha_worker * facts.rows
+    if distinct <= 0:
+        return 1.0
+    if facts.asked_rows is not None:
+        return facts.asked_rows / distinct
+    by_law: float = max(1.0, facts.lookups) ** (1 - min(1.0, _exponent_inside(facts)))
+    return min(by_law, max(1.0, facts.ids / distinct))
 
 
 def busiest_share(facts: RowFacts, owners: int, order: str) -> float:

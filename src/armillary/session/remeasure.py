@@ -35,7 +35,7 @@ def sampled(run: UserLoop) -> dict[str, dict[int, Lookups]]:
 def _counted(asked: Asked, ownership: Ownership) -> Lookups:
     keys = asked.keys.cpu()
     counts = torch.bincount(asked.inverse.flatten().cpu(), minlength=len(keys))
-    return Lookups(1, ownership.ids_of(keys), counts)
+    return Lookups(1, ownership.ids_of(keys), counts, len(keys))
 
 
 def looked_up(everyones: Sequence[Mapping[str, Mapping[int, Lookups]]]) -> Looked:

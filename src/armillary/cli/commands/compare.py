@@ -31,7 +31,7 @@ def compare_command(
 ) -> None:
     """Show the forecast of a run's plan beside what the run measured, for every group: bytes, memory and seconds.
 
-    The exit code is 3 if a figure is outside its band.
+    The exit code is 3 if a figure is outside its band, 2 if RUN holds no run that has ended.
     """
     from armillary.cli.compare import AskedBand, compare_asked
 

@@ -9,7 +9,7 @@ are compiled afterwards.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -170,5 +170,6 @@ class LoopWatch(TorchDispatchMode):
         self.arrivals[name] = None
         reading = self.reads.readings[name]
         rows = self.left.get(name, NO_LOOKUPS.rows)
-        if has_unseen_reader(reading, merged([Lookups(0, rows, torch.zeros_like(rows)), *reading.pending])):
+        left = replace(NO_LOOKUPS, rows=rows, counts=torch.zeros_like(rows))
+        if has_unseen_reader(reading, merged([left, *reading.pending])):
             reading.dense.add(UNSEEN)

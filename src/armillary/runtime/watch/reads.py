@@ -10,7 +10,7 @@ counts as "both", where the type of the gradient would call it sparse.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -253,11 +253,13 @@ def _counted(name: str, ids: Tensor, rows: int, padding: int | None) -> Lookups:
         IndexError: an id is out of range (named here, because the operation itself names no parameter).
     """
     if ids.numel() == 0:
-        return Lookups(1, NO_LOOKUPS.rows, NO_LOOKUPS.counts, frozenset([padding]))
+        return replace(NO_LOOKUPS, calls=1, paddings=frozenset([padding]))
     found = ids.detach().flatten().to("cpu", torch.int64)
     distinct, counts = found.unique(return_counts=True)
     low, high = int(distinct[0]), int(distinct[-1])
     if low < -rows or high >= rows:
         raise IndexError(f"profile: look-up of rows {low} to {high} in {name!r}, which has rows 0 to {rows - 1}")
-    lookups = Lookups(1, distinct % rows, counts, frozenset([padding]))
-    return merged([lookups]) if low < 0 else lookups
+    if low < 0:  # counted from the end
+        found = found % rows
+        distinct, counts = found.unique(return_counts=True)
+    return Lookups(1, distinct, counts, len(distinct), frozenset([padding]))

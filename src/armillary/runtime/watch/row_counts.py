@@ -23,12 +23,14 @@ class Lookups:
 
     Args of note:
         calls: gather calls. rows: (distinct,) int64, ascending; counts: (distinct,) int64, how often each.
+        asked: distinct rows of each call, added up.
         paddings: the padding rows the calls named, None for a call that named none.
     """
 
     calls: int
     rows: Tensor
     counts: Tensor
+    asked: int
     paddings: frozenset[int | None] = frozenset()
 
     @property
@@ -36,7 +38,7 @@ class Lookups:
         return int(self.counts.sum())
 
 
-NO_LOOKUPS = Lookups(0, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+NO_LOOKUPS = Lookups(0, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), 0)
 
 
 def merged(parts: Sequence[Lookups]) -> Lookups:
@@ -46,7 +48,7 @@ def merged(parts: Sequence[Lookups]) -> Lookups:
     rows, place = torch.cat([part.rows for part in parts]).unique(return_inverse=True)
     counts = torch.zeros_like(rows).index_add_(0, place, torch.cat([part.counts for part in parts]))
     paddings = frozenset[int | None]().union(*(part.paddings for part in parts))
-    return Lookups(sum(part.calls for part in parts), rows, counts, paddings)
+    return Lookups(sum(part.calls for part in parts), rows, counts, sum(part.asked for part in parts), paddings)
 
 
 def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: int, workers_per_node: int) -> RowFacts:
@@ -73,6 +75,7 @@ def row_facts(rows: int, row_bytes: int, batches: Sequence[Lookups], workers: in
         load_blocks=_shares([batch.rows // -(-rows // workers) for batch in used], workers),
         padding_idx=paddings.pop() if len(paddings) == 1 else None,
         repeated=_repeated(used, steps, workers),
+        asked_rows=sum(batch.asked for batch in used) / len(used),
     )
 
 
