@@ -90,9 +90,9 @@ def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, n
     kept = [[] for _ in range(topology.workers)]
     layout = Layout(("w",), ((59,),), "float32", exchange.align, exchange.is_guarded)
     places = [Place(rank, topology.workers, per_node) for rank in range(topology.workers)]
-    ones, flags = torch.ones(layout.numel), torch.ones(layout.tail, dtype=torch.float64)
+    values, flags = torch.arange(1.0, layout.numel + 1), torch.ones(layout.tail, dtype=torch.float64)
     programs = [
-        watched(exchange.push(Parcel(ones, flags, layout), exchange.begin(layout, place, ones), place), mine)
+        watched(exchange.push(Parcel(values, flags, layout), exchange.begin(layout, place, values), place), mine)
         for place, mine in zip(places, kept, strict=True)
     ]
     lockstep.run(programs, per_node)

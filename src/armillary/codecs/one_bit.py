@@ -24,7 +24,7 @@ __all__ = ["one_bit"]
 
 
 @codec(
-    {}, {"tile": 64}, offers=({},), mildness=5, costs="of gradients only signs go at once; the rest is sent later"
+    {}, {"tile": 64}, offers=({},), mildness=6, costs="of gradients only signs go at once; the rest is sent later"
 )  # fmt: skip
 def one_bit(tile: int = 256) -> Codec:
     """

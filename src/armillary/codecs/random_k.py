@@ -18,7 +18,7 @@ SEED_BYTES = 8
 
 @codec(
     {"keep": 0.1}, {"keep": 0.25}, {"keep": 0.3, "chunk": 64},
-    mildness=7, costs="gradients drawn by lot go at once; the others wait for their lot",
+    mildness=8, costs="gradients drawn by lot go at once; the others wait for their lot",
 )  # fmt: skip
 def random_k(keep: float = 0.01, chunk: int = 0) -> Codec:
     """

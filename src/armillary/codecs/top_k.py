@@ -16,7 +16,7 @@ __all__ = ["top_k"]
 
 @codec(
     {"keep": 0.01}, {"keep": 0.25}, {"keep": 0.3}, {"keep": 0.1, "chunk": 64},
-    offers=({"keep": 0.01},), mildness=6,
+    offers=({"keep": 0.01},), mildness=7,
     costs="only the largest gradients go at once; the others wait until they have grown",
 )  # fmt: skip
 def top_k(keep: float = 0.01, chunk: int = 0) -> Codec:

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from armillary.facts.plan import SIMULTANEOUS, Forecast, Plan
+from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.facts.plan import SIMULTANEOUS, Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
@@ -39,11 +40,15 @@ SMALL_SHARE = Forecast(sent_bytes=0.001, memory_bytes=0.01, seconds=0.05)
 
 @dataclass(frozen=True)
 class Band:
-    """Largest difference between forecast and measured, as a share of the larger of the two."""
+    """Largest difference between forecast and measured, as a share of the larger of the two.
+
+    decided_bytes: instead of sent_bytes, where the data decide how much is sent.
+    """
 
     sent_bytes: float = 0.02
     memory_bytes: float = 0.10
     seconds: float = 0.15
+    decided_bytes: float = 0.30
 
     def __post_init__(self) -> None:
         wrong = {name: value for name, value in asdict(self).items() if not 0 <= value <= 1}
@@ -112,7 +117,9 @@ def compare_run(folder: Path, band: Band) -> Compared:
     whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
     expected = Forecast(step.sent_bytes, summary.forecast.memory_bytes, step.seconds)
     pairs.append((STEP, "", expected, whole))
-    lines = [Line(*pair, _outside(*pair[2:], whole, band)) for pair in pairs]
+    decided = {group.name for group in plan.groups if _is_decided(group.exchange)}
+    decided |= {STEP} if decided else set()
+    lines = [Line(*pair, _outside(*pair[2:], whole, band, pair[0] in decided)) for pair in pairs]
     process = Line(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
     return Compared(band, (*lines, process))
 
@@ -174,9 +181,18 @@ def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, floa
     return {group: statistics.median(spent.values()) for group, spent in steps.items()}
 
 
-def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band) -> tuple[str, ...]:
+def _is_decided(choice: Choice | None) -> bool:
+    """Whether the data decide how much such an exchange sends."""
+    if choice is None or choice.name not in dense_exchanges():
+        return False
+    return build_dense(choice.name, **choice.options).most_bytes is not None
+
+
+def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
     found = []
-    for name, share in asdict(band).items():
+    sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
+    shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}
+    for name, share in shares.items():
         expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, SMALL_SHARE))
         difference = abs(expected - seen)
         if difference > share * max(expected, seen) and difference > small * all_of_it:

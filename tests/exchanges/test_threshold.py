@@ -1,0 +1,162 @@
+"""Dynamic thresholds as they run, held bit for bit to their oracle; the share that passes; faults that were planted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from armillary.codecs.threshold import sparse_bytes
+from armillary.exchanges import threshold as threshold_file
+from armillary.exchanges.parcel import Parcel
+from armillary.exchanges.place import Place
+from armillary.exchanges.threshold import is_due
+from armillary.facts.layout import Layout
+from armillary.reference import lockstep
+from in_lockstep import OPTIMIZERS, built, trained
+
+TEXT = "threshold(sparsity=0.75, lifespan=3, small=7)"  # two of the net's tensors are small
+
+
+def test_workers_train_bit_for_bit_as_the_oracle_says():
+    for count in (1, 2, 3, 4, 8):
+        assert trained(TEXT, count, torch.float64) == [], count
+    for dtype in (torch.float32, torch.bfloat16):
+        assert trained(TEXT, 3, dtype) == [], dtype
+    for optimizer in OPTIMIZERS:
+        assert trained(TEXT, 3, torch.float32, optimizer) == [], optimizer
+
+
+def test_means_by_weight_and_scaled_losses_change_no_bit():
+    assert trained(TEXT, 3, torch.float64, weights=[1.0, 0.0, 3.0]) == []
+    assert trained(TEXT, 3, torch.float32, scales=(1024.0, 2048.0, 512.0)) == []
+
+
+def pushed(exchange, values, states, workers=2):
+    """Results, next states and bytes sent; values (workers, n)."""
+    layout = layout_of(values.shape[1])
+    used = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    programs = [
+        exchange.push(Parcel(values[rank], used, layout), states[rank], Place(rank, workers)) for rank in range(workers)
+    ]
+    moved, sent = lockstep.run(programs)
+    return [one.values for one, _ in moved], [state for _, state in moved], sent
+
+
+def layout_of(n):
+    return Layout(("w",), ((n,),), "float64", 1, True)
+
+
+def begun(exchange, n, workers=2):
+    return [
+        exchange.begin(layout_of(n), Place(rank, workers), torch.zeros(n, dtype=torch.float64))
+        for rank in range(workers)
+    ]
+
+
+def test_over_all_steps_nothing_is_lost_and_bytes_are_the_formula_of_the_count():
+    exchange, generator = built("threshold(sparsity=0.9, lifespan=4)"), torch.Generator().manual_seed(3)
+    n, went_in, came_out, states = 1000, 0.0, 0.0, begun(built(TEXT), 1000)
+    for step in range(20):
+        values = torch.randn(2, n, generator=generator, dtype=torch.float64) / (1 + step)
+        before = [values[rank] + states[rank]["residual"] for rank in range(2)]
+        out, states, sent = pushed(exchange, values, states)
+        counts = [int((one != state["residual"]).sum()) for one, state in zip(before, states)]
+        assert sent == [sparse_bytes(n, count, 8) + 8 * 3 for count in counts]
+        went_in, came_out = went_in + values.sum(0), came_out + out[0]
+    left = sum(state["residual"] for state in states)
+    assert float((went_in - came_out - left).abs().max()) < 1e-12 and float(left.abs().max()) > 0
+
+
+def test_thresholds_are_taken_anew_at_every_lifespan_and_when_the_first_pushes_double():
+    assert [age for age in range(40) if is_due(age, 10)] == [0, 1, 2, 4, 8, 10, 20, 30]
+    exchange, states, seen = built("threshold(sparsity=0.9, lifespan=6, small=0)"), begun(built(TEXT), 500), []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(13):
+        _, states, _ = pushed(exchange, torch.randn(2, 500, generator=generator, dtype=torch.float64), states)
+        seen.append(float(states[0]["limit"]))
+    assert [age for age in range(1, 13) if seen[age] != seen[age - 1]] == [1, 2, 4, 6, 12]
+
+
+def test_a_layer_whose_gradients_grow_is_not_sent_whole():
+    """A threshold that four times as many reach as should is taken anew at once."""
+    exchange, generator = built("threshold(sparsity=0.99)"), torch.Generator().manual_seed(2)
+    states = begun(exchange, 5000)
+    for step in range(7):
+        values = torch.randn(2, 5000, generator=generator, dtype=torch.float64) * (100 if step == 6 else 1)
+        _, states, sent = pushed(exchange, values, states)
+    assert sent[0] <= sparse_bytes(5000, 4 * 50, 8) + 8 * 3
+    assert is_due(6, 1000) is False
+
+
+def test_a_layer_of_zeros_sends_nothing_and_a_small_one_everything():
+    zeros, few = torch.zeros(2, 1000, dtype=torch.float64), torch.ones(2, 100, dtype=torch.float64)
+    exchange = built("threshold(sparsity=0.99)")
+    out, _, sent = pushed(exchange, zeros, begun(exchange, 1000))
+    assert sent == [1 + 8 * 3] * 2 and not out[0].any()
+    out, states, _ = pushed(exchange, few, begun(exchange, 100))
+    assert torch.equal(out[0], 2 * few[0]) and not states[0]["residual"].any()
+
+
+# Planted faults.
+
+
+def one_threshold_for_all_layers(monkeypatch):
+    def push(self, parcel, state, place, was=threshold_file._Rule.push):
+        same = {**state, "limit": state["limit"].amax().expand_as(state["limit"]).clone()}
+        return (yield from was(self, parcel, same, place))
+
+    monkeypatch.setattr(threshold_file._Rule, "push", push)
+
+
+def thresholds_of_rank_0_for_all(monkeypatch):
+    kept = {}
+
+    def push(self, parcel, state, place, was=threshold_file._Rule.push):
+        key = parcel.layout.names, float(state["age"].max())
+        kept.setdefault(key, state["limit"].clone())
+        return (yield from was(self, parcel, {**state, "limit": kept[key]}, place))
+
+    monkeypatch.setattr(threshold_file._Rule, "push", push)
+
+
+def one_rank_skips_a_refresh(monkeypatch):
+    def push(self, parcel, state, place, was=threshold_file._Rule.push):
+        result, after = yield from was(self, parcel, state, place)
+        return result, {**after, "age": after["age"] + (place.rank == 1)}
+
+    monkeypatch.setattr(threshold_file._Rule, "push", push)
+
+
+def small_layers_thinned_too(monkeypatch):
+    was = threshold_file._Rule.push
+    monkeypatch.setattr(threshold_file._Rule, "push", lambda self, *one: was(replace(self, small=0), *one))
+
+
+def residual_dropped(monkeypatch):
+    monkeypatch.setattr(threshold_file, "kept_back", lambda parcel, lost: torch.zeros_like(lost))
+
+
+FAULTS = [
+    one_threshold_for_all_layers, thresholds_of_rank_0_for_all, one_rank_skips_a_refresh, small_layers_thinned_too,
+    residual_dropped,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault, monkeypatch):
+    fault(monkeypatch)
+    assert trained("threshold(sparsity=0.75, lifespan=50, small=7)", 3, torch.float64)
+
+
+BAD = {
+    "threshold(sparsity=1)": "sparsity of 0 or more and below 1, got 1",
+    "threshold(sparsity=-0.1)": "sparsity of 0 or more and below 1, got -0.1",
+    "threshold(lifespan=0)": "lifespan as a whole number of 1 or more, got 0",
+    "threshold(small=-1)": "small as a whole number of 0 or more, got -1",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_options_are_refused(text):
+    with pytest.raises(ValueError, match=BAD[text]):
+        built(text)
