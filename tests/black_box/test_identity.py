@@ -148,7 +148,7 @@ def test_a_table_that_cannot_become_a_handle_is_planned_whole_and_the_plan_says_
     seen = armillary.profile(model, batches_of(0), word_loss, workers=2)
     plan = armillary.plan(seen, face.machines(2))
     assert face.exchanges_of(plan)[TABLE] == "all_reduce" and thing is not None
-    assert FIXED[deed] in str(plan)
+    assert FIXED[deed] in " ".join(str(plan).split())
     with pytest.raises(ValueError, match=FIXED[deed]):
         armillary.plan(seen, face.machines(2), constraints={TABLE: "row_sharded"})
 

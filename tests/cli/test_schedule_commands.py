@@ -63,6 +63,7 @@ def test_plan_draws_for_machines_that_are_not_here(armillary, tmp_path, schedule
     Topology(4, 1, link, link, 1 << 33).save(tmp_path / "four.json")
     code, out, err = armillary("plan", *VISION, "--schedule", schedule, "--topology", "four.json")
     assert (code, err) == (0, "")
+    out = out.replace("\n  ", " ")
     assert parse(out[out.index(f"{name}: 4 workers, 4 stages") :]).workers == 4
 
 
@@ -71,19 +72,24 @@ def test_what_a_plan_prints_as_its_schedule_is_what_is_typed(armillary, tmp_path
     link = Link(1e-4, 1e8)
     Topology(2, 1, link, link, 1 << 33).save(tmp_path / "two.json")
     code, out, _ = armillary("plan", *VISION, "--schedule", asked, "--topology", "two.json", "--out", "plan.json")
-    said = out[out.index("; schedule ") + len("; schedule ") : out.index("; mean over")]
+    said = out[out.index("\nschedule ") + len("\nschedule ") : out.index("; mean over")]
     again = armillary("plan", *VISION, "--schedule", said, "--topology", "two.json", "--out", "again.json")
     assert (code, again[0]) == (0, 0)
     first, second = (Plan.load(tmp_path / name) for name in ("plan.json", "again.json"))
     assert first.schedule == second.schedule and options_of(first) == options_of(second)
 
 
+def all_equal(out, plan):
+    """Whether the row of that plan says that every tensor, many of them, has the same bits."""
+    (row,) = [line for line in out.splitlines() if line.startswith(plan)]
+    equal, _, count, largest = row.split()[-4:]
+    return equal == count and int(count) > 20 and largest == "0.0e+00"
+
+
 def test_verify_compares_every_tensor_with_the_reference_of_the_same_schedule(armillary):
     code, out, _ = armillary("verify", "vision", *VISION[2:], *on_one(), "--steps", "3")
     assert code == 0
-    rows = [line for line in out.splitlines() if "one_device" in line]
-    assert len(rows) > 20 and all(row.rstrip().endswith("equal") and "0.0e+00" in row for row in rows)
-    assert "slack 0, 3 micro-batches, 3 stages" in rows[0]
+    assert all_equal(out, "one_device, slack 0, 3 micro-batches, 3 stages")
 
 
 def test_clipping_is_printed_and_verified(armillary):
@@ -112,7 +118,7 @@ def test_remedies_are_named_in_the_plan_and_held_to_their_own_reference(armillar
     assert (code, err) == (0, "")
     assert "note: remedy: weight_prediction: " in out and "note: remedy: stable_rate: " in out
     code, out, _ = armillary("verify", "vision", *VISION[2:], *remedies, "--steps", "3")
-    assert code == 0 and "3 stages, weight_prediction and stable_rate" in out
+    assert code == 0 and "weight_prediction and" in out and "stable_rate" in out
 
 
 def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_path):
@@ -122,8 +128,7 @@ def test_a_delayed_all_reduce_is_planned_verified_and_trained(armillary, tmp_pat
     assert "delayed_all_reduce: 1 worker, 1 stage" in out and "NOT exact: every gradient" in out
     code, out, _ = armillary("verify", "vision", *VISION[2:], *late, "--steps", "3")
     assert code == 0
-    rows = [line for line in out.splitlines() if "delayed_all_reduce" in line]
-    assert len(rows) > 20 and all(row.rstrip().endswith("equal") and "0.0e+00" in row for row in rows)
+    assert all_equal(out, "delayed_all_reduce")
     code, out, err = armillary("train", *VISION, *late, "--steps", "2", "--name", "late", "--json")
     assert (code, err, json.loads(out)["steps"]) == (0, "", 2)
     assert Plan.load(tmp_path / "runs" / "late" / "plan.json").schedule.name == "delayed_all_reduce"
@@ -134,8 +139,7 @@ def test_accumulation_is_exact_planned_verified_and_trained(armillary):
     code, out, _ = armillary("plan", *VISION, *parts)
     assert code == 0 and "exact (as in one process): all groups" in out and "NOT exact" not in out
     code, out, _ = armillary("verify", "vision", *VISION[2:], *parts, "--steps", "3")
-    rows = [line for line in out.splitlines() if "accumulation" in line]
-    assert code == 0 and len(rows) > 20 and all("0.0e+00" in row for row in rows)
+    assert code == 0 and all_equal(out, "accumulation")
     code, out, err = armillary("train", *VISION, *parts, "--steps", "2", "--json")
     assert (code, err, json.loads(out)["steps"]) == (0, "", 2)
 
@@ -181,7 +185,11 @@ def test_shared_stages_are_planned_for_devices_that_are_not_here_and_other_numbe
     Topology(6, 1, link, link, 1 << 33).save(tmp_path / "six.json")
     code, out, err = armillary("plan", *VISION, "--schedule", "shared_stages", "--topology", "six.json")
     assert (code, err) == (0, "")
-    assert str(Sharing(cyclic(3))) in out and "6 devices for 3 workers" in out and "a pipeline reaches" in out
+    assert (
+        str(Sharing(cyclic(3))) in out.replace("\n  ", " ")
+        and "6 devices for 3 workers" in out
+        and "a pipeline reaches" in out
+    )
     Topology(4, 1, link, link, 1 << 33).save(tmp_path / "four.json")
     code, out, err = armillary("plan", *VISION, "--schedule", "shared_stages", "--topology", "four.json")
     assert code == 2 and "wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got 4; take 3 or 6" in err

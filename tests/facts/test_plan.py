@@ -57,6 +57,10 @@ def test_the_table_adds_up():
     ]  # fmt: skip
 
 
+def unwrapped(plan):
+    return str(plan).replace("\n  ", " ")
+
+
 def test_the_table_says_of_every_group_whether_it_is_exact():
     for plan in (PLAN, STAGED):
         lines = str(plan).splitlines()
@@ -64,7 +68,7 @@ def test_the_table_says_of_every_group_whether_it_is_exact():
             names = [group.name for group in plan.groups if word in (group.departures or ("exact",))]
             assert any(line.startswith(f"{word} (") for line in lines) == bool(names)
             whose = "all groups" if len(names) == len(plan.groups) else ", ".join(names)
-            assert not names or f"{word} ({meaning}): {whose}" in lines
+            assert not names or f"{word} ({meaning}): {whose}" in unwrapped(plan)
     exact = replace(PLAN, groups=(BUCKET, SINGLE))
     assert f"exact ({EXACT}): all groups" in str(exact).splitlines()
     assert "NOT exact" not in str(exact) and exact.departures == ()
@@ -79,10 +83,23 @@ def test_stages_are_a_table_of_their_own_and_columns_stand_only_where_they_say_s
         ["0", "a", "recompute", "3.0", "2.50"],
         ["1", "c", "keep", "0.5", "10.00"],
     ]
-    assert "STALE, LAZY" in str(STAGED) and "schedule pipeline(slack=1)" in lines[0] and "(stage 2)" in lines[0]
-    assert " stage " in lines[2] and " stage " not in str(PLAN).splitlines()[2]
+    assert "STALE, LAZY" in str(STAGED) and "(stage 2)" in str(STAGED) and "under pipeline(slack=1): " in lines[0]
+    assert "schedule pipeline(slack=1); mean over data coordinates" in lines
+    heads = [next(line for line in str(plan).splitlines() if line.startswith("group ")) for plan in (STAGED, PLAN)]
+    assert [" stage " in head for head in heads] == [True, False]
     plain = str(replace(STAGED, stages=tuple(replace(stage, residency=Choice("keep")) for stage in STAGED.stages)))
     assert "residency" not in plain and "begins" in plain and "cadence" not in plain
+
+
+def test_the_first_lines_say_what_is_done_and_what_a_step_takes_beside_plain_all_reduce():
+    words = " ".join(str(PLAN).split("\n\n")[0].split())
+    assert words.startswith(
+        "4 workers: 4 parameters kept whole on every worker, in 2 groups by all_reduce; embedding.w"
+    )
+    assert "by owned_rows(owners=2). NOT exact: lazy. Expected: 73.5 ms a step if nothing of it hides" in words
+    for mine, plain, said in ((0.05, 0.2, "50.0 ms a step (plain all-reduce: 200.0 ms)"), (0.05, 0.05, ": the same)")):
+        assert said in str(replace(PLAN, step_seconds=mine, all_reduce_seconds=plain))
+    assert "plain all-reduce" not in str(replace(PLAN, step_seconds=0.05))
 
 
 def test_no_line_of_the_table_ends_in_blanks():
@@ -138,6 +155,8 @@ def plans(draw):
         activation_bytes=draw(st.floats(0, 1e12)),
         notes=tuple(draw(st.lists(NAMES, max_size=2))),
         priced_with=draw(st.dictionaries(NAMES, st.floats(0, 1), max_size=2)),
+        step_seconds=draw(st.floats(0, 10)),
+        all_reduce_seconds=draw(st.floats(0, 10)),
     )
 
 

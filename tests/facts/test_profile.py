@@ -162,15 +162,22 @@ profile {fingerprint}: 3 parameters, 266.0 KiB (250.0 KiB read by row, 16.0 KiB 
 model alpha 0.0695 over 8 batches; workers: 2, per node: 1
 
 parameter         shape  dtype        bytes  read   arrival  stage    note
-------------  ---------  -------  ---------  -----  -------  -------  -------------------------------
-table.weight  1000 x 64  float32  250.0 KiB  rows         2  table    also tied.weight; padding row 0
+------------  ---------  -------  ---------  -----  -------  -------  -----------------------------
+table.weight  1000 x 64  float32  250.0 KiB  rows         2  table    also tied.weight; padding row
+                                                                      0
 head.weight     64 x 64  float32   16.0 KiB  dense        0  head
 scale            scalar  float64        8 B  never        -  (model)  frozen
 
-read by row    rows    row  lookups  ids  alpha worker    node   union  load modulo  hashed  blocks  hottest row
-------------  -----  -----  -------  ---  ------------  ------  ------  -----------  ------  ------  -----------
-table.weight  1,000  256 B      1.5  640        0.0100  0.0200  0.0500         1.00    1.25    1.50    3 (25.0%)
-per worker and step; alpha is distinct rows / rows, merged over a node and over all workers;
+read by row    rows    row  lookups  ids  alpha worker    node   union
+------------  -----  -----  -------  ---  ------------  ------  ------
+table.weight  1,000  256 B      1.5  640        0.0100  0.0200  0.0500
+
+per worker and step; alpha is distinct rows / rows, merged over a node and over all workers
+
+read by row   load modulo  hashed  blocks  hottest row
+------------  -----------  ------  ------  -----------
+table.weight         1.00    1.25    1.50    3 (25.0%)
+
 load is the busiest owner's / mean, rows dealt modulo the workers, hashed, or in contiguous blocks
 
 stage  forward FLOP  parameters  activations   forward  backward

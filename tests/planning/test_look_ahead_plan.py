@@ -34,7 +34,7 @@ def test_rows_go_before_a_step_only_where_they_stay_put():
 
 def test_the_plan_says_which():
     ahead = looking_ahead(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines())
-    text = str(ahead).splitlines()
+    text = str(ahead).replace("\n  ", " ").splitlines()
     assert any(line.startswith("note: look-ahead ids (") and line.endswith("): one") for line in text)
     assert any(line.startswith("note: look-ahead gradients (") and line.endswith("): two") for line in text)
     assert f"note: {NOTE}" in text

@@ -252,6 +252,7 @@ def test_what_batch_norm_means_is_printed_where_there_is_one():
             choice = Choice(mode, {"stages": 2})
             with_norms = replace(facts, running=running)
             text = str(plan(with_norms, machines(processes), assumptions=LINKS_ONLY, schedule=choice))
+            text = text.replace("\n  ", " ")
             assert (said in text) == bool(running)
             assert ("batch statistics (a.norm)" in text) == (len(running) == 1)
             assert ("(a.norm, b.0, b.1 and 2 more)" in text) == (len(running) == 5)

@@ -4,10 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from armillary.cli.page import console_here, put
 from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
-from armillary.facts.profile_table import aligned
+from armillary.facts.table import Page, Table
 from armillary.session.foresight.compare import SMALL_SHARE, Band, Compared, Line, compare_run
 
 __all__ = ["AskedBand", "compare_asked"]
@@ -32,28 +33,33 @@ def compare_asked(run: Path, band: AskedBand, is_json: bool) -> NoReturn:
         return compare_run(run, Band(**{**asdict(Band()), **asked}))
 
     def body(found: Compared) -> int:
-        print(as_json({**vars(found), "is_within": found.is_within}) if is_json else _text(found))
+        if is_json:
+            print(as_json({**vars(found), "is_within": found.is_within}))
+        else:
+            put(console_here(), _page(found))
         return 0 if found.is_within else UNEQUAL
 
     run_in_workers(1, prepare, body)
 
 
-def _text(found: Compared) -> str:
+def _page(found: Compared) -> Page:
     header = ["forecast : measured", "exchange"]
     for title, _, _ in UNITS.values():
         header += [title, ":", "off"]
-    table = aligned([*header, "outside"], [_cells(line) for line in found.lines], left=(0, 1, 11))
+    table = Table([*header, "outside"], [_cells(line) for line in found.lines], (0, 1, 11))
     band = ", ".join(
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(SMALL_SHARE, name):.1%})" for name in UNITS
     )
-    verdict = "every figure is within its band" if found.is_within else "outside its band where named"
-    return (
-        f"{table}\n\n{verdict}\n"
+    count = sum(len(line.outside) for line in found.lines)
+    some = f"{count} figure{'s' * (count != 1)} outside its band where named"
+    verdict = "every figure is within its band" if found.is_within else some
+    legend = (
         f"bands, in brackets the share of the whole step below which a difference is let pass: {band}\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
         "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"
     )
+    return f"The run beside its forecast: {verdict}.", table, legend
 
 
 def _cells(line: Line) -> list[str]:

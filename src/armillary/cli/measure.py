@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from rich.console import Console
-from rich.table import Table
-
 from armillary.cli.granted import workload_of
 from armillary.cli.options import AskedWorkload
+from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.processor import Processor
 from armillary.facts.profile_table import bytes_text, seconds_text
+from armillary.facts.table import Page, Table
 from armillary.facts.topology import Topology
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.survey import Survey, survey
@@ -41,7 +40,7 @@ def measure_asked(workload: AskedWorkload | None, workers: int | None, seed: int
         if is_json:
             print(as_json(found))
         else:
-            _show(found, files)
+            put(console_here(), _page(found, files))
         return 0
 
     run_in_workers(workers, prepare, body)
@@ -51,7 +50,7 @@ class _Progress:
     """Says what was measured as it is measured, beside the tables, which go to stdout."""
 
     def __init__(self) -> None:
-        self.console = Console(soft_wrap=True, highlight=False, stderr=True)
+        self.console = console_here(is_aside=True)
 
     def __call__(self, text: str) -> None:
         self.console.print(f"measured {text}", style="dim")
@@ -69,48 +68,44 @@ def _keep(found: Survey, out: Path) -> list[Path]:
     return files
 
 
-def _show(found: Survey, files: list[Path]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 110
+def _page(found: Survey, files: list[Path]) -> Page:
+    parts: list[str | Table] = []
     for topology in found.topologies:
-        console.print(_links(topology))
+        nodes = f"{topology.nodes} node(s) of {topology.workers_per_node}, {topology.backend}"
+        memory = f"{bytes_text(topology.memory_bytes)} of memory a worker"
+        parts.append(f"{nodes}; {memory}; {topology.hidden_share:.0%} of a request hides behind compute")
+        parts.append(_links(topology))
         if topology.processor is not None:
-            console.print(_rates(topology.processor))
-        console.print(f"memory: {bytes_text(topology.memory_bytes)} a worker")
-        console.print(f"overlap: {topology.hidden_share:.0%} of a request hides behind compute\n")
+            speed = f"{topology.processor.memory_bytes_per_second / 1e9:.3g} GB/s"
+            parts.append(f"index work of a rank, all ranks at once; whole tensors are read and written at {speed}")
+            parts.append(_rates(topology.processor))
     if found.profile is not None:
-        console.print(str(found.profile), soft_wrap=True)
-    console.print(f"written: {', '.join(map(str, files))}", soft_wrap=True)
+        parts += found.profile.page()
+    return (*parts, f"written: {', '.join(map(str, files))}")
 
 
 def _links(topology: Topology) -> Table:
-    title = f"{topology.nodes} node(s) of {topology.workers_per_node}, {topology.backend}"
-    table = Table(
-        "request", "links", "latency a message", "Gbit/s", "worst residual", title=title, title_justify="left"
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for one in topology.requests:
-        speed = f"{one.link.bytes_per_second * 8 / 1e9:.3g}"
-        side = f"{one.side} nodes"
-        table.add_row(one.request, side, seconds_text(one.link.latency_seconds), speed, f"{one.residual:.0%}")
-    return table
+    rows = [
+        (
+            one.request,
+            f"{one.side} nodes",
+            seconds_text(one.link.latency_seconds),
+            f"{one.link.bytes_per_second * 8 / 1e9:.3g}",
+            f"{one.residual:.0%}",
+        )
+        for one in topology.requests
+    ]
+    return Table(("request", "links", "latency a message", "Gbit/s", "worst residual"), rows, (0, 1))
 
 
 def _rates(processor: Processor) -> Table:
-    speed = f"{processor.memory_bytes_per_second / 1e9:.3g} GB/s"
-    title = f"index work of a rank, all ranks at once; whole tensors are read and written at {speed}"
-    header = ("work", "a call", "a row", "a kB of it", "10,000 rows of 1 kB", "worst residual")
-    table = Table(*header, title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for name in ("gather", "merge", "add"):
         rate = getattr(processor, name)
         costs = (_nanoseconds(rate.row_seconds), _nanoseconds(1e3 * rate.byte_seconds))
         many = seconds_text(rate.seconds(10_000, 1e3))
-        table.add_row(name, seconds_text(rate.call_seconds), *costs, many, f"{rate.residual:.0%}")
-    return table
+        rows.append((name, seconds_text(rate.call_seconds), *costs, many, f"{rate.residual:.0%}"))
+    return Table(("work", "a call", "a row", "a kB of it", "10,000 rows of 1 kB", "worst residual"), rows)
 
 
 def _nanoseconds(seconds: float) -> str:

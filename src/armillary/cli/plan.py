@@ -7,10 +7,11 @@ from typing import NamedTuple, NoReturn
 
 from armillary.cli.granted import wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
-from armillary.cli.show import as_json, decided_text
+from armillary.cli.page import console_here, put
+from armillary.cli.show import as_json, decided_page
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.facts.plan import Forecast
-from armillary.facts.profile_table import aligned
+from armillary.facts.table import Page, Table
 from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
 from armillary.planning.pricing import Assumptions, Case
@@ -55,8 +56,8 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
             if told.is_json:
                 print(as_json({**vars(decided), "candidates": found, "whole_plans": whole}))
             else:
-                tables = [_table(found), _whole_table(whole)] if found else []
-                print("\n".join([decided_text(decided, told.is_verbose), *tables]))
+                considered = (_table(found), *_whole_plans_page(whole)) if found else ()
+                put(console_here(), (*decided_page(decided, told.is_verbose), *considered))
             if told.out is not None:
                 decided.plan.save(told.out)
         return 0
@@ -75,7 +76,7 @@ def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> 
     )
 
 
-def _table(found: Sequence[Verdict]) -> str:
+def _table(found: Sequence[Verdict]) -> Table:
     rows = []
     for verdict in found:
         one, cost = verdict.candidate, verdict.candidate.forecast
@@ -86,7 +87,7 @@ def _table(found: Sequence[Verdict]) -> str:
         )
         rows.append((one.parameter, str(one.choice), *figures, verdict.lost or "chosen"))
     header = ("candidate for", "exchange", "time ms", "sent kB/step", "memory MiB", "why not")
-    return f"{aligned(header, rows, left=(0, 1, 5))}\n"
+    return Table(header, rows, (0, 1, 5))
 
 
 def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) -> dict[str, Forecast]:
@@ -107,10 +108,10 @@ def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) ->
     }
 
 
-def _whole_table(whole: Mapping[str, Forecast]) -> str:
+def _whole_plans_page(whole: Mapping[str, Forecast]) -> Page:
     rows = [
         (name, f"{cost.seconds * 1e3:,.2f}", f"{cost.sent_bytes / 1e3:,.1f}", f"{cost.memory_bytes / (1 << 20):,.1f}")
         for name, cost in whole.items()
     ]
-    table = aligned(("whole plan", "simulated ms", "sent kB/step", "memory MiB"), rows)
-    return f"{table}\na step against a clock, compute hiding what it can; with look-ahead: in a loop over run.batches\n"
+    legend = "a step against a clock, compute hiding what it can; with look-ahead: in a loop over run.batches"
+    return Table(("whole plan", "simulated ms", "sent kB/step", "memory MiB"), rows), legend

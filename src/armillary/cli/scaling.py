@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from armillary.cli.find import built_in, find, small
 from armillary.cli.machines import said_of
+from armillary.cli.page import console_here
 from armillary.cli.show import as_json
-from armillary.facts.profile_table import aligned, count_text
+from armillary.facts.profile_table import count_text
+from armillary.facts.table import Page, Table, wrapped
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.session.foresight.plot_scaling import plot_scaling
 from armillary.session.foresight.scaling import PROFILED_WORKERS, Scaling, powers_of_two, scaling
 
-__all__ = ["Wanted", "scale", "scaling_text"]
+__all__ = ["Wanted", "scale", "scaling_page"]
 
 MOST_WORKERS = 1024
 WAYS: Mapping[str, Mapping[str, Constraint]] = {"chosen plan": {}, "all_reduce everything": {"*": "all_reduce"}}
@@ -42,7 +42,7 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
         for count in powers_of_two(MOST_WORKERS if wanted.most is None else wanted.most)
         if count >= _fewest(topology)
     ]
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = console_here(is_aside=True)
     found, said = [], []
     for one in (wanted.name,) if wanted.name is not None else built_in():
         console.print(f"profiling and simulating {one} ...", style="dim")
@@ -51,7 +51,7 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
         except ValueError as error:
             if one not in STAND_INS or wanted.is_small:
                 raise
-            console.print(f"{one}: {error}; made-up data stand in for it", style="yellow")
+            console.print(wrapped(f"{one}: {error}; made-up data stand in for it"), style="yellow")
             found.append(scaling(find(one, STAND_INS[one]), topology, counts, WAYS))
             options = ", ".join(f"{key}={value}" for key, value in STAND_INS[one].items())
             said.append(f"{one} with made-up data ({options})")
@@ -61,7 +61,7 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
     return found
 
 
-def scaling_text(found: Sequence[Scaling], out: Path) -> str:
+def scaling_page(found: Sequence[Scaling], out: Path) -> Page:
     """Both curves of every workload, with the share of what compute alone would allow."""
     rows = []
     for one in found:
@@ -73,7 +73,8 @@ def scaling_text(found: Sequence[Scaling], out: Path) -> str:
                 times = (f"{point.step_seconds * 1e3:,.1f}", f"{point.exposed_seconds * 1e3:,.1f}")
                 rows.append((one.workload, curve.name, str(point.workers), *times, rate, share))
     header = ("workload", "plan", "workers", "step ms", "exposed ms", "throughput", "of compute alone")
-    return f"{aligned(header, rows, left=(0, 1))}\nwritten: {out / 'scaling.json'}, {out / 'scaling.png'}"
+    words = "Simulated throughput of the chosen plan and of a plan that all-reduces everything, by number of workers."
+    return words, Table(header, rows, (0, 1)), f"written: {out / 'scaling.json'}, {out / 'scaling.png'}"
 
 
 def _fewest(topology: Topology) -> int:

@@ -8,64 +8,67 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.live import Live
-from rich.text import Text
+from rich.progress_bar import ProgressBar
+from rich.table import Column
+from rich.table import Table as DrawnTable
 
+from armillary.cli.page import console_here, put
 from armillary.facts.plan import Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text, count_text, seconds_text
+from armillary.facts.table import Page, wrapped
 from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
 from armillary.session.report import Comparison, comparison_table
 
-__all__ = ["Line", "as_json", "comparison_text", "decided_text", "drain", "ended_text", "show"]
+__all__ = ["Line", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
 
 BAR = 20  # characters
 LINE_SECONDS = 10.0
 
 
-def decided_text(decided: Decided, is_verbose: bool) -> str:
+def decided_page(decided: Decided, is_verbose: bool) -> Page:
     """The plan and the machines; if asked for, what was seen of the model below them."""
     topology = decided.topology
     link = topology.link
     speed = f"{link.bytes_per_second * 8 / 1e9:.2f} Gbit/s, {seconds_text(link.latency_seconds)} latency"
     machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
-    parts = [str(decided.plan), f"machines: {machines}, {memory}"]
+    parts = [*decided.plan.page(), f"machines: {machines}, {memory}"]
     if owns_loop(decided.plan.schedule):
         parts.append(options_of(decided.plan).picture())
-    if is_verbose:
-        parts.append(str(decided.profile))
-    return "\n\n".join(parts) + "\n"
+    return (*parts, *(decided.profile.page() if is_verbose else ()))
 
 
 def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbose: bool) -> None:
     """Draws the events as they come: a moving line on a terminal, now and then a line elsewhere."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = console_here()
     line = Line(steps, unit)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for event in events:
             match event:
                 case Decided():
-                    console.print(decided_text(event, is_verbose))
+                    put(console, decided_page(event, is_verbose))
                 case Warned(text):
-                    console.print(f"warning: {text}", style="yellow")
+                    console.print(wrapped(f"warning: {text}", console.width), style="yellow")
                 case Resumed(step, path):
                     line.begin(step)
-                    console.print(f"going on after step {step} from {path}")
+                    console.print(wrapped(f"going on after step {step} from {path}", console.width))
                 case Replanned():
-                    console.print(str(event))
+                    console.print(wrapped(str(event), console.width))
                 case Saved(step, path):
-                    console.print(f"saved step {step}: {path}", style="dim")
+                    console.print(wrapped(f"saved step {step}: {path}", console.width), style="dim")
                 case Ended():
-                    console.print(f"{line.text()}\n\n{ended_text(event, unit, folder)}")
+                    console.print(f"{wrapped(line.text(), console.width)}\n")
+                    put(console, ended_page(event, unit, folder))
                 case Progress() | Evaluated():
                     line.take(event)
-                    live.update(Text(line.text()), refresh=True)
+                    live.update(line.drawn(), refresh=True)
                     if not console.is_terminal and line.is_due():
-                        console.print(line.text())
+                        console.print(wrapped(line.text(), console.width))
 
 
 class Line:
@@ -99,10 +102,15 @@ class Line:
         return True
 
     def text(self) -> str:
-        filled = BAR * self.step // self.steps
-        bar = "#" * filled + "." * (BAR - filled)
-        parts = [self.parts[key] for key in ("rate", "loss", "held out", "sent") if key in self.parts]
-        return " | ".join((f"{bar} {self.step}/{self.steps}", *parts, f"{self._left()} left"))
+        """What stands most to the left matters most: a narrow terminal cuts the right."""
+        parts = [self.parts[key] for key in ("loss", "rate", "held out", "sent") if key in self.parts]
+        return " | ".join((f"step {self.step}/{self.steps}", f"{self._left()} left", *parts))
+
+    def drawn(self) -> RenderableType:
+        """On a terminal: a bar before it, one line however narrow that is."""
+        row = DrawnTable.grid(Column(width=BAR), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
+        row.add_row(ProgressBar(total=self.steps, completed=self.step, width=BAR), self.text())
+        return row
 
     def _left(self) -> str:
         spent = time.monotonic() - self.began_seconds
@@ -111,18 +119,18 @@ class Line:
         return f"{seconds // 60}:{seconds % 60:02}"
 
 
-def ended_text(ended: Ended, unit: str, folder: Path) -> str:
-    """Forecast beside measured, then the held-out metrics."""
-    lines = [comparison_text(ended), ""]
+def ended_page(ended: Ended, unit: str, folder: Path) -> Page:
+    """Held-out metrics and the pace, then forecast beside measured."""
+    lines = []
     for name, value in ended.metrics.items():
         simple = f" (a simpler method: {ended.baseline[name]:.4g})" if name in ended.baseline else ""
         lines.append(f"held-out {name.replace('_', ' ')}: {value:.4g}{simple}")
     rate = f"{count_text(ended.samples_per_second)} {unit}/s"
     lines.append(f"{rate}, {seconds_text(ended.step_seconds)} a step; everything is under {folder}")
-    return "\n".join(lines)
+    return ("\n".join(lines), *comparison_page(ended))
 
 
-def comparison_text(ended: Ended) -> str:
+def comparison_page(ended: Ended) -> Page:
     """Forecast beside measured: bytes sent, memory and seconds of every group and of the whole step."""
     sent = sum(line.measured.sent_bytes for line in ended.comparison)
     measured = Forecast(sent, ended.peak_bytes, ended.step_seconds)
@@ -132,7 +140,7 @@ def comparison_text(ended: Ended) -> str:
         f"process grew by {bytes_text(ended.resident_bytes)});\ntime of a group: in flight, overlapping; of the step: "
         "the median, from batch to update"
     )
-    return f"{table}\n{legend}"
+    return table, legend
 
 
 def drain(events: Iterable[Event]) -> Ended:

@@ -9,7 +9,8 @@ import torch
 from armillary.cli.granted import read_plan, read_profile, schedule_of, workload_of
 from armillary.cli.machines import assumed, machines, said_of
 from armillary.cli.options import AskedWorkload
-from armillary.cli.scaling import Wanted, scale, scaling_text
+from armillary.cli.page import console_here, put
+from armillary.cli.scaling import Wanted, scale, scaling_page
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.choice import Choice
@@ -66,7 +67,10 @@ def simulate_asked(
 
     def body(step: Simulated) -> int:
         written = ", ".join(map(str, step.save(out)))
-        print(as_json(_summary(step.played)) if is_json else f"{step}\nwritten: {written}")
+        if is_json:
+            print(as_json(_summary(step.played)))
+        else:
+            put(console_here(), (*step.page(), f"written: {written}"))
         return 0
 
     run_in_workers(1, prepare, body)
@@ -83,7 +87,10 @@ def scaling_asked(name: str | None, is_small: bool, asked: AskedMachines, out: P
     def body(links: Topology) -> int:
         open_folder(out)
         found = scale(Wanted(name, is_small, asked.workers), links, asked.topology_file, out)
-        print(as_json(found) if is_json else scaling_text(found, out))
+        if is_json:
+            print(as_json(found))
+        else:
+            put(console_here(), scaling_page(found, out))
         return 0
 
     run_in_workers(1, prepare, body)

@@ -5,6 +5,7 @@ from typing import NamedTuple, NoReturn
 
 from armillary.cli.granted import wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
+from armillary.cli.page import console_here, put
 from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import count_of, rank, run_in_workers
@@ -58,7 +59,10 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
             ready.task, steps=asked.steps, seed=asked.seed, wishes=ready.wishes, global_batch=ready.joined
         )
         if rank() == 0:
-            print(as_json({**vars(found), "is_equal": found.is_equal}) if is_json else found, flush=True)
+            if is_json:
+                print(as_json({**vars(found), "is_equal": found.is_equal}), flush=True)
+            else:
+                put(console_here(), found.page())
         transport.barrier()  # a rank that leaves with an exit code ends the others
         return 0 if found.is_equal else UNEQUAL
 

@@ -20,8 +20,10 @@ from armillary.facts.departure import DEPARTURES
 from armillary.facts.forecast import Forecast
 from armillary.facts.group import LOOK_AHEADS, Group
 from armillary.facts.mesh import Axis, Mesh
-from armillary.facts.plan_table import plan_table
+from armillary.facts.plan_table import plan_page
+from armillary.facts.plan_words import expected_words, plan_words
 from armillary.facts.stage_plan import StagePlan
+from armillary.facts.table import Page, page_text
 
 __all__ = ["FORMAT", "SIMULTANEOUS", "Choice", "Consensus", "Forecast", "Group", "Mean", "Plan", "model_fingerprint"]
 
@@ -56,6 +58,8 @@ class Plan:
         compute_seconds: forecast of one step without any exchange.
         activation_bytes: what the fullest moment of a step adds on the fullest worker: activations, temporaries, what
             is on its way.
+        step_seconds: forecast of one step against a clock, where compute hides what it can; 0: nobody played it.
+        all_reduce_seconds: what the data of one step would take if every gradient were all-reduced whole, likewise.
         priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
     """
 
@@ -72,6 +76,8 @@ class Plan:
     activation_bytes: float = 0.0
     notes: tuple[str, ...] = ()
     priced_with: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    all_reduce_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers_per_node < 1 or self.workers % self.workers_per_node:
@@ -134,22 +140,30 @@ class Plan:
             raise ValueError(f"plan: no group {group.name!r}; there are {', '.join(g.name for g in self.groups)}")
         return replace(self, groups=tuple(group if other.name == group.name else other for other in self.groups))
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What it prints, its tables apart: in words, then the groups, the stages, what the figures mean, notes."""
+        is_plain = self.schedule == SIMULTANEOUS
+        words = plan_words(self.groups, self.workers, len(self.stages), None if is_plain else self.schedule)
+        expected = expected_words(self.forecast, self.step_seconds, self.all_reduce_seconds)
         divisor = "data coordinates" if self.mean == "workers" else "the sum of declared weights"
         machines = f", topology {self.topology_fingerprint}" if self.topology_fingerprint else ""
         title = (
             f"plan for {self.workers} workers ({self.mesh}), {self.workers_per_node} a node, model "
-            f"{self.model_fingerprint}{machines}; schedule {self.schedule}; mean over {divisor}"
+            f"{self.model_fingerprint}{machines}\nschedule {self.schedule}; mean over {divisor}"
         )
         ahead = [
             f"look-ahead {kind} ({meaning}): {', '.join(names)}"
             for kind, meaning in LOOK_AHEADS.items()
             if (names := [group.name for group in self.groups if group.look_ahead == kind])
         ]
-        return plan_table(title, self.groups, self.stages, self.forecast, (*ahead, *self.notes))
+        said = f"{words}\n{expected}"
+        return plan_page(said, title, self.groups, self.stages, self.forecast, (*ahead, *self.notes))
+
+    def __str__(self) -> str:
+        return page_text(self.page())
 
     def _repr_html_(self) -> str:
-        """In a notebook: the same text, whose lines scroll instead of breaking."""
+        """In a notebook: the same text."""
         return f'<pre style="overflow-x: auto; white-space: pre">{escape(str(self))}</pre>'
 
     def to_json(self) -> str:

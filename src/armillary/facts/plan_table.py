@@ -1,7 +1,8 @@
-"""A plan on paper: the groups in launch order, the stages if there are several, totals, what departs from exact, notes.
+"""A plan on paper: in words, then the groups in launch order, stages if there are several, totals, what departs from
+exact, why each group is what it is, notes.
 
-Plain text, so that facts needs no library; one unit a column, so that numbers can be compared down the page. A column
-stands only where some row differs from its default.
+One unit a column, so that numbers can be compared down the page. A column stands only where some row differs from its
+default. Reasons are sentences, so they stand below the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +11,18 @@ from typing import Any, NamedTuple
 from armillary.facts.departure import DEPARTURES, EXACT
 from armillary.facts.forecast import Forecast
 from armillary.facts.group import Group
-from armillary.facts.profile_table import aligned
 from armillary.facts.stage_plan import StagePlan
+from armillary.facts.table import Page, Table
 
-__all__ = ["plan_table"]
+__all__ = ["plan_page"]
 
 KB = 1000
 MIB = 1 << 20
 
 LEGEND = (
     "sent: mean over workers, 1 kB = 1000 B; memory: weight, gradient and optimizer state on the fullest worker, of "
-    "compute what the fullest moment of a step adds, 1 MiB = 1048576 B; time: nothing hidden behind compute"
+    "compute what the fullest moment of a step adds, 1 MiB = 1048576 B; time: nothing hidden behind compute, so the "
+    "step is expected to take less than their sum"
 )
 
 
@@ -34,23 +36,34 @@ class _Column(NamedTuple):
     is_text: bool = True
 
 
-def plan_table(
-    title: str, groups: Sequence[Group], stages: Sequence[StagePlan], total: Forecast, notes: Sequence[str]
-) -> str:
+def plan_page(
+    words: str, title: str, groups: Sequence[Group], stages: Sequence[StagePlan], total: Forecast, notes: Sequence[str]
+) -> Page:
     """
     Args:
-        total: of the step, compute included.
+        words: what stands first. total: of the step, compute included.
     """
-    sections = [title, _groups(groups, total)]
-    if stages:
-        sections.append(_stages(stages))
-    sections.append("\n".join([*_exactness(groups), LEGEND]))
-    if notes:
-        sections.append("\n".join(f"note: {note}" for note in notes))
-    return "\n\n".join(sections)
+    why = [*_why([(group.name, group.reason) for group in groups]), *_why(_of_stages(stages))]
+    below = [*_exactness(groups), LEGEND, title]
+    tables = [_groups(groups, total), *([_stages(stages)] if stages else [])]
+    last = [*why, *(f"note: {note}" for note in notes)]
+    return (words, *tables, "\n".join(below), *(["\n".join(last)] if last else []))
 
 
-def _groups(groups: Sequence[Group], total: Forecast) -> str:
+def _why(reasons: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for every reason there is."""
+    of: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        if reason:
+            of.setdefault(reason, []).append(name)
+    return [f"why {', '.join(names)}: {reason}" for reason, names in of.items()]
+
+
+def _of_stages(stages: Sequence[StagePlan]) -> list[tuple[str, str]]:
+    return [(f"stage {number}", stage.reason) for number, stage in enumerate(stages)]
+
+
+def _groups(groups: Sequence[Group], total: Forecast) -> Table:
     count = sum(len(group.parameters) for group in groups)
     compute = total.seconds - sum(group.forecast.seconds for group in groups)
     whole = _mib(total.memory_bytes + total.peak_bytes)
@@ -61,20 +74,19 @@ def _groups(groups: Sequence[Group], total: Forecast) -> str:
         _Column("layout", lambda group: group.layout),
         _Column("exchange", lambda group: "schedule" if group.exchange is None else str(group.exchange)),
         _Column("cadence", lambda group: group.cadence, "", "step"),
-        _Column("departures", lambda group: ", ".join(group.departures).upper() or "exact"),
+        _Column("departures", lambda group: ", ".join(group.departures).upper() or "exact", "", "exact"),
         _Column("sent kB/step", lambda group: _kb(group.forecast.sent_bytes), _kb(total.sent_bytes), None, False),
         _Column("memory MiB", lambda group: _mib(group.forecast.memory_bytes), whole, None, False),
         _Column("time ms", lambda group: _ms(group.forecast.seconds), _ms(total.seconds), None, False),
-        _Column("reason", lambda group: group.reason),
     ]
     kept = _kept(columns, groups)
-    shown = {"group": "compute", "time ms": _ms(compute), "reason": "forward and backward"}
+    shown = {"group": "compute", "time ms": _ms(compute)}
     shown |= {"memory MiB": _mib(total.peak_bytes)} if total.peak_bytes else {}
     between = tuple(shown.get(column.head, "") for column in kept)
     return _table(kept, groups, [between, tuple(column.total for column in kept)])
 
 
-def _stages(stages: Sequence[StagePlan]) -> str:
+def _stages(stages: Sequence[StagePlan]) -> Table:
     numbers = {id(stage): str(number) for number, stage in enumerate(stages)}
     columns = [
         _Column("stage", lambda stage: numbers[id(stage)]),
@@ -87,7 +99,6 @@ def _stages(stages: Sequence[StagePlan]) -> str:
         _Column("activations MiB", lambda stage: _mib(stage.forecast.peak_bytes), "", None, False),
         _Column("moved kB/step", lambda stage: _kb(stage.forecast.moved_bytes), "", "0.0", False),
         _Column("compute ms", lambda stage: _ms(stage.forecast.seconds), "", None, False),
-        _Column("reason", lambda stage: stage.reason, "", ""),
     ]
     return _table(_kept(columns, stages), stages, [])
 
@@ -101,10 +112,10 @@ def _kept(columns: Sequence[_Column], rows: Sequence[Any]) -> list[_Column]:
     return [one for one in columns if one.default is None or any(one.cell(row) != one.default for row in rows)]
 
 
-def _table(columns: Sequence[_Column], rows: Sequence[Any], foot: Sequence[tuple[str, ...]]) -> str:
+def _table(columns: Sequence[_Column], rows: Sequence[Any], foot: Sequence[tuple[str, ...]]) -> Table:
     body = [tuple(column.cell(row) for column in columns) for row in rows]
     left = tuple(place for place, column in enumerate(columns) if column.is_text)
-    return aligned(tuple(column.head for column in columns), [*body, *foot], left=left)
+    return Table(tuple(column.head for column in columns), [*body, *foot], left)
 
 
 def _members(group: Group) -> str:

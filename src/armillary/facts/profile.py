@@ -17,8 +17,9 @@ from typing import Any
 
 from armillary.facts.parameter import ParameterFact, Reads, RowFacts
 from armillary.facts.plan import model_fingerprint
-from armillary.facts.profile_table import bytes_text, table
+from armillary.facts.profile_table import bytes_text, profile_page
 from armillary.facts.stage import StageFact
+from armillary.facts.table import Page, page_text
 
 __all__ = ["ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"]
 
@@ -127,14 +128,18 @@ class Profile:
                 return fact
         raise KeyError(f"profile: no parameter {name!r}; there are {', '.join(fact.name for fact in self.parameters)}")
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What it prints, its tables apart: parameters, those read by row, stages."""
         size = f"{len(self.parameters)} parameters, {bytes_text(self.parameter_bytes)}"
         split = f"{bytes_text(self.row_bytes)} read by row, {bytes_text(self.dense_bytes)} whole"
         seen = f"{self.batches} batches; workers: {self.workers}, per node: {self.workers_per_node}"
         title = f"profile {self.fingerprint}: {size} ({split})\nmodel alpha {self.alpha:.4f} over {seen}"
         if self.step_bytes:
             title += f"\na step adds {bytes_text(self.step_bytes)} in its fullest moment"
-        return table(title, self.parameters, self.stages)
+        return profile_page(title, self.parameters, self.stages)
+
+    def __str__(self) -> str:
+        return page_text(self.page())
 
     def to_json(self) -> str:
         return json.dumps({"fingerprint": self.fingerprint, **asdict(self)}, indent=2)

@@ -1,4 +1,4 @@
-"""A profile on paper: three aligned tables with units. Plain text, so facts needs no library.
+"""A profile on paper: tables with units.
 
 The reader wants to see which parameters are read by row, how many of their rows a step touches, whether
 owners would share the load, and which stages cost what.
@@ -7,12 +7,15 @@ owners would share the load, and which stages cost what.
 import math
 from collections.abc import Sequence
 
-from armillary.facts.parameter import ParameterFact
+from armillary.facts.parameter import ParameterFact, RowFacts
 from armillary.facts.stage import StageFact
+from armillary.facts.table import Page, Table
 
-__all__ = ["aligned", "bytes_text", "count_text", "enough_text", "seconds_text", "table"]
+__all__ = ["bytes_text", "count_text", "enough_text", "profile_page", "seconds_text"]
 
 WIDEST_NOTE = 60
+ALPHA_LEGEND = "per worker and step; alpha is distinct rows / rows, merged over a node and over all workers"
+LOAD_LEGEND = "load is the busiest owner's / mean, rows dealt modulo the workers, hashed, or in contiguous blocks"
 DENSE_SHOWN = 20  # the other dense parameters, smaller ones, are summed up in one line
 
 
@@ -48,33 +51,18 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Columns two spaces apart; those numbered in `left` are set to the left, the others to the right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def table(title: str, parameters: Sequence[ParameterFact], stages: Sequence[StageFact]) -> str:
+def profile_page(title: str, parameters: Sequence[ParameterFact], stages: Sequence[StageFact]) -> Page:
     """The title, then parameters and tables read by row, the largest first, then stages in the model's order."""
     largest = sorted(parameters, key=lambda fact: (-fact.bytes, fact.name))
-    sections = [title, _parameters(largest)]
-    if any(fact.rows for fact in parameters):
-        sections.append(_rows(largest))
-    if stages:
-        sections.append(_stages(stages))
-    return "\n\n".join(sections)
+    by_row = [(fact.name, fact.rows) for fact in largest if fact.rows is not None]
+    sections = [title, *_parameters(largest)]
+    if by_row:
+        sections += [_rows(by_row), ALPHA_LEGEND, _loads(by_row), LOAD_LEGEND]
+    return (*sections, *([_stages(stages)] if stages else []))
 
 
-def _parameters(facts: Sequence[ParameterFact]) -> str:
-    plain = [fact for fact in facts if fact.reads == "dense" and not _note(fact)]
+def _parameters(facts: Sequence[ParameterFact]) -> Page:
+    plain = [fact for fact in facts if fact.reads == "dense" and not _note(fact) and not fact.refusals]
     folded = plain[DENSE_SHOWN:]
     hidden = {fact.name for fact in folded}
     rows = [
@@ -92,49 +80,43 @@ def _parameters(facts: Sequence[ParameterFact]) -> str:
         if fact.name not in hidden
     ]
     header = ("parameter", "shape", "dtype", "bytes", "read", "arrival", "stage", "note")
-    listing = aligned(header, rows, left=(0, 2, 4, 6, 7))
-    if not folded:
-        return listing
-    return f"{listing}\nand {len(folded)} smaller dense ones, {bytes_text(sum(fact.bytes for fact in folded))}"
+    more = f"and {len(folded)} smaller dense ones, {bytes_text(sum(fact.bytes for fact in folded))}"
+    below = [more] if folded else []
+    below += [f"{fact.name} not shardable: {reason}" for fact in facts for reason in fact.refusals]
+    return Table(header, rows, (0, 2, 4, 6, 7)), *(["\n".join(below)] if below else [])
 
 
 def _note(fact: ParameterFact) -> str:
-    parts = [f"not shardable: {reason}" for reason in fact.refusals]
-    parts += [] if fact.requires_grad else ["frozen"]
+    parts = [] if fact.requires_grad else ["frozen"]
     parts += [f"also {', '.join(fact.aliases)}"] if fact.aliases else []
     parts += [f"whole in {', '.join(fact.dense_readers)}"] if fact.reads == "both" else []
     parts += [f"padding row {fact.rows.padding_idx}"] if fact.rows and fact.rows.padding_idx is not None else []
     note = "; ".join(parts)
-    if fact.refusals or len(note) <= WIDEST_NOTE:
-        return note
-    return note[: WIDEST_NOTE - 3] + "..."
+    return note if len(note) <= WIDEST_NOTE else note[: WIDEST_NOTE - 3] + "..."
 
 
-def _rows(facts: Sequence[ParameterFact]) -> str:
+def _rows(facts: Sequence[tuple[str, RowFacts]]) -> Table:
     rows = []
-    for fact in facts:
-        if (row := fact.rows) is None:
-            continue
-        hottest = f"{row.hottest[0][0]} ({row.hottest[0][1]:.1%})" if row.hottest else "-"
+    for name, row in facts:
         alphas = (
             f"{alpha:.4f}" if alpha >= 1e-3 else f"{alpha:.2g}"
             for alpha in (row.alpha_worker, row.alpha_node, row.alpha_union)
         )
-        loads = (f"{load:.2f}" for load in (row.imbalance_modulo, row.imbalance_hashed, row.imbalance_blocks))
         counts = (f"{row.rows:,}", bytes_text(row.row_bytes), f"{row.lookups:g}", f"{row.ids:,.0f}")
-        rows.append((fact.name, *counts, *alphas, *loads, hottest))
-    header = (
-        *("read by row", "rows", "row", "lookups", "ids", "alpha worker", "node", "union"),
-        *("load modulo", "hashed", "blocks", "hottest row"),
-    )
-    legend = (
-        "per worker and step; alpha is distinct rows / rows, merged over a node and over all workers;\n"
-        "load is the busiest owner's / mean, rows dealt modulo the workers, hashed, or in contiguous blocks"
-    )
-    return f"{aligned(header, rows)}\n{legend}"
+        rows.append((name, *counts, *alphas))
+    return Table(("read by row", "rows", "row", "lookups", "ids", "alpha worker", "node", "union"), rows)
 
 
-def _stages(stages: Sequence[StageFact]) -> str:
+def _loads(facts: Sequence[tuple[str, RowFacts]]) -> Table:
+    rows = []
+    for name, row in facts:
+        hottest = f"{row.hottest[0][0]} ({row.hottest[0][1]:.1%})" if row.hottest else "-"
+        loads = (f"{load:.2f}" for load in (row.imbalance_modulo, row.imbalance_hashed, row.imbalance_blocks))
+        rows.append((name, *loads, hottest))
+    return Table(("read by row", "load modulo", "hashed", "blocks", "hottest row"), rows)
+
+
+def _stages(stages: Sequence[StageFact]) -> Table:
     rows = [
         (
             stage.name or "(model)",
@@ -147,4 +129,4 @@ def _stages(stages: Sequence[StageFact]) -> str:
         for stage in stages
     ]
     header = ("stage", "forward FLOP", "parameters", "activations", "forward", "backward")
-    return aligned(header, rows)
+    return Table(header, rows)

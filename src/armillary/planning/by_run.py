@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import seconds_text
+from armillary.planning.expected import all_reduce_seconds
 from armillary.planning.pricing import Case, dense_update_seconds
 from armillary.planning.simulator import simulate
 from armillary.planning.staged_plan import plan_staged
@@ -27,10 +28,17 @@ HOW = "attach(plan, model, optimizer, loss=loss, example=batch), then run.step(m
 
 @dataclass(frozen=True)
 class StepWay:
-    """A plan to be stepped by `run.step`. seconds: of as much data as one worker's batch."""
+    """A plan to be stepped by `run.step`. seconds: of as much data as one worker's batch, of which a step has so many
+    `batches`."""
 
     plan: Plan
     seconds: float
+    batches: float
+
+    def told(self, case: Case) -> Plan:
+        """The plan with what a step is expected to take."""
+        plain = self.batches / case.topology.workers * all_reduce_seconds(self.plan, case)
+        return replace(self.plan, step_seconds=self.batches * self.seconds, all_reduce_seconds=plain)
 
 
 def quickest(case: Case, micro_batches: int | None) -> StepWay | None:
@@ -101,7 +109,7 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
             glue = _outside_seconds(case.profile) / (workers if method.is_side_by_side else 1)
             update = dense_update_seconds(case.profile.parameter_bytes, case)
             update /= 1 if method.is_side_by_side else workers
-            yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue)
+            yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue, batches)
 
 
 def _outside_seconds(profile: Profile) -> float:

@@ -17,6 +17,7 @@ from armillary.planning.assembly import with_idle_round
 from armillary.planning.buckets import default_limits
 from armillary.planning.candidates import Candidate, Question, allowed, candidate
 from armillary.planning.constraints import Constraint, allows, resolve
+from armillary.planning.expected import with_expected
 from armillary.planning.fitting import held_bytes
 from armillary.planning.look_ahead import with_outlook
 from armillary.planning.pricing import Case, row_forecast
@@ -133,7 +134,7 @@ def with_owners(plan: Plan, case: Case, owners: Mapping[str, Choice], notes: Seq
     """
     groups = [_dealt(group, case, owners) for group in plan.groups]
     priced = with_outlook(with_idle_round(groups, case.topology), case)
-    return replace(plan, groups=priced, notes=(*plan.notes, *notes))
+    return with_expected(replace(plan, groups=priced, notes=(*plan.notes, *notes)), case)
 
 
 def _dealt(group: Group, case: Case, owners: Mapping[str, Choice]) -> Group:

@@ -24,6 +24,7 @@ from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, 
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, resolve
+from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
 from armillary.planning.look_ahead import looking_ahead, with_prospect
@@ -77,8 +78,8 @@ def plan(
         by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
         _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers"})
         if is_cut:
-            return plan_staged(case, schedule, wished_tables(case, constraints, lazy))
-        return plan_uncut(case, schedule)
+            return with_expected(plan_staged(case, schedule, wished_tables(case, constraints, lazy)), case)
+        return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     is_free = not constraints and mean == "workers"  # what a schedule that owns the loop cannot honour
     may_take = is_free and steps_by_run and may_cut(case, micro_batches)
@@ -88,14 +89,15 @@ def plan(
         ways = fitting(case, micro_batches) if may_take else []
         if not ways:
             raise
-        return ways[0].plan
+        return ways[0].told(case)
     if prefetch:
         plain = looking_ahead(plain, profile, topology)
+    plain = with_expected(plain, case)
     if not is_free or topology.workers == 1:
         return plain
     way = quickest(case, micro_batches) if may_take else None
     if way is not None and step_seconds(plain, case) >= WORTH * way.seconds:
-        return way.plan
+        return way.told(case)
     return noted(plain, case, micro_batches)
 
 
@@ -146,7 +148,7 @@ def plan_by_rule(
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
     refuse_misfit(chosen, question)
-    return with_prospect(_written(chosen, reasons, question, mean), question.case)
+    return with_expected(with_prospect(_written(chosen, reasons, question, mean), question.case), question.case)
 
 
 def explain(

@@ -74,6 +74,8 @@ class _Play:
             )
         if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
             raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
+        if not plan.stages:  # the model is left whole, and exchanged behind the next step
+            raise _not_played(plan)
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.stages = list(_stages(plan, case, self.options))
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
@@ -98,10 +100,7 @@ class _Play:
                 one_queue=self.case.topology.backend != "gloo",
             )
         except ValueError:
-            raise ValueError(
-                f"simulate: the plan's schedule is {self.plan.schedule}, which is not played yet; its forecast and "
-                f"picture stand in what armillary plan prints"
-            ) from None
+            raise _not_played(self.plan) from None
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
             program += lowering.next_step()
@@ -206,6 +205,13 @@ def _needs(one: Instruction) -> list[Letter]:
     if one.op == "NORM":
         return [Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)]
     return [one.letter] if one.op == "KNOW" and one.letter is not None else []
+
+
+def _not_played(plan: Plan) -> ValueError:
+    return ValueError(
+        f"simulate: the plan's schedule is {plan.schedule}, which is not played yet; its forecast and picture stand in "
+        "what armillary plan prints"
+    )
 
 
 def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage]:

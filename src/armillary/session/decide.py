@@ -16,6 +16,7 @@ from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, refuse_misread
+from armillary.planning.expected import with_expected
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
@@ -158,7 +159,8 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
     case = Case(found, topology, taken)
     if wishes.look_ahead or wishes.prefetch:
         plans = with_look_ahead(plans, case)
-    return {name: plan.to_json() for name, plan in at_once(best(plans, case, wishes.trials), case).items()}
+    timed = at_once(best(plans, case, wishes.trials), case)
+    return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from armillary.facts.plan import Forecast
-from armillary.facts.profile_table import aligned
+from armillary.facts.table import Table
 from armillary.session.job import Job
 from armillary.session.tally import OTHER, Tally
 
@@ -42,12 +42,12 @@ def report_of(run: Job) -> Report:
     return Report(run.tally.steps, compare(run, run.tally))
 
 
-def comparison_table(lines: Sequence[Comparison]) -> str:
+def comparison_table(lines: Sequence[Comparison]) -> Table:
     """Bytes sent, memory and seconds per step, one row a line."""
     rows = [(line.group, line.exchange, *_cells(line.forecast, line.measured)) for line in lines]
     pairs = ("sent kB/step", "memory MiB", "time ms")
     header = ("forecast : measured", "exchange", *(cell for pair in pairs for cell in (pair, ":")))
-    return aligned(header, rows, left=(0, 1))
+    return Table(header, rows, (0, 1))
 
 
 def _cells(forecast: Forecast, measured: Forecast) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """What came of a comparison with one process: a difference for every parameter, and the verdict."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from armillary.facts.profile_table import aligned
+from armillary.facts.table import Page, Table, page_text
 
 __all__ = ["TOLERANCE", "Difference", "Verdict", "Verification"]
 
@@ -42,16 +43,36 @@ class Verification:
     def is_equal(self) -> bool:
         return all(one.verdict != "differs" for one in self.differences)
 
-    def __str__(self) -> str:
-        judged = [one for one in self.differences if one.verdict != "no gradient"]
-        rows = [(one.parameter, one.plan, one.exchange, f"{one.difference:.1e}", one.verdict) for one in judged]
-        lines = [aligned(("parameter", "plan", "exchange", "difference", "verdict"), rows, left=(0, 1, 2, 4))]
-        if apart := sorted({one.parameter for one in self.differences if one.verdict == "no gradient"}):
-            lines.append(f"\nnot judged, since the true gradient is zero: {', '.join(apart)}")
-        worst = max((one.difference for one in judged), default=0.0)
+    def page(self) -> Page:
+        """What it prints: the verdict, a row for every plan, then every parameter that differs."""
         verdict = "equal" if self.is_equal else "NOT equal"
-        lines.append(
-            f"\n{self.workload}: {self.workers} workers and one process are {verdict} after {self.steps} steps in "
+        judged = [one for one in self.differences if one.verdict != "no gradient"]
+        worst = max((one.difference for one in judged), default=0.0)
+        words = (
+            f"{self.workload}: {self.workers} workers and one process are {verdict} after {self.steps} steps in "
             f"float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a tensor's norm"
         )
-        return "\n".join([*lines, f"note: {self.note}"] if self.note else lines)
+        parts: list[str | Table] = [words, _by_plan(judged)]
+        if differing := [one for one in judged if one.verdict == "differs"]:
+            rows = [(one.parameter, one.plan, one.exchange, f"{one.difference:.1e}") for one in differing]
+            parts.append(Table(("differs", "plan", "exchange", "difference"), rows, (0, 1, 2)))
+        if apart := sorted({one.parameter for one in self.differences if one.verdict == "no gradient"}):
+            parts.append(f"not judged, since the true gradient is zero: {', '.join(apart)}")
+        return (*parts, *([f"note: {self.note}"] if self.note else []))
+
+    def __str__(self) -> str:
+        return page_text(self.page())
+
+
+def _by_plan(judged: Sequence[Difference]) -> Table:
+    """A row for every plan: where it is furthest from one process."""
+    plans: dict[str, list[Difference]] = {}
+    for one in judged:
+        plans.setdefault(one.plan, []).append(one)
+    rows = []
+    for plan, those in plans.items():
+        worst, count = max(those, key=lambda one: one.difference), len(those)
+        equal = sum(one.verdict == "equal" for one in those)
+        furthest = worst.parameter if worst.difference else ""
+        rows.append((plan, f"{equal} of {count}", f"{worst.difference:.1e}", furthest))
+    return Table(("plan", "parameters equal", "largest difference", "of"), rows, (0, 3))

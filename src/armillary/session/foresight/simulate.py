@@ -6,7 +6,7 @@ from pathlib import Path
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
-from armillary.facts.profile_table import aligned
+from armillary.facts.table import Page, Table, page_text
 from armillary.facts.topology import Topology
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulation import Simulation
@@ -44,17 +44,21 @@ class Simulated:
         plot_timeline(self.played, self.title, self.assumptions).savefig(picture)
         return [trace, picture]
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """What it prints, its table apart."""
         played = self.played
         exposed, rows = played.exposed_seconds, []
         for flight in played.flights:
             times = (f"{flight.launch_seconds * 1e3:,.2f}", f"{flight.seconds * 1e3:,.2f}")
             rows.append((flight.group, flight.action, *times, f"{flight.sent_bytes / 1e3:,.1f}"))
-        table = aligned(("exchange", "action", "starts ms", "in flight ms", "sent kB"), rows, left=(0, 1))
+        table = Table(("exchange", "action", "starts ms", "in flight ms", "sent kB"), rows, (0, 1))
         waits = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in exposed.items()) or "nothing"
         total = f"step of {played.workers} workers: {played.step_seconds * 1e3:.2f} ms"
         busy = f"processor {played.processor_seconds * 1e3:.2f} ms"
-        return f"{table}\n\n{total}: {busy}, exposed {sum(exposed.values()) * 1e3:.2f} ms ({waits})"
+        return f"{total}: {busy}, exposed {sum(exposed.values()) * 1e3:.2f} ms ({waits})", table
+
+    def __str__(self) -> str:
+        return page_text(self.page())
 
 
 def simulate(plan: Plan, profile: Profile, topology: Topology) -> Simulated:

@@ -1,0 +1,110 @@
+"""What is printed: pages of paragraphs and tables, no line of them wider than a terminal or a mail shows.
+
+Plain text, so that facts needs no library; who prints to a terminal may draw a page's tables in another way.
+"""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["WIDTH", "Page", "Table", "page_text", "wrapped"]
+
+WIDTH = 100  # characters of a line
+NARROWEST = 8  # to which a column of text is folded
+GAP = "  "
+MARKS = " ,./_(=:"  # behind which a name may be broken
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a header, one unit a column.
+
+    Args of note:
+        left: columns of text, which stand to the left and are folded where the page is narrow; numbers are not.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.header) for row in self.rows):
+            raise ValueError(f"table: want {len(self.header)} cells in every row, as in the header {self.header}")
+
+    def folded(self, width: int = WIDTH) -> "Table":
+        """The same with line breaks in its cells, so that it is no wider than that if numbers allow."""
+        widths = self._widths(width)
+        return Table(self._folded(self.header, widths), [self._folded(row, widths) for row in self.rows], self.left)
+
+    def __str__(self) -> str:
+        """Columns two spaces apart, under a line of dashes."""
+        narrow = self.folded()
+        lines = [_lines(narrow.header), *(_lines(row) for row in narrow.rows)]
+        widths = [max(len(cells[column]) for row in lines for cells in row) for column in range(len(self.header))]
+        lines.insert(1, [["-" * width for width in widths]])
+        return "\n".join(self._set(cells, widths) for row in lines for cells in row)
+
+    def _set(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        return GAP.join(
+            cell.ljust(width) if column in self.left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+
+    def _widths(self, width: int) -> list[int]:
+        """Headers of numbers are broken first, which costs one line; then the widest column of text gives way."""
+        columns = range(len(self.header))
+        widths = [max(len(row[column]) for row in (self.header, *self.rows)) for column in columns]
+        numbers = [
+            max(map(len, [*head.split(), *(row[column] for row in self.rows)]))
+            for column, head in enumerate(self.header)
+        ]
+        least = [min(widths[column], NARROWEST) if column in self.left else numbers[column] for column in columns]
+        for is_text in (False, True):
+            those = [column for column in columns if (column in self.left) == is_text]
+            while sum(widths) + len(GAP) * (len(widths) - 1) > width:
+                wide = [column for column in those if widths[column] > least[column]]
+                if not wide:
+                    break
+                widths[max(wide, key=lambda column: widths[column])] -= 1
+        return widths
+
+    def _folded(self, row: Sequence[str], widths: Sequence[int]) -> list[str]:
+        return [
+            "\n".join(_broken(cell, widths[column], MARKS if column in self.left else " "))
+            for column, cell in enumerate(row)
+        ]
+
+
+Page = tuple[str | Table, ...]
+
+
+def page_text(page: Iterable[str | Table]) -> str:
+    """Paragraphs and tables with a blank line between; paragraphs are wrapped."""
+    return "\n\n".join(str(part) if isinstance(part, Table) else wrapped(part) for part in page)
+
+
+def wrapped(text: str, width: int = WIDTH) -> str:
+    """Every line that is too long is broken between words, what follows indented."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += [line] if len(line) <= width else textwrap.wrap(
+            line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _broken(cell: str, width: int, marks: str) -> list[str]:
+    """Behind the last mark that fits; in the midst of a word where there is none."""
+    lines = []
+    while len(cell) > width:
+        place = max(cell.rfind(mark, 0, width + (mark == " ")) + 1 for mark in marks) or width
+        lines.append(cell[:place].rstrip())
+        cell = cell[place:].lstrip()
+    return [*lines, cell]
+
+
+def _lines(row: Sequence[str]) -> list[list[str]]:
+    """A row of folded cells, line by line."""
+    cells = [cell.split("\n") for cell in row]
+    height = max(map(len, cells), default=0)
+    return [[cell[line] if line < len(cell) else "" for cell in cells] for line in range(height)]
