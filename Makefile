@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install train test lint clean peers-env
+.PHONY: install train test lint docs clean peers-env
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,14 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages of docs/ as a site in build/site. A dead link, an unknown name in the API or any other warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 # The frameworks of benchmarks/peers, beside this package, in an environment of their own. Minutes: Horovod is compiled.
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -31,7 +39,7 @@ peers-env: $(PEERS)/.installed
 
 $(PEERS)/.installed: pyproject.toml constraints.txt $(wildcard benchmarks/peers/*.txt) benchmarks/peers/build_horovod.py
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS_PIP) -e . -r benchmarks/peers/requirements.txt
+	$(PEERS_PIP) -e ".[cli,plot]" -r benchmarks/peers/requirements.txt
 	$(PEERS_PIP) --no-deps -r benchmarks/peers/torchrec.txt
 	DS_BUILD_OPS=0 $(PEERS_PIP) --no-build-isolation -r benchmarks/peers/deepspeed.txt
 	$(PEERS)/bin/python benchmarks/peers/build_horovod.py .cache/peers

@@ -96,6 +96,8 @@ LAZY = {
     "runtime/cut/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
+    "cli/scaling.py": {"armillary.session.foresight.plot_scaling"},
+    "cli/entry.py": {"armillary.cli.main"},  # brings typer and rich, an extra
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
     **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
 }

@@ -65,3 +65,21 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
 def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'armillary' has no attribute 'paralellize'"):
         _ = armillary.paralellize
+
+
+def test_without_its_extra_the_command_says_in_one_sentence_what_to_install():
+    program = """
+import sys
+sys.modules["typer"] = None  # as where it is not installed
+from armillary.cli.entry import main
+try:
+    main()
+except SystemExit as ended:
+    print(ended)
+"""
+    said, found = imported_by(program)
+    assert said.strip() == (
+        "armillary: the command needs typer, which is not installed: pip install 'armillary[cli,plot]' "
+        "(scripts that import armillary do without)"
+    )
+    assert not found & set(NOT_BY_HELP)

@@ -1,5 +1,6 @@
 """Laws of a run's picture and of the sample of held-out batches behind its curve."""
 
+import sys
 from collections import Counter
 from datetime import date
 from itertools import count
@@ -12,7 +13,9 @@ from armillary.facts.forecast import Forecast
 from armillary.facts.group import Group
 from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.plan import Plan
+from armillary.facts.trace import Trace
 from armillary.session.events import Ended
+from armillary.session.folder import keep_end
 from armillary.session.glance import AMONG, sampled
 from armillary.session.plot import plot
 
@@ -65,6 +68,14 @@ def test_three_points_are_joined():
     panels = plot([*steps, *glances], ended_with({"error": 1.0}), Nameless(), plan()).axes
     assert [panel.lines[0].get_linestyle() for panel in panels] == ["-", "-", "-"]
     assert str(panels[1].lines[1].get_label()) == "baseline, all held-out data: 1"
+
+
+def test_where_there_is_no_drawing_library_a_run_keeps_all_but_its_picture(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.warns(UserWarning, match=r"plot.png is not drawn: .* pip install 'armillary\[plot\]'"):
+        keep_end(tmp_path, ended_with({}), Trace(((),)), Nameless(), plan())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json", "trace.json"]
 
 
 class Nameless:

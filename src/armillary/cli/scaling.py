@@ -12,8 +12,8 @@ from armillary.facts.profile_table import count_text
 from armillary.facts.table import Page, Table, wrapped
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
-from armillary.session.foresight.plot_scaling import plot_scaling
 from armillary.session.foresight.scaling import PROFILED_WORKERS, Scaling, powers_of_two, scaling
+from armillary.session.pictures import can_draw
 
 __all__ = ["Wanted", "scale", "scaling_page"]
 
@@ -57,7 +57,10 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
             said.append(f"{one} with made-up data ({options})")
     lines = [*said_of(topology, topology_file), *_said(), *said]
     (out / "scaling.json").write_text(as_json({"assumed": lines, "workloads": found}) + "\n")
-    plot_scaling(found, lines).savefig(out / "scaling.png")
+    if can_draw(out / "scaling.png"):
+        from armillary.session.foresight.plot_scaling import plot_scaling
+
+        plot_scaling(found, lines).savefig(out / "scaling.png")
     return found
 
 
@@ -73,8 +76,9 @@ def scaling_page(found: Sequence[Scaling], out: Path) -> Page:
                 times = (f"{point.step_seconds * 1e3:,.1f}", f"{point.exposed_seconds * 1e3:,.1f}")
                 rows.append((one.workload, curve.name, str(point.workers), *times, rate, share))
     header = ("workload", "plan", "workers", "step ms", "exposed ms", "throughput", "of compute alone")
+    written = ", ".join(str(out / name) for name in ("scaling.json", "scaling.png") if (out / name).exists())
     words = "Simulated throughput of the chosen plan and of a plan that all-reduces everything, by number of workers."
-    return words, Table(header, rows, (0, 1)), f"written: {out / 'scaling.json'}, {out / 'scaling.png'}"
+    return words, Table(header, rows, (0, 1)), f"written: {written}"
 
 
 def _fewest(topology: Topology) -> int:

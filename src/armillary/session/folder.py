@@ -10,6 +10,7 @@ from typing import Any
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
+from armillary.session.pictures import can_draw
 from armillary.session.workload import Workload
 
 __all__ = [
@@ -110,10 +111,12 @@ def note(folder: Path, event: Progress | Evaluated) -> None:
 
 def keep_end(folder: Path, ended: Ended, trace: Trace, workload: Workload, plan: Plan) -> None:
     """The trace of the last steps of all ranks, the summary with forecast beside measured, and the plot, for which
-    matplotlib is imported only now."""
-    from armillary.session.plot import plot
-
+    matplotlib is imported only now; where there is none, everything but the plot."""
     trace.save(folder / "trace.json")
     (folder / "summary.json").write_text(json.dumps(asdict(ended), indent=2) + "\n")
+    if not can_draw(folder / "plot.png"):
+        return
+    from armillary.session.plot import plot
+
     lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     plot(lines, ended, workload, plan).savefig(folder / "plot.png")

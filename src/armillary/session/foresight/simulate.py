@@ -13,6 +13,7 @@ from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate as play
 from armillary.session.folder import open_folder
 from armillary.session.foresight.timeline import chrome_trace
+from armillary.session.pictures import can_draw
 
 __all__ = ["Simulated", "simulate"]
 
@@ -30,17 +31,19 @@ class Simulated:
         return self.played.step_seconds
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png; their paths. Imports
-        matplotlib.
+        """Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png, if matplotlib is installed;
+        their paths. Imports matplotlib.
 
         Raises:
             ValueError: the folder cannot be written.
         """
-        from armillary.session.foresight.plot_timeline import plot_timeline
-
         open_folder(Path(folder))
         trace, picture = Path(folder) / "timeline.json", Path(folder) / "timeline.png"
         trace.write_text(json.dumps(chrome_trace(self.played)))
+        if not can_draw(picture):
+            return [trace]
+        from armillary.session.foresight.plot_timeline import plot_timeline
+
         plot_timeline(self.played, self.title, self.assumptions).savefig(picture)
         return [trace, picture]
 

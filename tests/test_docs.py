@@ -1,0 +1,107 @@
+"""The pages of docs/: the code on them runs, what they show is printed, and every name and path they use exists."""
+
+import io
+import os
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import typer
+
+import armillary
+from armillary.cli.main import app
+from armillary.codecs.codec import CODECS
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.remedies.remedy import REMEDIES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+ELSEWHERE = {"guide.md"}  # run by test_guide.py
+NOT_RUN = "not run here"  # what a block that needs a cluster says in its title
+
+
+def blocks(text, language):
+    """Blocks of one language, without those that have a title: their marks are ```language and no more."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def bare(text):
+    """Words and signs of what was printed, whatever its numbers, units and widths of columns are."""
+    text = re.sub(r"\d[\d,.]*( (us|ms|s|B|kB|KiB|MiB|GiB)\b)?", "#", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+RUN = [page for page, text in PAGES.items() if page not in ELSEWHERE and blocks(text, "python")]
+
+
+def run_page(rank, workers, page, folder):
+    """One script of all blocks of the page; what it printed, and the runs that it left open."""
+    before, printed = Path.cwd(), io.StringIO()
+    os.chdir(folder)
+    names = {"__name__": page}
+    try:
+        with redirect_stdout(printed):
+            for number, block in enumerate(blocks(PAGES[page], "python")):
+                exec(compile(block, f"{page}, block {number}", "exec"), names)
+    finally:
+        os.chdir(before)
+    left = [name for name, value in names.items() if isinstance(value, armillary.Run) and not value._closed]
+    return printed.getvalue(), left
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(crew, tmp_path, page):
+    (said, left), (_, other) = crew(2).run(run_page, page, str(tmp_path))
+    assert left == other == []
+    lines = bare(re.sub(r"-{3,}", "---", said))
+    shown = re.findall(r'^```text title="printed"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL)
+    for line in [line for text in shown for line in bare(re.sub(r"-{3,}", "---", text)) if line]:
+        assert line in lines, f"{page} shows a line that was not printed: {line}"
+
+
+def test_a_block_that_is_not_run_says_so():
+    for page, text in PAGES.items():
+        for language, title in re.findall(r'^```(python|bash|yaml) ?([^\n]*)$', text, re.MULTILINE):
+            assert (language == "python" and not title) or NOT_RUN in title, f"{page}: a {language} block {title!r}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_and_paths_exist(page):
+    text = PAGES[page]
+    for name in re.findall(r"\barmillary\.([a-z_A-Z]+)\b(?!/)", text):
+        assert name in armillary.__all__ or (Path(armillary.__file__).parent / name).is_dir(), f"armillary.{name}"
+    for name in re.findall(r"\brun\.([a-z_]+)\b", text):
+        assert hasattr(armillary.Run, name), f"run.{name}"
+    for path in re.findall(r"\b(?:tests|benchmarks|examples|src)/[\w/.*]+\w", text):
+        assert list(ROOT.glob(path)), path
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((DOCS / page).parent / link).exists(), link
+
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_their_options_exist(page):
+    for command, rest in re.findall(r"\barmillary (train|plan|compare|measure|simulate|verify)\b([^`\n]*)", PAGES[page]):
+        known = {option for parameter in COMMANDS[command].params for option in parameter.opts + parameter.secondary_opts}
+        for option in re.findall(r"(--[a-z-]+)", rest):
+            assert option in known, f"armillary {command} {option}"
+
+
+def test_every_name_in_the_table_of_methods_is_on_a_shelf():
+    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *REMEDIES.all()}
+    for page in (page for page in PAGES if page.startswith("methods/")):
+        cells = re.findall(r"^\| (`[^|]*`) \|", PAGES[page], re.MULTILINE)
+        named = {name for cell in cells for name in re.findall(r"`([a-z_]+)[`(]", cell)}
+        assert named <= shelves, f"{page}: {named - shelves}"
+
+
+def test_every_public_call_stands_in_the_table_of_collective_calls():
+    text = PAGES["collective.md"]
+    public = {f"run.{name}" for name in vars(armillary.Run) if not name.startswith("_")} - {"run.plan", "run.rank"}
+    for name in public - {"run.workers"}:
+        assert f"`{name}`" in text, name
