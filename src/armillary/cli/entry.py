@@ -1,4 +1,4 @@
-"""Where the command `armillary` begins: what it is written with is an extra of its own, which a training image lacks."""
+"""Where the command `armillary` begins: what it is written with is an extra, which a training image lacks."""
 
 import sys
 from importlib.util import find_spec

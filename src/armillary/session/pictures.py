@@ -11,7 +11,5 @@ def can_draw(picture: Path) -> bool:
     """Where it cannot be drawn, a warning says what to install."""
     if find_spec("matplotlib") is not None:
         return True
-    warnings.warn(
-        f"{picture} is not drawn: matplotlib is not installed; pip install 'armillary[plot]'", stacklevel=3
-    )
+    warnings.warn(f"{picture} is not drawn: matplotlib is not installed; pip install 'armillary[plot]'", stacklevel=3)
     return False
