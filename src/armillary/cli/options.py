@@ -13,9 +13,9 @@ from armillary.cli.sources import modules_with
 from armillary.facts.plan import SIMULTANEOUS
 
 __all__ = [
-    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Exchanges", "IsSmall",
-    "Lazy", "PlanFile", "ProfileFile", "Replicate", "Schedule", "Seed", "Set", "TopologyFile", "Trials", "Verbose",
-    "Workers", "WorkloadName",
+    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
+    "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Schedule", "Seed", "Set", "TopologyFile", "Trials",
+    "Verbose", "Workers", "WorkloadName",
 ]  # fmt: skip
 
 # The panels of --help.
@@ -47,6 +47,15 @@ Corpus = Annotated[
     str,
     typer.Option(
         help="Train on this text file or folder (plain or .gz), if the workload is one of text.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH",
+        help="Train on these data, if the workload takes some. recommender: MovieLens ratings (u.data, ratings.dat or "
+        "ratings.csv), or their folder.",
         rich_help_panel=WORKLOAD,
     ),
 ]
@@ -139,7 +148,7 @@ class AskedWorkload:
 
     Args of note:
         name: of a built-in workload, or a file's path.
-        options: KEY=VALUE each. corpus: one option more, empty if it was not given.
+        options: KEY=VALUE each. corpus, data: an option more each, empty if it was not given.
 
     Raises:
         ValueError: no such workload, an option that is not KEY=VALUE, or one the workload does not have.
@@ -149,6 +158,7 @@ class AskedWorkload:
     options: Sequence[str] = ()
     corpus: str = ""
     is_small: bool = False
+    data: str = ""
 
     def __post_init__(self) -> None:
         refuse_unknown(self.name, self.settings)
@@ -157,7 +167,8 @@ class AskedWorkload:
     def settings(self) -> Mapping[str, Any]:
         """The options with their values."""
         given = dict(_pair(option) for option in self.options)
-        return {**given, "corpus": self.corpus} if self.corpus else given
+        named = {"corpus": self.corpus, "data": self.data}
+        return {**given, **{name: path for name, path in named.items() if path}}
 
 
 @dataclass(frozen=True)

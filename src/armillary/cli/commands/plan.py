@@ -11,6 +11,7 @@ from armillary.cli.options import (
     AskedPlan,
     AskedWorkload,
     Corpus,
+    Data,
     Exchanges,
     IsSmall,
     Lazy,
@@ -42,6 +43,7 @@ def plan_command(
     options: Set = [],  # noqa: B006  typer copies it
     small: IsSmall = False,
     corpus: Corpus = "",
+    data: Data = "",
     seed: Seed = 0,
     topology_file: TopologyFile = None,
     profile_file: ProfileFile = None,
@@ -60,7 +62,7 @@ def plan_command(
     are. With --topology no worker is started.
     """
     with refusing():
-        task = AskedWorkload(workload, options, corpus, small)
+        task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.plan import AskedPrint, plan_asked
 
     wanted = AskedPlan(lazy, replicate, exchange, schedule, topology_file=topology_file, profile_file=profile_file)

@@ -12,6 +12,7 @@ from armillary.cli.options import (
     AsJson,
     AskedWorkload,
     Corpus,
+    Data,
     IsSmall,
     ProfileFile,
     Schedule,
@@ -64,6 +65,7 @@ def simulate_command(
     options: Set = [],  # noqa: B006  typer copies it
     small: IsSmall = False,
     corpus: Corpus = "",
+    data: Data = "",
     topology_file: TopologyFile = None,
     profile_file: ProfileFile = None,
     schedule: Schedule = SIMULTANEOUS.name,
@@ -83,7 +85,7 @@ def simulate_command(
         if subject is None and not scaling:
             raise ValueError("simulate: want a plan.json or a WORKLOAD; or --scaling, which takes all workloads")
         is_plan = subject is not None and subject.endswith(".json")
-        task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small)
+        task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small, data)
     from armillary.cli.simulate import AskedMachines, scaling_asked, simulate_asked
 
     asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)

@@ -13,6 +13,7 @@ from armillary.cli.options import (
     AskedPlan,
     AskedWorkload,
     Corpus,
+    Data,
     Exchanges,
     IsSmall,
     Lazy,
@@ -62,6 +63,7 @@ def train_command(
     options: Set = [],  # noqa: B006  typer copies it
     small: IsSmall = False,
     corpus: Corpus = "",
+    data: Data = "",
     seed: Seed = 0,
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
@@ -87,7 +89,7 @@ def train_command(
     The folder RUNS/NAME gets plan.json, profile.json, trace.json, metrics.jsonl, plot.png and checkpoints.
     """
     with refusing():
-        task = AskedWorkload(workload, options, corpus, small)
+        task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.train import AskedRun, train_asked
 
     wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials)

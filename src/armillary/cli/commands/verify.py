@@ -10,6 +10,7 @@ from armillary.cli.options import (
     AskedPlan,
     AskedWorkload,
     Corpus,
+    Data,
     Exchanges,
     IsSmall,
     Lazy,
@@ -43,6 +44,7 @@ def verify_command(
     options: Set = [],  # noqa: B006  typer copies it
     small: IsSmall = True,
     corpus: Corpus = "",
+    data: Data = "",
     seed: Seed = 0,
     plan_file: PlanFile = None,
     topology_file: TopologyFile = None,
@@ -62,7 +64,7 @@ def verify_command(
     its own order, and in tables that are kept by row.
     """
     with refusing():
-        task = AskedWorkload(workload, options, corpus, small)
+        task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.verify import AskedVerification, verify_asked
 
     wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file)
