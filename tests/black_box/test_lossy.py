@@ -15,6 +15,7 @@ from contracts.journey import (
     sick_at_2,
     trained_beside,
     truth_after,
+    verified,
 )
 
 TABLE = "words.weight"
@@ -104,6 +105,47 @@ def test_a_run_is_resumed_bit_for_bit_and_on_other_workers_nothing_that_waits_is
             waiting = sum(one["residual"] for one in truth.states[number])
             assert torch.equal(state["residual"], waiting / 2)
         assert any(float(state["residual"].abs().max()) > 0 for state in states)
+
+
+def resumed(rank, workers, plan, folder):
+    """Two steps, a save, two more; then these two once more from what was saved. What differs in any bit."""
+    found = []
+    for path in (None, folder):
+        model = made(Reader)
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        run = face.start(plan, model, optimizer, word_loss)
+        if path:
+            face.load(run, face.latest_checkpoint(path))
+        for step in range(2 if path else 0, 4):
+            face.step(run, [word_batch(rank, step)])
+            if step == 1:
+                face.save(run, folder)
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        face.close(run)
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+def opened(rank, workers, plan, folder):
+    model = made(Reader)
+    run = face.start(plan, model, OPTIMIZERS["adam"](model.parameters()), word_loss)
+    face.load(run, face.latest_checkpoint(folder))
+    face.step(run, [word_batch(rank, 2)])
+    face.close(run)
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("text", ["low_rank(rank=1, start=1)", "low_rank(rank=1, start=0, alternate=True)"])
+def test_factors_are_saved_and_opened_in_other_buckets_and_on_other_workers(crew, tmp_path, text):
+    plan = words_plan({"*": Choice.parse(text)}, 2)
+    assert crew(2).run(resumed, plan, tmp_path) == [[], []]
+    assert all(crew(2).run(opened, words_plan({"*": Choice.parse(text), TABLE: "all_reduce"}, 2), tmp_path))
+    assert all(crew(3).run(opened, words_plan({"*": Choice.parse(text)}, 3), tmp_path))
+
+
+@pytest.mark.parametrize("text", ["threshold(sparsity=0.9, lifespan=2)", "low_rank(rank=1, start=1)"])
+def test_verify_holds_it_to_its_own_truth(crew, text):
+    for is_equal, said in crew(3).run(verified, shelf, Choice.parse(text)):
+        assert is_equal and "NOT exact, held to its own oracle" in said, said
 
 
 def scaled(rank, workers, plan, init_scale):

@@ -51,7 +51,9 @@ def _own(run: Job) -> Iterator[tuple[str, Tensor]]:
     for unit in _dense(run):
         for number, name in enumerate(unit.bucket.layout.names):
             for entry, value in unit.state.items():
-                yield f"exchange/{name}/{entry}", _of_parameter(unit, number, entry, value)
+                mine = _of_parameter(unit, number, entry, value)
+                if mine.numel():
+                    yield f"exchange/{name}/{entry}", mine
     for name, parameter in differing(run.units).items():
         yield f"replicas/{name}/{WEIGHTS}", parameter.detach()
         for entry, value in kept_by_optimizer(run.optimizer, parameter).items():

@@ -1,0 +1,250 @@
+"""Gradients of matrices as products of two thin ones, each summed by one all-reduce; what they leave out follows later.
+
+A power iteration, one round a step, goes on from where the step before ended. Vectors, and matrices whose factors are
+not at most half as long, travel whole with the first factor.
+
+Source: PowerSGD (Vogels et al., NeurIPS 2019); `alternate`: ACP-SGD (Zhang et al., 2023), one factor a step.
+Departures: what is left out is this rank's own gradient less its own contribution, not less the mean of all, so that
+nothing is lost; and a direction that has died out is drawn anew.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.codecs.tiles import scale_bytes, working
+from armillary.exchanges.coded import why_not_numbers
+from armillary.exchanges.dense import DenseExchange, Moved, Shape
+from armillary.exchanges.exchange import dense_exchange
+from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.place import Place
+from armillary.exchanges.residual import RESIDUAL, kept_back, owed
+from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.layout import Layout
+from armillary.facts.topology import Topology
+
+__all__ = ["low_rank", "orthonormal"]
+
+FACTOR, AGE = "factor", "age"  # by parameter: the right factor (alternating: the last one summed); pushes so far
+
+
+@dense_exchange(
+    {"rank": 1, "start": 0}, {"rank": 1, "start": 1}, {"rank": 1, "start": 0, "alternate": True},
+    offers=lambda fact, topology: [{"rank": 4}], departs=("lossy",),
+    costs="gradients of matrices are cut to a low rank; what is left out is sent later", mildness=4,
+)  # fmt: skip
+def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseExchange:
+    """
+    Args:
+        rank: columns of a factor.
+        start: pushes before which everything is sent whole, while gradients change most.
+        alternate: send one factor a step, the left and the right in turn.
+
+    Raises:
+        ValueError: a rank below 1, or a negative start.
+    """
+    for name, value, least in (("rank", rank, 1), ("start", start, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"exchange: low_rank wants {name} as a whole number of {least} or more, got {value!r}")
+    way = _Way(rank, start, bool(alternate))
+    return DenseExchange(
+        way.push, 1 if alternate else 2, way.sent_bytes, way.legs, way.oracle, way.begin,
+        resharding={RESIDUAL: "sum", FACTOR: "same", AGE: "same"},
+        most_bytes=way.most_bytes if start or alternate else None,
+        work=lambda layout, topology: layout.numel * (6.0 + rank / 2) * (topology.workers > 1),
+        counts={FACTOR: way.factor_numbers, AGE: lambda shape: 1}, refuses=why_not_numbers,
+        says=f"rank {rank}; vectors and small matrices go whole, as does everything in the first {start} steps",
+    )  # fmt: skip
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """(n, r): the same directions at right angles, of length 1, by Gram and Schmidt. A column that is zero, or but for
+    rounding depends on those before it, becomes zero."""
+    found = columns.clone()
+    smallest = math.sqrt(torch.finfo(columns.dtype).eps)
+    for place in range(columns.shape[1]):
+        column = found[:, place]
+        before = float(column.norm())
+        for earlier in range(place):
+            column -= found[:, earlier] * (found[:, earlier] @ column)
+        length = float(column.norm())
+        column.mul_(1 / length if length > smallest * before else 0.0)
+    return found
+
+
+class _Matrix(NamedTuple):
+    """A parameter that is sent as factors: its place among the group's, and its form."""
+
+    number: int
+    begin: int
+    end: int
+    rows: int
+    cols: int
+
+    def of(self, values: Tensor) -> Tensor:
+        return values[self.begin : self.end].view(self.rows, self.cols)
+
+
+@dataclass(frozen=True)
+class _Way:
+    rank: int
+    start: int
+    alternate: bool
+
+    def is_low(self, shape: Shape) -> bool:
+        if len(shape) < 2:
+            return False
+        rows, cols = shape[0], math.prod(shape[1:])
+        return 2 * self.rank * (rows + cols) <= rows * cols
+
+    def factor_numbers(self, shape: Shape) -> int:
+        """Of what is kept for a parameter: the longer factor, where both take turns."""
+        if not self.is_low(shape):
+            return 0
+        rows, cols = shape[0], math.prod(shape[1:])
+        return self.rank * (max(rows, cols) if self.alternate else cols)
+
+    def matrices(self, layout: Layout) -> list[_Matrix]:
+        spans = enumerate(zip(layout.spans, layout.shapes, strict=True))
+        return [_Matrix(n, *span, shape[0], math.prod(shape[1:])) for n, (span, shape) in spans if self.is_low(shape)]
+
+    def whole(self, layout: Layout) -> list[tuple[int, int]]:
+        """The spans of what is sent as it is."""
+        spans = zip(layout.spans, layout.shapes, strict=True)
+        return [span for span, shape in spans if not self.is_low(shape)]
+
+    def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
+        numbers = sum(map(self.factor_numbers, layout.shapes))
+        factor = torch.zeros(numbers, dtype=working(values.dtype), device=values.device)
+        return {
+            RESIDUAL: torch.zeros_like(values), FACTOR: factor, AGE: torch.zeros(len(layout.names), dtype=torch.float64)
+        }  # fmt: skip
+
+    def known(self, state: State, layout: Layout, matrix: _Matrix, count: int, age: int) -> Tensor:
+        """(count, rank): what is known of a factor; columns of zeros are drawn, alike on all ranks."""
+        lengths = [self.factor_numbers(shape) for shape in layout.shapes]
+        at = sum(lengths[: matrix.number])
+        found = state[FACTOR][at : at + count * self.rank].view(count, self.rank)
+        generator = torch.Generator().manual_seed(age * 65537 + matrix.number)
+        drawn = torch.randn(count, self.rank, generator=generator, dtype=torch.float64).to(found)
+        return torch.where(found.any(0), found, drawn)
+
+    def kept(self, layout: Layout, matrices: Sequence[_Matrix], factors: Sequence[Tensor]) -> Tensor:
+        """The next FACTOR; behind the shorter of two that take turns stand zeros."""
+        found = []
+        for matrix, factor in zip(matrices, factors, strict=True):
+            missing = self.factor_numbers(layout.shapes[matrix.number]) - factor.numel()
+            found.append(torch.nn.functional.pad(factor.reshape(-1), (0, missing)))
+        return torch.cat(found)
+
+    def is_left(self, age: int) -> bool:
+        """Whether in this push, where factors take turns, the left one is summed."""
+        return (age - self.start) % 2 == 0
+
+    def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+        if place.workers == 1:
+            return parcel.answered(parcel.values, parcel.tail), state
+        layout, age, full = parcel.layout, int(state[AGE].max()), owed(parcel, state)
+        dtype, tail = working(full.dtype), parcel.tail
+        matrices = self.matrices(layout) if age >= self.start else []
+        spans = self.whole(layout) if age >= self.start else layout.spans
+        left, right = list[Tensor](), list[Tensor]()  # factors of every matrix: to be summed; known
+        for one in matrices:
+            matrix = one.of(full).to(dtype)
+            if self.alternate and not self.is_left(age):
+                known = orthonormal(self.known(state, layout, one, one.rows, age))
+                left, right = [*left, matrix.T @ known], [*right, known]
+            else:
+                known = self.known(state, layout, one, one.cols, age)
+                known = orthonormal(known) if self.alternate else known
+                left, right = [*left, matrix @ known], [*right, known]
+        parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail.to(dtype)]
+        total = yield AllReduce(torch.cat(parts))
+        sums = list(total.split([len(part) for part in parts]))
+        result, lost = torch.zeros_like(full), torch.zeros_like(full)
+        for (a, b), summed in zip(spans, sums[len(left) : -1], strict=True):
+            result[a:b] = summed
+        factors = [summed.view_as(own) for summed, own in zip(sums, left, strict=False)]
+        if matrices and not self.alternate:
+            right = [orthonormal(factor) for factor in factors]  # P, known to all from here on
+            left = [one.of(full).to(dtype).T @ known for one, known in zip(matrices, right, strict=True)]
+            total = yield AllReduce(torch.cat([factor.reshape(-1) for factor in left]))
+            pieces = total.split([factor.numel() for factor in left])
+            factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
+        is_turned = not self.alternate or not self.is_left(age)  # what was summed is the right factor
+        for one, own, summed, known in zip(matrices, left, factors, right, strict=True):
+            sent, out = (known @ own.T, known @ summed.T) if is_turned else (own @ known.T, summed @ known.T)
+            one.of(result).copy_(out)
+            one.of(lost).copy_(one.of(full).to(dtype) - sent)
+        factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]
+        after = {RESIDUAL: kept_back(parcel, lost), FACTOR: factor, AGE: state[AGE] + 1}
+        return parcel.answered(result, sums[-1].double()), after
+
+    def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
+        """Matrix by matrix, all workers at once."""
+        layout, scale, age = parcels[0].layout, parcels[0].scale, int(states[0][AGE].max())
+        tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
+        if len(parcels) == 1:
+            return [parcels[0].answered(parcels[0].values, tail)], list(states)
+        full = [owed(one, state) for one, state in zip(parcels, states, strict=True)]
+        dtype, is_low = working(full[0].dtype), age >= self.start
+        result, lost = torch.zeros_like(full[0]), [torch.zeros_like(one) for one in full]
+        for a, b in self.whole(layout) if is_low else layout.spans:
+            result[a:b] = _in_order([one[a:b].to(dtype) for one in full])
+        factors, matrices = [], self.matrices(layout) if is_low else []
+        for one in matrices:
+            own = [one.of(values).to(dtype) for values in full]
+            is_turned = self.alternate and not self.is_left(age)
+            known = self.known(states[0], layout, one, one.rows if is_turned else one.cols, age)
+            if self.alternate:
+                known = orthonormal(known)
+            else:
+                known, is_turned = orthonormal(_in_order([matrix @ known for matrix in own])), True
+            shares = [matrix.T @ known if is_turned else matrix @ known for matrix in own]
+            factors.append(_in_order(shares))
+            one.of(result).copy_(known @ factors[-1].T if is_turned else factors[-1] @ known.T)
+            for matrix, share, rest in zip(own, shares, lost, strict=True):
+                one.of(rest).copy_(matrix - (known @ share.T if is_turned else share @ known.T))
+        factor = self.kept(layout, matrices, factors) if matrices else states[0][FACTOR]
+        after = [
+            {RESIDUAL: rest / scale, FACTOR: factor.clone(), AGE: state[AGE] + 1}
+            for rest, state in zip(lost, states, strict=True)
+        ]
+        return [one.answered(result, tail) for one in parcels], after
+
+    def requests(self, layout: Layout) -> Iterator[float]:
+        """Numbers of each all-reduce, after the start; in the mean where factors take turns."""
+        matrices = self.matrices(layout)
+        rows, cols = (self.rank * sum(getattr(one, side) for one in matrices) for side in ("rows", "cols"))
+        plain = sum(b - a for a, b in self.whole(layout)) + layout.tail
+        yield plain + ((rows + cols) / 2 if self.alternate else rows)
+        if matrices and not self.alternate:
+            yield cols
+
+    def _bytes(self, numbers: float, layout: Layout, topology: Topology) -> float:
+        return 2 * (topology.workers - 1) / topology.workers * numbers * scale_bytes(layout.item_bytes)
+
+    def sent_bytes(self, layout: Layout, topology: Topology) -> list[float]:
+        return [self._bytes(sum(self.requests(layout)), layout, topology)] * topology.workers
+
+    def most_bytes(self, layout: Layout, topology: Topology) -> list[float]:
+        whole = sum(b - a for a, b in layout.spans) + layout.tail
+        longest = sum(self.requests(layout)) * (2 if self.alternate else 1)
+        return [self._bytes(max(whole, longest), layout, topology)] * topology.workers
+
+    def legs(self, layout: Layout, topology: Topology) -> list[Leg]:
+        hops = 2 * (topology.workers - 1)
+        sizes = [self._bytes(numbers, layout, topology) for numbers in self.requests(layout)]
+        return [Leg("neighbour", size, hops, "AllReduce") for size in sizes] if hops else []
+
+
+def _in_order(summands: Sequence[Tensor]) -> Tensor:
+    total = summands[0]
+    for one in summands[1:]:
+        total = total + one
+    return total
