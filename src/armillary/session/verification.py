@@ -19,6 +19,7 @@ class Difference:
 
     verdict: "no gradient" where the true gradient is zero, so that only rounding moves the tensor (an attention's key
     bias, what no batch reads); its difference says nothing and is not judged.
+    departs: whether the exchange is not exact, and is held to what it says of itself instead of to one process.
     """
 
     parameter: str
@@ -26,6 +27,7 @@ class Difference:
     exchange: str
     difference: float
     verdict: Verdict
+    departs: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Verification:
             f"float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a tensor's norm"
         )
         parts: list[str | Table] = [words, _by_plan(judged)]
+        for exchange in dict.fromkeys(one.exchange for one in judged if one.departs):
+            parts.append(f"NOT exact, held to its own oracle instead of one process: {exchange}")
         if differing := [one for one in judged if one.verdict == "differs"]:
             rows = [(one.parameter, one.plan, one.exchange, f"{one.difference:.1e}") for one in differing]
             parts.append(Table(("differs", "plan", "exchange", "difference"), rows, (0, 1, 2)))

@@ -31,8 +31,6 @@ from armillary.session.workload import Workload
 
 __all__ = ["verify_workload"]
 
-OWN_ORACLE = "NOT exact, held to its own oracle"
-
 
 def verify_workload(
     workload: Workload,
@@ -108,8 +106,8 @@ def _compare(
         if parameter in truth.quiet:
             verdict = "no gradient"
         group = plan.group_of(parameter)
-        exchange = f"{group.exchange} ({OWN_ORACLE})" if departs(plan) and group.departures else str(group.exchange)
-        yield Difference(parameter, name, exchange, difference, verdict)
+        is_other = departs(plan) and bool(group.departures)
+        yield Difference(parameter, name, str(group.exchange), difference, verdict, is_other)
 
 
 def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> Run:
