@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
@@ -149,8 +150,8 @@ def _ring(sizes: Sizes, transport: Transport, schedule: Schedule) -> Mode:
     optimizer = _sgd(model)
     stages = [Stage(j, stage, {"weight": f"{j}.weight"}) for j, stage in enumerate(model)]
     course = Course(schedule, lambda output, _: output.sum())
-    run = RingLoop(model, stages, optimizer, course, transport, transport.place.rank)
-    return partial(_step, model, optimizer), run.settle
+    run = Interpreter(stages, optimizer, course, in_a_row(schedule, transport.place.rank, transport))
+    return partial(run.step, [(torch.zeros(1), None)]), run.settle
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from armillary.runtime.cut.stages import chain, costs, cut
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_memory.models import loss, shapes
@@ -78,13 +79,16 @@ def _ring(model: nn.Sequential, samples: int, transport: Transport) -> tuple[Cal
     links, batch = chain(model), shape.batch(samples)
     schedule = cyclic(transport.place.workers, costs=costs(links, shape.batch(1)[0]))
     stages = cut(model, links, range(1, len(links)))
-    loop = RingLoop(model, stages, optimizer, Course(schedule, loss), transport, transport.place.rank)
+    seat = in_a_row(schedule, transport.place.rank, transport)
+    run = Interpreter(stages, optimizer, Course(schedule, loss), seat)
 
     def step() -> None:
-        loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
+        run.step([batch])
 
-    return step, loop.drain
+    def drain() -> None:
+        run.drain()
+
+    return step, drain
 
 
 def _ddp(model: nn.Sequential, samples: int, transport: Transport) -> tuple[Callable[[], None], Callable[[], None]]:

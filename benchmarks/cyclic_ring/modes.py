@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 
@@ -174,8 +175,15 @@ def _ring(transport: Transport, sizes: Sizes, slack: int) -> Mode:
     ]
     optimizer = _sgd(model)
     schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * sizes.stages)
-    run = RingLoop(model, stages, optimizer, Course(schedule, _loss), transport, transport.place.rank)
-    return Mode(partial(_step, model, optimizer, _batch(transport, sizes)), run.settle)
+    seat = in_a_row(schedule, transport.place.rank, transport)
+    run = Interpreter(stages, optimizer, Course(schedule, _loss), seat)
+    batch = _batch(transport, sizes)
+
+    def step() -> Tensor:
+        known = run.step([(batch[0], batch[1])])
+        return known[-1].losses[0] if known else torch.zeros(())
+
+    return Mode(step, run.settle)
 
 
 def _delayed(transport: Transport, sizes: Sizes) -> Mode:

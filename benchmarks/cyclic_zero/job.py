@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
@@ -87,9 +88,17 @@ def _made(mode: str, slack: int, waiting_seconds: float, transport: Transport) -
     optimizer = _momentum(model)
     stages = cut(model, chain(model), range(1, LAYERS))
     course = Course(cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * LAYERS), _loss)
-    loop = {"zero_ring": ZeroLoop, "ring": RingLoop}[mode]
-    run = loop(model, stages, optimizer, course, transport, transport.place.rank)
+    if mode == "ring":
+        ring = Interpreter(stages, optimizer, course, in_a_row(course.schedule, transport.place.rank, transport))
+        return partial(_ring_step, ring, batch), ring.drain
+    run = ZeroLoop(model, stages, optimizer, course, transport, transport.place.rank)
     return partial(_step, model, optimizer, batch), run.drain
+
+
+def _ring_step(ring: Interpreter, batch: Tensor) -> Tensor:
+    """The loss of this step or, on all ranks but the first, of the one before."""
+    known = ring.step([(batch[0], batch[1])])
+    return known[-1].losses[0] if known else torch.zeros(())
 
 
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -196,5 +196,5 @@ def test_shared_stages_are_planned_for_devices_that_are_not_here_and_other_numbe
 
 
 def test_simulate_says_what_it_does_not_play(armillary):
-    code, out, err = armillary("simulate", *VISION, "--workers", "2", "--schedule", "ring")
-    assert (code, out) == (2, "") and "schedule is ring, which is not played yet" in err
+    code, out, err = armillary("simulate", *VISION, "--workers", "2", "--schedule", "zero_ring")
+    assert (code, out) == (2, "") and "schedule is zero_ring, which is not played yet" in err

@@ -76,7 +76,7 @@ def shelf():
 
 def lists(schedule, calls, clip):
     for rank in range(schedule.workers):
-        rows = Lowering(schedule, rank, range(schedule.workers), clip is not None)
+        rows = Lowering(schedule, rank, range(schedule.workers), clip)
         yield [one for call in calls for one in (rows.next_step() if call == "t" else rows.rest())]
 
 

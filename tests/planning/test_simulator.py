@@ -260,8 +260,8 @@ def test_another_model_and_another_schedule_are_refused():
     made = separate(*_both(case))
     with pytest.raises(ValueError, match=r"the plan was made for model .* give the profile.json"):
         simulate(made, replace(case, profile=staged(("a", 1.0, 1.0, [dense("a.weight", 3)]))))
-    with pytest.raises(ValueError, match="the plan's schedule is ring, which is not played yet"):
-        simulate(replace(made, schedule=Choice("ring")), case)
+    with pytest.raises(ValueError, match="the plan's schedule is zero_ring, which is not played yet"):
+        simulate(replace(made, schedule=Choice("zero_ring")), case)
 
 
 def test_what_compute_cannot_hide_of_a_push_takes_the_processor():

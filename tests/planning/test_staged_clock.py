@@ -1,5 +1,6 @@
 """Lists of instructions against a clock: fill and bubble as the books say, letters when due, bytes as forecast."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,9 @@ from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.schedules.clipping import Clip
+from armillary.schedules.cyclic import cyclic
+from armillary.schedules.messages import ring_messages
 from planning.test_staged_plan import chain_of
 from planning_cases import LINKS_ONLY, machines
 
@@ -63,6 +67,18 @@ def test_a_played_step_sends_the_forecasts_bytes(name, options):
     assert found.step_seconds == pytest.approx(2 * 3 * (F + B) + sum(group.forecast.seconds for group in made.groups))
 
 
+@pytest.mark.parametrize("options", [{}, {"slack": 2, "clip_norm": 1.0}])
+def test_a_ring_has_no_bubble_and_sends_the_forecasts_bytes(options):
+    """Every rank is busy all the time where links cost nothing; where they cost most, one of them is."""
+    made, found = played("ring", 3, modules=3, **options)
+    assert found.step_seconds == pytest.approx(3 * (F + B)) and not found.exposed_seconds
+    assert found.sent_bytes == pytest.approx(forecast(made))
+    slow = played("ring", 3, latency=2e-2, **options)[1].step_seconds
+    clip = Clip(1.0) if options else None
+    sent = Counter(one.sender for one in ring_messages(cyclic(3, slack=options.get("slack", 0)), clip))
+    assert slow == pytest.approx(max(sent.values()) * 2e-2)
+
+
 def test_a_stage_that_runs_again_is_paid_for_and_the_slowest_stage_sets_the_pace():
     again = played("gpipe", 2, micro_batches=3, recompute=[0, 1])[1]
     assert again.step_seconds == pytest.approx(4 * (2 * F + B))
@@ -76,7 +92,7 @@ def test_other_machines_tables_and_what_is_not_lowered_are_refused():
     with pytest.raises(ValueError, match="puts stages on 2 workers, the machines have 3; plan again"):
         simulate(made, case)
     case = Case(chain_of((100,) * 2), machines(2), LINKS_ONLY)
-    for name in ("ring", "zero_ring", "delayed_all_reduce"):
+    for name in ("zero_ring", "delayed_all_reduce"):
         unlowered = plan(case.profile, case.topology, assumptions=LINKS_ONLY, schedule=Choice(name))
         with pytest.raises(ValueError, match=f"the plan's schedule is {name}, which is not played yet"):
             simulate(unlowered, case)

@@ -13,15 +13,14 @@ from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.replica import Replica
-from armillary.runtime.cyclic.ring import Ring
-from armillary.runtime.cyclic.ring_loop import RingLoop
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.shared_stage import SharedStage
+from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.cyclic.zero_ring import ZeroRing
-from armillary.schedules import messages
+from armillary.schedules import messages, relay
 from armillary.schedules.agenda import Due
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
@@ -64,14 +63,13 @@ def ring(schedule):
         channel.board.timeout_seconds = 1.0  # a fault may end in waiting for ever
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        run = RingLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+        seat = in_a_row(schedule, rank, channel)
+        run = Interpreter(as_stages(model), optimizer, Course(schedule, squared_error), seat)
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.workers)):
             if step == DRAIN:
                 run.drain()
-            inputs, target = batches[rank]
-            squared_error(model(inputs), target).backward()
-            optimizer.step()
+            run.step([batches[rank]])
             scheduler.step()
         run.drain()
         return weights(model)
@@ -209,13 +207,26 @@ def adds_to_the_last_steps(self, name, gradient):
     _add(self, name, gradient if kept is None else gradient + kept)
 
 
-def forgets_one(self, stage, gradients):
-    """A worker hands on the sum without its own part."""
-    _ring_add(self, stage, [None] * len(gradients) if self.worker == 1 else gradients)
+def forgets_one(self, step, came):
+    """A rank hands on the sum without its own part, in the second step."""
+    if step == 1 and step in self._own:
+        self._own[step] = {}
+    _join(self, step, came)
 
 
-_ring_add = Ring.add
+_join, _mean = StageSums.join, StageSums.mean
 _home_means = Home.means
+
+
+def sum_for_mean(self, step):
+    """The owner steps with the sum instead of the mean."""
+    return {parameter: mean * self._ranks for parameter, mean in _mean(self, step).items()}
+
+
+def reads_on(self, flats):
+    """A version that arrives is counted, and the one before is read on."""
+    self.newest += 1
+    self._versions[self.newest] = self._versions[self.newest - 1]
 
 
 def undivided(self, stage, total, workers):
@@ -284,9 +295,11 @@ STORES = [
     (StageWeights, "add", adds_to_the_last_steps),
 ]
 RINGS = [
-    (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
-    (Ring, "add", forgets_one),
-    (Home, "means", undivided),
+    (remedied_step, "step_with", rate_of_the_wall),
+    (StageSums, "join", forgets_one),
+    (StageSums, "mean", sum_for_mean),
+    (StageWeights, "arrive", reads_on),
+    (relay, "home", another_home),
 ]
 ZEROS = [
     (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),

@@ -1,4 +1,4 @@
-"""A ring of workers: the user's plain loop, equal to the reference bit for bit, by point-to-point messages alone."""
+"""A ring of workers, lowered and interpreted: the reference's weights bit for bit, by point-to-point messages alone."""
 
 from collections import Counter
 from itertools import cycle, product
@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home, ring_messages
 from armillary.schedules.simultaneous import simultaneous
@@ -35,39 +34,40 @@ from staged_models import (
 )
 
 
+def worker_of(model, optimizer, schedule, channel, rank, **course):
+    seat = in_a_row(schedule, rank, channel, one_queue=course.pop("rule", "gloo") == "nccl")
+    return Interpreter(as_stages(model), optimizer, Course(schedule, squared_error, **course), seat)
+
+
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
-    """The user's plain loop on worker `rank`; returns weights, losses, buffers, versions read, and optimizer states."""
-    course = Course(schedule, squared_error, clip=options.pop("clip", None))
-    autocast = options.pop("autocast", None)
+    """Worker `rank`; returns weights, losses, buffers, versions read, and optimizer states."""
+    clip, rule = options.pop("clip", None), options.pop("rule", "gloo")
+    autocast, seen = options.pop("autocast", None), {}
     model = nn.Sequential(*stages_of(schedule.stages, dtype, **options))
     made = OPTIMIZERS[optimizer](model.parameters())
-    run = RingLoop(model, as_stages(model), made, course, channel, rank)
-    scheduler, losses, seen, step = drop(made, DROP), [], {}, 0
-    for j, stage in enumerate(model):
-        look = lambda *_, j=j: seen.setdefault((step, rank, j), []).append(run.ring.reading[j])  # noqa: E731
-        stage.register_forward_pre_hook(look)
-        stage[0].weight.register_post_accumulate_grad_hook(look)
-    with bfloat16(autocast == "everything"):
-        for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-            if step in drains:
-                run.drain()
-            if step in settles:
-                run.settle()
-            made.zero_grad()
-            inputs, target = batches[rank]
-            with bfloat16(autocast is not None):
-                loss = squared_error(model(inputs), target)
-            loss.backward()
-            made.step()
+
+    def observe(one, version, held):
+        seen.setdefault(one.place, []).append(version)
+
+    run = worker_of(model, made, schedule, channel, rank, clip=clip, observe=observe, rule=rule)
+    scheduler, finished = drop(made, DROP), []
+    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
+        if step in drains:
+            finished += run.drain()
+        if step in settles:
+            finished += run.settle()
+        with bfloat16(autocast is not None):
+            finished += run.step([batches[rank]])
+        with bfloat16(autocast == "everything"):
             scheduler.step()
-            losses.append(loss.detach())
-    run.drain()
+    finished += run.drain()
+    losses = [loss for one in finished for loss in one.losses]
     return weights(model), losses, list(model.buffers()), seen, len(made.state)
 
 
 def holds(schedule, options, answers):
     """Asserts that every worker ends where the reference does, having read what the schedule says."""
-    shared = {key: value for key, value in options.items() if key != "settles"}
+    shared = {key: value for key, value in options.items() if key not in ("settles", "rule")}
     final, losses, buffers = truth(schedule, **shared)
     for worker, (got, own_losses, own_buffers, seen, states) in enumerate(answers):
         assert same(got, final), (worker, str(schedule), options)
@@ -148,8 +148,9 @@ def test_only_the_schedules_messages_are_sent(crew):
     for schedule, clip in product((cyclic(4, slack=2), cyclic(3, slack=1), cyclic(2, slack=2)), (None, *EVERY_CLIP)):
         replies = crew(4).run(count_messages, schedule, clip)
         for worker in range(schedule.workers):
-            want = Counter(m.receiver for m in ring_messages(schedule, clip) if m.sender == worker)
-            assert Counter(replies[worker]) == Counter({peer: STEPS * count for peer, count in want.items()})
+            sent = [m for m in ring_messages(schedule, clip) if m.sender == worker]
+            forms = Counter(m.receiver for m in sent)  # of each edge once, and its length
+            assert Counter(replies[worker]) == Counter({peer: (STEPS + 2) * count for peer, count in forms.items()})
 
 
 def count_messages(rank, world, schedule, clip):
@@ -170,35 +171,30 @@ def test_norms_do_not_depend_on_who_is_late_and_nobody_waits_for_ever(schedule, 
     holds(schedule, options, answers)
 
 
-@pytest.mark.parametrize("schedule", [*rings(3), cyclic(5), cyclic(5, 3, 5), cyclic(4, 7, 1)], ids=short)
-def test_nothing_depends_on_who_is_late_and_nobody_waits_for_ever(schedule):
-    options = {"dropout": 0.0}  # threads share one random number generator
+@pytest.mark.parametrize("rule", ["gloo", "nccl"])
+@pytest.mark.parametrize("schedule", [*rings(3)[::2], cyclic(5), cyclic(5, 3, 5), cyclic(4, 7, 1)], ids=short)
+def test_nothing_depends_on_who_is_late_and_nobody_waits_for_ever(schedule, rule):
+    options = {"dropout": 0.0, "settles": (2,), "rule": rule}  # threads share one random number generator
     answers = in_threads(
-        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options)
+        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options), rule
     )
     holds(schedule, options, answers)
 
 
-def test_evaluating_the_newest_weights_changes_nothing():
+def test_looking_at_the_newest_weights_changes_nothing():
     schedule = cyclic(2, slack=2)
     finals = []
-    for evaluate in (False, True):
+    for looks in (False, True):
 
-        def alone(rank, channel, evaluate=evaluate):
+        def alone(rank, channel, looks=looks):
             model = nn.Sequential(*stages_of(2, dropout=0.0))
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
-            run = RingLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+            run = worker_of(model, OPTIMIZERS["momentum"](model.parameters()), schedule, channel, rank)
             newest = []
             for batches in data(STEPS, 2):
-                inputs, target = batches[rank]
-                squared_error(model(inputs), target).backward()
-                optimizer.step()
-                if evaluate:
-                    with run.newest(), torch.no_grad():
-                        model.eval()
-                        model(inputs)
-                        newest.append(weights(model))
-                        model.train()
+                run.step([batches[rank]])
+                if looks:
+                    run.settle()
+                    newest.append(weights(model))
             run.drain()
             return weights(model), newest
 
@@ -245,64 +241,11 @@ def test_parameters_only_some_workers_use_are_the_references():
     def alone(rank, channel):
         own = model()
         optimizer = OPTIMIZERS["momentum"](own.parameters())
-        run = RingLoop(own, as_stages(own), optimizer, Course(schedule, squared_error), channel, rank)
+        run = worker_of(own, optimizer, schedule, channel, rank)
         for batches in data(STEPS, 2):
-            inputs, target = batches[rank]
-            squared_error(own(inputs), target).backward()
-            optimizer.step()
+            run.step([batches[rank]])
         run.drain()
         return weights(own)
-
-    for answer in in_threads(2, alone):
-        assert same(answer, weights(truth))
-
-
-def test_a_cut_by_path_and_hooks_on_the_users_own_modules_are_enough():
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(stages_of(3, dropout=0.0))
-            self.head = nn.Linear(5, 5).double()
-            with torch.no_grad():
-                self.head.weight.fill_(0.1)
-                self.head.bias.fill_(0.2)
-
-        def forward(self, value):
-            for block in self.blocks:
-                value = value + block(value)
-            return self.head(value)
-
-    schedule = cyclic(2, 3)
-
-    class Residual(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, value):
-            return value + self.block(value)
-
-    truth = Blocks()
-    stages = [
-        Residual(truth.blocks[0]),
-        nn.Sequential(*map(Residual, truth.blocks[1:2])),
-        nn.Sequential(Residual(truth.blocks[2]), truth.head),
-    ]
-    reference = Reference(stages, OPTIMIZERS["momentum"](truth.parameters()), schedule, squared_error)
-    for batches in data(STEPS, 2):
-        reference.step(batches)
-
-    def alone(rank, channel):
-        model = Blocks()
-        optimizer = OPTIMIZERS["momentum"](model.named_parameters())
-        cut_by_path = cut(model, chain(model, ["blocks", "head"]), [1, 2])
-        run = RingLoop(model, cut_by_path, optimizer, Course(schedule, squared_error), channel, rank)
-        for batches in data(STEPS, 2):
-            inputs, target = batches[rank]
-            squared_error(model(inputs), target).backward()
-            optimizer.step()
-        run.drain()
-        return weights(model)
 
     for answer in in_threads(2, alone):
         assert same(answer, weights(truth))
@@ -312,70 +255,38 @@ def alone_in_a_ring(slack=0):
     """A ring of one worker, which needs no channel."""
     model = nn.Sequential(*stages_of(2))
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    run = RingLoop(model, as_stages(model), optimizer, Course(cyclic(1, 2, slack), squared_error), GlooChannel(), 0)
-    return model, optimizer, run
+    return model, worker_of(model, optimizer, cyclic(1, 2, slack), GlooChannel(), 0)
 
 
-def test_what_would_go_wrong_silently_is_refused():
-    inputs, target = data(1, 1)[0][0]
-
-    model, optimizer, run = alone_in_a_ring()
-    with pytest.raises(RuntimeError, match="without a forward in training mode"):
-        optimizer.step()
-
-    squared_error(model(inputs), target).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(
-        RuntimeError, match=r"were changed after backward \(by clipping.* options clip_norm and clip_by"
-    ):
-        optimizer.step()
-
-    model, optimizer, run = alone_in_a_ring()
-    squared_error(model(inputs), target).backward()
-    with pytest.raises(RuntimeError, match="a second training forward"):
-        model(inputs)
-    with pytest.raises(RuntimeError, match=r"drain between forward and optimizer.step\(\)"):
-        run.drain()
-
-    model, optimizer, run = alone_in_a_ring()
+def test_gradients_that_no_schedule_made_are_refused():
+    model, run = alone_in_a_ring()
     model[0][0].weight.grad = torch.ones_like(model[0][0].weight)
-    with pytest.raises(RuntimeError, match="1 parameters have gradients before the forward"):
-        model(inputs)
+    with pytest.raises(RuntimeError, match=r"1 parameters of shapes .* have gradients that no schedule made"):
+        run.step(data(1, 1)[0])
 
 
-def test_a_grad_scaler_is_refused_by_name_unless_it_is_switched_off():
-    inputs, target = data(1, 1)[0][0]
-    for enabled, unscales in ((True, False), (True, True), (False, False)):
-        model, optimizer, _ = alone_in_a_ring()
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        scaler.scale(squared_error(model(inputs), target)).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        if not enabled:
-            scaler.step(optimizer)
-            continue
-        with pytest.raises(RuntimeError, match=r"ring: the loss was scaled by a GradScaler.*Use bfloat16"):
-            scaler.step(optimizer)
+def test_a_worker_hands_in_its_own_micro_batch_only():
+    model = nn.Sequential(*stages_of(2))
+    run = worker_of(model, OPTIMIZERS["sgd"](model.parameters()), cyclic(2), GlooChannel(), 0)
+    assert run.micro_batches == [0]
+    with pytest.raises(ValueError, match="cyclic got 2 micro-batches, want 1"):
+        run.step(data(1, 2)[0])
 
 
 def test_random_numbers_outside_the_model_go_on_as_if_it_had_drawn_none():
-    model, _, _ = alone_in_a_ring()
-    inputs, _ = data(1, 1)[0][0]
+    _, run = alone_in_a_ring()
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)
-    model(inputs)
+    run.step(data(1, 1)[0])
     assert torch.equal(torch.rand(3), want)
 
 
 def test_what_is_no_ring_is_refused():
     model = nn.Sequential(*stages_of(2))
-    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), nn.Parameter(torch.zeros(3))])
-    for course, complaint in (
-        (Course(cyclic(3), squared_error), "3 stages and 3 workers; got 2 stages, worker 0"),
-        (Course(cyclic_pipeline(2, 2), squared_error), "makes no ring"),
-        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 1, and the norm .* known from tick 2"),
-        (Course(cyclic(2), squared_error), r"steps 1 parameters of no stage, shapes \[\(3,\)\]"),
+    for schedule, clip, complaint in (
+        (cyclic(3), None, "cyclic has 3 stages, the model is cut into 2"),
+        (cyclic(2), Clip(1.0), "wanted at tick 1, and the norm .* known from tick 2"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            RingLoop(model, as_stages(model), optimizer, course, GlooChannel(), 0)
+            worker_of(model, OPTIMIZERS["sgd"](model.parameters()), schedule, GlooChannel(), 0, clip=clip)

@@ -1,36 +1,41 @@
-"""Every pipeline's lists, played under NCCL's rule and gloo's, settled and drained anywhere; planted faults."""
+"""Lists of pipelines and rings, played under NCCL's rule and gloo's, settled and drained anywhere; planted faults."""
 
 from collections import Counter
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from armillary.schedules.accumulation import accumulation
+from armillary.schedules.action import Action
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instruction import Instruction, Letter
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.messages import pipeline_messages
-from armillary.schedules.norm_in_time import refuse_in_pipeline
+from armillary.schedules.messages import pipeline_messages, ring_messages
+from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.schedules.schedule import Schedule
+from armillary.schedules.simultaneous import simultaneous
+from staged_models import rings
 
 RULES = ("nccl", "gloo")
 PIPELINES = [
     *(make(k, m) for make in (gpipe, one_f_one_b) for k, m in ((1, 1), (2, 1), (2, 3), (3, 2), (4, 5))),
     *(cyclic_pipeline(k, m, slack) for k, m in ((1, 2), (2, 1), (2, 4), (3, 2), (4, 5)) for slack in (0, 1, m)),
 ]
+RINGS = [*rings(2), *rings(3), *rings(4), cyclic(5, 3, 2), simultaneous(3, 2), delayed_all_reduce(3, 2)]
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
 def lists(schedule, calls, clip=None, served=(), one_queue=True):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
-    norms = clip is not None and clip.needs_all_stages
     found = []
     for rank in range(schedule.workers):
-        lowering = Lowering(schedule, rank, range(schedule.workers), norms, served, one_queue=one_queue)
+        lowering = Lowering(schedule, rank, range(schedule.workers), clip, served, one_queue=one_queue)
         found.append([one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())])
     return found
 
@@ -46,16 +51,16 @@ def places(made, *ops):
 
 def in_time(schedule, clip):
     try:
-        refuse_in_pipeline(schedule, clip)
+        refuse_late_norm(schedule, range(schedule.workers), clip)
     except ValueError:
         return False
     return True
 
 
 @pytest.mark.parametrize(
-    "schedule", PIPELINES, ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}"
+    "schedule", [*PIPELINES, *RINGS], ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}"
 )
-def test_no_pipeline_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drained(schedule):
+def test_nothing_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drained(schedule):
     for clip, between in product(CLIPS, ("", "s", "d")):
         for place in range(3):
             calls = "t" * (place + 1) + between + "t" * (3 - place) + "s"
@@ -75,31 +80,32 @@ def test_tables_of_stages_are_served_by_all(served):
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 def test_the_letters_of_a_step_are_the_schedules_messages(clip):
-    for schedule in (s for s in PIPELINES if in_time(s, clip)):
+    for schedule in (s for s in [*PIPELINES, *RINGS] if in_time(s, clip)):
         steps = 5
         sent = Counter(
-            (rank, one.peer, one.letter.what.removeprefix("partial "))
+            (rank, one.peer, "norm" if "norm" in one.letter.what else one.letter.what)
             for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip))
             for one in made
             if one.op == "SEND"
         )
-        wanted = Counter((m.sender, m.receiver, m.content) for m in pipeline_messages(schedule, clip))
+        messages = ring_messages if schedule in RINGS else pipeline_messages
+        wanted = Counter((m.sender, m.receiver, m.content) for m in messages(schedule, clip))
         assert sent == Counter({key: steps * count for key, count in wanted.items()})
 
 
 def test_every_letter_is_received_in_the_order_of_its_sends_both_directions_of_a_pair_together():
-    for schedule in PIPELINES:
+    for schedule in [*PIPELINES, *RINGS]:
         made = lists(schedule, "tttsts", Clip(1.0, "previous"))
-        for one, other in ((rank, rank + 1) for rank in range(schedule.workers - 1)):
+        for one, other in combinations(range(schedule.workers), 2):
             orders = [
                 [
                     (i.letter, (i.op == "SEND") == (rank == one))
                     for i in made[rank]
-                    if i.peer == peer and i.op != "OVER" and i.op != "KNOW"
+                    if i.peer == peer and i.op in ("SEND", "RECEIVE")
                 ]
                 for rank, peer in ((one, other), (other, one))
             ]
-            assert orders[0] == orders[1] != []
+            assert orders[0] == orders[1] and (orders[0] or other - one > 1)
 
 
 def test_where_directions_are_apart_room_is_made_long_before_it_is_needed():
@@ -120,16 +126,27 @@ def test_where_directions_are_apart_room_is_made_long_before_it_is_needed():
 
 def test_one_device_and_accumulation_send_nothing():
     for schedule in (cyclic(3), accumulation(3, 2)):
-        lowering = Lowering(schedule, 0, [0] * schedule.workers, has_norms=True)
+        lowering = Lowering(schedule, 0, [0] * schedule.workers, Clip(1.0, "previous"))
         made = [*lowering.next_step(), *lowering.next_step(), *lowering.rest()]
         assert {one.op for one in made} == {"F", "B", "UPDATE", "NORM"}
         one_rank = Setting(schedule, (0,) * schedule.workers, Clip(1.0, "previous"))
         assert not flaw([made], one_rank, "nccl")
 
 
-def test_what_shares_a_stage_is_refused():
-    with pytest.raises(ValueError, match=r"runs stage 0 on workers \[0, 1, 2\]; it makes no pipeline"):
-        Lowering(cyclic(3), 0, range(3))
+def test_what_shares_a_stage_in_another_way_is_refused():
+    with pytest.raises(ValueError, match=r"several of the ranks \(0, 0, 1\).* want a rank for each, or one for all"):
+        Lowering(cyclic(3), 0, [0, 0, 1])
+    with pytest.raises(ValueError, match="makes no ring"):
+        Lowering(two_micro_batches_each(), 0, range(2))
+
+
+def two_micro_batches_each():
+    """Two workers with all stages, each of two micro-batches."""
+    rows = tuple(
+        tuple(Action(2 * n + t, 1, kind, 0, 2 * worker + n) for n in range(2) for t, kind in enumerate("FB"))
+        for worker in range(2)
+    )
+    return Schedule("shares", 4, rows, ((0,),) * 4)
 
 
 # planted faults

@@ -12,7 +12,8 @@ from torch import nn
 from armillary.facts.plan import Choice
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
-from armillary.runtime.cyclic.ring_loop import RingLoop
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
 from armillary.schedules.cyclic import cyclic
@@ -101,12 +102,16 @@ def train_with_stale_gradients(rank, workers, kind):
     model = nn.Sequential(*stages_of(2, torch.float64))
     optimizer = OPTIMIZERS["momentum_decay"](model.parameters())
     if kind == "ring":
-        course = Course(cyclic(workers, 2), squared_error)
-        run = RingLoop(model, as_stages(model), optimizer, course, GlooChannel(), rank)
+        schedule = cyclic(workers, 2)
+        seat = in_a_row(schedule, rank, GlooChannel())
+        run = Interpreter(as_stages(model), optimizer, Course(schedule, squared_error), seat)
     else:
         transport = Transport()
         run = DelayedAllReduce({"all": list(model.parameters())}, optimizer, transport, workers)
     for batches in data(3, workers, torch.float64):
+        if kind == "ring":
+            run.step([batches[rank]])
+            continue
         optimizer.zero_grad()
         inputs, target = batches[rank]
         squared_error(model(inputs), target).backward()

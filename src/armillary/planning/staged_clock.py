@@ -17,8 +17,8 @@ from armillary.facts.plan import Plan
 from armillary.planning.clock import Clock, Flight, Lane, Request, Span
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
-from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.lowering import NO_MICRO_BATCH, Lowering
+from armillary.schedules.instruction import Instruction, Letter, What
+from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import RECOMPUTE, options_of
@@ -30,12 +30,15 @@ WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
 @dataclass(frozen=True)
 class _Stage:
-    """Seconds of one micro-batch, and of the optimizer's step; bytes of what it passes on."""
+    """Seconds of one micro-batch, and of the optimizer's step; bytes of what it passes on, of its weights, and of the
+    counts behind gradients that are summed on their way."""
 
     forward: float
     backward: float
     update: float
     output_bytes: int
+    weight_bytes: int
+    count_bytes: int
 
 
 @dataclass(eq=False)
@@ -74,7 +77,7 @@ class _Play:
             )
         if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
             raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
-        if not plan.stages:  # the model is left whole, and exchanged behind the next step
+        if not plan.stages or not options_of(plan).method.is_lowered:  # left whole; carried out by an engine of its own
             raise _not_played(plan)
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.stages = list(_stages(plan, case, self.options))
@@ -90,17 +93,14 @@ class _Play:
     def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
         schedule, clip, workers = self.options.schedule(), self.options.clip, self.plan.workers
         is_side_by_side = self.options.method.is_side_by_side
-        try:
-            lowering = Lowering(
-                schedule,
-                rank,
-                [rank] * schedule.workers if is_side_by_side else range(schedule.workers),
-                has_norms=clip is not None and clip.needs_all_stages,
-                replicas=workers if is_side_by_side else 1,
-                one_queue=self.case.topology.backend != "gloo",
-            )
-        except ValueError:
-            raise _not_played(self.plan) from None
+        lowering = Lowering(
+            schedule,
+            rank,
+            [rank] * schedule.workers if is_side_by_side else range(schedule.workers),
+            clip,
+            replicas=workers if is_side_by_side else 1,
+            one_queue=self.case.topology.backend != "gloo",
+        )
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
             program += lowering.next_step()
@@ -140,7 +140,7 @@ class _Play:
     def _carries_out(self, number: int, rank: _Rank, one: Instruction) -> bool:
         """Whether it could; a letter that it needs may still be without its time."""
         clock, stage = rank.clock, self.stages[one.stage]
-        wanted = [(letter, number) for letter in _needs(one) if (letter, number) in self.letters]
+        wanted = [(one.reads, number)] if one.reads is not None and (one.reads, number) in self.letters else []
         if one.op == "OVER" and one.letter is not None:
             wanted = [(one.letter, one.peer)]
         times = [self.letters[key].arrived for key in wanted]
@@ -191,20 +191,16 @@ class _Play:
         self.flights.append((sender, Flight(name, one.letter.what, letter.sent, letter.arrived, nbytes)))
 
     def _bytes_of(self, letter: Letter) -> int:
-        if letter.what == "activation":
-            return self.stages[letter.stage].output_bytes
-        return self.stages[letter.stage - 1].output_bytes if letter.what == "activation gradient" else NORM_BYTES
-
-
-def _needs(one: Instruction) -> list[Letter]:
-    """Letters that it reads if they come from elsewhere."""
-    if one.op == "F":
-        return [Letter("activation", one.step, one.micro_batch, one.stage - 1)]
-    if one.op == "B":
-        return [Letter("activation gradient", one.step, one.micro_batch, one.stage + 1)]
-    if one.op == "NORM":
-        return [Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)]
-    return [one.letter] if one.op == "KNOW" and one.letter is not None else []
+        stage, below = self.stages[letter.stage], self.stages[letter.stage - 1]
+        sums = stage.weight_bytes + stage.count_bytes
+        bytes_of: dict[What, int] = {
+            "activation": stage.output_bytes,
+            "activation gradient": below.output_bytes,
+            "partial gradient": sums,
+            "gradient": sums,
+            "weights": stage.weight_bytes,
+        }
+        return bytes_of.get(letter.what, NORM_BYTES)
 
 
 def _not_played(plan: Plan) -> ValueError:
@@ -222,8 +218,9 @@ def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage
         forward = sum(unit.forward_seconds for unit in part)
         backward = sum(unit.backward_seconds for unit in part) + fill_seconds(facts, case)
         again = forward if plan.stages[number].residency.name == RECOMPUTE else 0.0
-        update = dense_update_seconds(sum(fact.bytes for fact in facts), case)
-        yield _Stage(forward, backward + again, update, part[-1].output_bytes)
+        weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
+        update = dense_update_seconds(weights, case)
+        yield _Stage(forward, backward + again, update, part[-1].output_bytes, weights, counts)
 
 
 def _facts(plan: Plan, case: Case, stage: int) -> list[ParameterFact]:

@@ -43,9 +43,9 @@ class Reference:
         stages: the model, cut; each takes what the one before returns.
         optimizer: over the parameters of all stages.
         loss: loss(output, target) -> scalar mean over one micro-batch.
-        copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own. Each copy is
-            of a worker that runs the whole model: values cross no cut there, and lie as the model made them.
+        copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own.
         clip: of the mean gradient of every step.
+        is_whole: values cross no cut, and lie as the model made them.
 
     Raises:
         ValueError: the schedule has other stages, or a parameter is in two of them.
@@ -60,6 +60,7 @@ class Reference:
         seed: int = 0,
         copies: Sequence[int] | None = None,
         clip: Clip | None = None,
+        is_whole: bool = False,
     ) -> None:
         if len(stages) != schedule.stages:
             raise ValueError(f"reference: the schedule has {schedule.stages} stages, the model {len(stages)}")
@@ -72,7 +73,7 @@ class Reference:
             [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in stages]
             for _ in range(max(copies, default=0) + 1)
         ] if copies is not None else []  # fmt: skip
-        self._copies, self._step = copies, 0
+        self._copies, self._is_whole, self._step = copies, is_whole, 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
@@ -177,7 +178,7 @@ class Reference:
                 value = functional_call(stage, {**weights, **buffers}, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
-                elif self._copies is None:
+                elif not self._is_whole:
                     value = crossed(value)
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)

@@ -9,12 +9,10 @@ a letter, or wants one to be over, waits. What moves can only ever let more move
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.lowering import NO_MICRO_BATCH, ranks_of_stages
+from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Batch", "Rule", "Setting", "flaw"]
@@ -22,6 +20,8 @@ __all__ = ["Batch", "Rule", "Setting", "flaw"]
 Rule = Literal["nccl", "gloo"]
 Batch = list[Instruction]  # issued together
 MESSAGES = ("SEND", "RECEIVE")
+MADE = ("activation", "activation gradient", "partial norm")  # by an action, for one reader
+SUMS = ("partial gradient", "gradient")
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,12 @@ class Setting:
     clip: Clip | None = None
     drains: Collection[int] = ()
 
-    @cached_property
-    def top(self) -> int:
-        """The last rank on the way up, who tells the norm to nobody."""
-        return list(dict.fromkeys(ranks_of_stages(self.schedule, self.ranks)))[-1]
-
 
 def flaw(programs: Sequence[Sequence[Instruction | Batch]], setting: Setting, rule: Rule) -> str:
-    """What is wrong with the lists of all ranks; empty if nothing is.
-
-    Raises:
-        ValueError: a stage runs on several ranks.
-    """
+    """What is wrong with the lists of all ranks; empty if nothing is."""
     served = {one.stage for program in programs for one in program if isinstance(one, Instruction) and one.op == "PUSH"}
-    ranks = [_Rank(number, _batches(program), setting, served) for number, program in enumerate(programs)]
+    sums = dict[Letter, set[int]]()
+    ranks = [_Rank(number, _batches(program), setting, served, sums) for number, program in enumerate(programs)]
     pairs = [_Pair(one, other, rule) for one in ranks for other in ranks[one.number + 1 :]]
     try:
         while any([*(rank.goes_on() for rank in ranks), _goes_on_together(ranks), *(pair.moves() for pair in pairs)]):
@@ -71,19 +63,24 @@ class _Rank:
     Args of note:
         has: what was made here or has arrived, and was not read yet. gone: sent, and arrived.
         issued: messages in the order of their start, batch by batch, by peer.
-        updated: optimizer steps, by stage. norms: steps whose norm is known.
+        updated: versions made or received, by stage. followed: stages whose weights come from other ranks.
+        norms: steps whose norm is known.
+        sums: micro-batches whose gradients a letter holds; those of all ranks. own: those held here, by step and stage.
     """
 
     number: int
     program: list[Batch]
     setting: Setting
     served: Collection[int]
+    sums: dict[Letter, set[int]]
     at: int = 0
     has: set[Letter] = field(default_factory=set)
     gone: set[Letter] = field(default_factory=set)
     issued: dict[int, deque[Batch]] = field(default_factory=dict)
     updated: dict[int, int] = field(default_factory=dict)
+    followed: set[int] = field(default_factory=set)
     norms: int = 0
+    own: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
     def goes_on(self) -> bool:
         """Whether it could carry out something by itself, and did."""
@@ -109,22 +106,54 @@ class _Rank:
                 return f"version {version} of stage {one.stage} is missing"
             if one.op == "OVER" and one.letter not in self.gone:
                 return f"{one.letter} has not arrived"
-            for letter in self._read_by(one):
-                if letter not in self.has:
-                    return f"{letter} is missing"
+            if (letter := self._read_by(one)) is not None and letter not in self.has:
+                return f"{letter} is missing"
+            if lacking := self._lacks(one):
+                return lacking
         return ""
 
     def carry_out(self) -> None:
         batch, self.at = self.program[self.at], self.at + 1
         for one in batch:
-            self.has -= set(self._read_by(one))
-            self.has |= set(self._made_by(one))
-            if one.op == "UPDATE":
+            if (read := self._read_by(one)) is not None:
+                self.has.discard(read)
+            if (made := self._made_by(one)) is not None:
+                self.has.add(made)
+            if one.op in ("UPDATE", "UNSHARD"):
                 self.updated[one.stage] = self.updated.get(one.stage, 0) + 1
+            if one.op == "UNSHARD":
+                self.followed.add(one.stage)
             self.norms += one.op == "KNOW" or (one.op == "NORM" and one.stage == 0)
+            self._add(one)
         for peer in {one.peer for one in batch if one.op in MESSAGES}:
             together = [one for one in batch if one.op in MESSAGES and one.peer == peer]
             self.issued.setdefault(peer, deque()).append(together)
+
+    def _lacks(self, one: Instruction) -> str:
+        """What is sent or stepped with must be there, and whole."""
+        if one.op == "UPDATE":
+            missing = {*range(self.setting.schedule.micro_batches)} - self.own.get((one.step, one.stage), set())
+            return f"gradients of micro-batches {sorted(missing)} are missing" if missing else ""
+        if one.op != "SEND" or one.letter is None:
+            return ""
+        letter = one.letter
+        if letter.what in SUMS and (letter.step, letter.stage) not in self.own:
+            return f"{letter} is missing"
+        if letter.what == "weights" and self._newest(letter.stage) != letter.step:
+            return f"version {letter.step} of stage {letter.stage} is not the newest"
+        return f"{letter} is not known" if letter.what == "norm" and self.norms <= letter.step else ""
+
+    def _add(self, one: Instruction) -> None:
+        """Follows the gradients, sum by sum."""
+        key = one.step, one.stage
+        if one.op == "B":
+            self.own.setdefault(key, set()).add(one.micro_batch)
+        elif one.op == "SUM" and one.letter is not None:
+            self.own.setdefault(key, set()).update(self.sums.pop(one.letter))
+        elif one.op == "UPDATE":
+            del self.own[key]
+        elif one.op == "SEND" and one.letter is not None and one.letter.what in SUMS:
+            self.sums[one.letter] = self.own.pop(key)
 
     def trouble(self) -> str:
         if self.at == len(self.program):
@@ -133,34 +162,32 @@ class _Rank:
         return f"rank {self.number} waits at {self.program[self.at][0]}: {why}"
 
     def unread(self) -> str:
-        return f"rank {self.number} never reads {min(self.has)}" if self.has else ""
+        if self.has:
+            return f"rank {self.number} never reads {min(self.has)}"
+        kept = [f"{stage} of step {step}" for step, stage in sorted(self.own)]
+        return f"rank {self.number} never steps with gradients of stage {kept[0]}" if kept else ""
 
     def _newest(self, stage: int) -> int:
         """The version there is: stepped by UPDATE, once the norm to clip by is known."""
         clip, made = self.setting.clip, self.updated.get(stage, 0)
-        return min(made, self.norms) if clip is not None and clip.waits else made
+        is_made_here = clip is not None and clip.waits and stage not in self.followed
+        return min(made, self.norms) if is_made_here else made
 
-    def _read_by(self, one: Instruction) -> list[Letter]:
-        """What it needs; what the user hands in is always there."""
-        last = self.setting.schedule.stages - 1
-        if one.op == "F" and one.stage > 0:
-            return [Letter("activation", one.step, one.micro_batch, one.stage - 1)]
-        if one.op == "B" and one.stage < last:
-            return [Letter("activation gradient", one.step, one.micro_batch, one.stage + 1)]
-        if one.op == "NORM" and one.stage < last:
-            return [Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)]
-        return [one.letter] if one.op in ("KNOW", "SEND") and one.letter is not None else []
+    def _read_by(self, one: Instruction) -> Letter | None:
+        """What it needs; what the user hands in is always there, and what a rank keeps is looked for in `_lacks`."""
+        letter = one.letter if one.op == "SEND" else one.reads
+        if letter is None or not 0 <= letter.stage < self.setting.schedule.stages:
+            return None
+        return letter if one.op != "SEND" or letter.what in MADE else None
 
-    def _made_by(self, one: Instruction) -> list[Letter]:
+    def _made_by(self, one: Instruction) -> Letter | None:
         if one.op == "F" and one.stage < self.setting.schedule.stages - 1:
-            return [Letter("activation", *one.place)]
+            return Letter("activation", *one.place)
         if one.op == "B" and one.stage > 0:
-            return [Letter("activation gradient", *one.place)]
+            return Letter("activation gradient", *one.place)
         if one.op == "NORM" and one.stage > 0:
-            return [Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)]
-        if one.op in ("NORM", "KNOW") and self.number != self.setting.top:
-            return [Letter("norm", one.step, NO_MICRO_BATCH, one.stage)]
-        return []
+            return Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)
+        return None
 
 
 def _goes_on_together(ranks: Sequence[_Rank]) -> bool:

@@ -70,6 +70,7 @@ SCHEDULES.register(
         knows=frozenset({"clip_norm", "bucket_bytes"}),
         axis=DATA,
         is_cut=False,
+        is_lowered=False,
         is_even=True,
         keeps_own_statistics=True,
         implied=lambda given, workers: {"micro_batches": workers},

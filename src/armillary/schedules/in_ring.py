@@ -23,6 +23,7 @@ def ring_method(
     copies: Callable[[ScheduleOptions, int, int, int], float],
     notes: Callable[[Planned], list[str]],
     examples: tuple[Options, ...] = ({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}),
+    is_lowered: bool = True,
 ) -> Method:
     """A ring's registry entry; messages: of a step of the whole ring; the rest as in `Method`."""
 
@@ -35,6 +36,7 @@ def ring_method(
         knows=RING_OPTIONS,
         examples=examples,
         axis=DATA,
+        is_lowered=is_lowered,
         keeps_own_statistics=True,
         implied=_one_each,
         refuse_late_norm=refuse_in_ring,

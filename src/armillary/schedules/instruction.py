@@ -7,7 +7,9 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
     SEND, RECEIVE     a letter to a peer: started; room made for one of a peer's
     OVER              a letter sent is waited for; its tensors may go
     REDUCE            a stage's mean gradients of a step are averaged over the ranks that hold the stage
+    SUM               gradients of a stage from another rank join those here
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
+    UNSHARD           the next version of a stage's weights comes from another rank
     NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
     SERVE, PUSH       this rank's part in the look-ups of another stage's forward; in its tables' step
 
@@ -18,14 +20,19 @@ from typing import Literal, NamedTuple
 
 from armillary.schedules.schedule import Place
 
-__all__ = ["Instruction", "Letter", "Op", "What"]
+__all__ = ["NO_MICRO_BATCH", "Instruction", "Letter", "Op", "What"]
 
-Op = Literal["F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "UPDATE", "NORM", "KNOW", "SERVE", "PUSH"]
-What = Literal["activation", "activation gradient", "partial norm", "norm", "buffers"]
+NO_MICRO_BATCH = -1
+
+Op = Literal["F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "NORM", "KNOW", "SERVE", "PUSH"]
+What = Literal[
+    "activation", "activation gradient", "partial gradient", "gradient", "weights", "partial norm", "norm", "buffers"
+]  # fmt: skip
 
 
 class Letter(NamedTuple):
-    """What one rank sends another, named by the place where it was made. Norms are of a step: micro-batch -1."""
+    """What one rank sends another, named by the place where it was made. Norms are of a step: micro-batch -1. Weights
+    are of the version that a step may read first; their micro-batch is that of the rank that sends them."""
 
     what: What
     step: int
@@ -64,6 +71,17 @@ class Instruction(NamedTuple):
     @property
     def place(self) -> Place:
         return self.step, self.micro_batch, self.stage
+
+    @property
+    def reads(self) -> Letter | None:
+        """The letter that it cannot do without, if that comes from another action or rank; the ends have none."""
+        if self.op == "F":
+            return Letter("activation", self.step, self.micro_batch, self.stage - 1)
+        if self.op == "B":
+            return Letter("activation gradient", self.step, self.micro_batch, self.stage + 1)
+        if self.op == "NORM":
+            return Letter("partial norm", self.step, NO_MICRO_BATCH, self.stage + 1)
+        return self.letter if self.op in ("SUM", "UNSHARD", "KNOW") else None
 
     def __str__(self) -> str:
         at = f"{self.op} {self.stage}.{self.micro_batch} of step {self.step}"

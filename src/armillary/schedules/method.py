@@ -215,6 +215,7 @@ class Method:
         axis: what the processes are: data coordinates, each with data of its own, or the stages of one replica.
         owns_loop: training steps are taken by `run.step`. is_cut: the model is cut into stages.
         is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
+        is_lowered: to lists of instructions (`lowering.py`); else an engine of its own carries it out.
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
         has_rows: tables may be kept by row under it.
@@ -238,6 +239,7 @@ class Method:
     owns_loop: bool = True
     is_cut: bool = True
     is_side_by_side: bool = False
+    is_lowered: bool = True
     is_even: bool = False
     keeps_own_statistics: bool = False
     has_rows: bool = False

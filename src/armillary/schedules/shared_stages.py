@@ -77,6 +77,7 @@ SCHEDULES.register(
     Method(
         table=_table,
         knows=frozenset({"slack", "micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
+        is_lowered=False,
         examples=({"workers": 3}, {"workers": 6, "slack": 1}),
         implied=_implied,
         refuse_late_norm=refuse_on_one_device,

@@ -45,5 +45,6 @@ SCHEDULES.register(
         messages=zero_messages,
         copies=_copies,
         notes=_notes,
+        is_lowered=False,
     ),
 )

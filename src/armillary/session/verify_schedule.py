@@ -208,7 +208,9 @@ def _reference(
         side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
         return side_by_side, split.input_of
     own = copies if options.method.keeps_own_statistics else None
-    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
+    is_whole = own is not None and not options.method.is_lowered
+    schedule = options.schedule()
+    reference = Reference(stages, optimizer, schedule, split.of_output, case.seed, own, options.clip, is_whole)
     reference.remedies = options.built_remedies()
     return reference, split.input_of
 

@@ -4,10 +4,13 @@ Schedules differ in where a value comes from and where a gradient goes, and that
 made here and read here waits in memory; one for another rank leaves by a letter. There is no clock: instructions are
 carried out in the order of the list, and each waits only for what it needs.
 
+Where several ranks run a stage, one of them owns it: the user's optimizer steps the parameters of a stage on its owner
+only, and has state there only. Parameters hold the newest weights that have come here.
+
 Note [Tables]. The rows of a stage's tables are owned by all ranks of the schedule, so all take part in its look-ups and
 pushes: those that do not run the stage serve. Lists have these at one place for all, so nobody waits in a circle.
 
-Source: Fournier & Oyallon, 2024 (one device, pipeline); Narayanan et al., 2021; Huang et al., GPipe, 2019.
+Source: Fournier & Oyallon, 2024 (one device, pipeline, ring); Narayanan et al., 2021; Huang et al., GPipe, 2019.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +28,14 @@ from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
-from armillary.runtime.cyclic.versions import Means, StageWeights
+from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.mailbox import Mailbox
-from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.lowering import NO_MICRO_BATCH, Lowering
-from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_on_one_device
+from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
+from armillary.schedules.lowering import Lowering
+from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.schedule import Place
 
 __all__ = ["Interpreter"]
@@ -44,12 +48,13 @@ class Interpreter:
 
     Args:
         stages: the whole model, cut.
-        optimizer: the user's; of its parameters those of the stages here are stepped.
+        optimizer: the user's; of its parameters those of the stages owned here are stepped. It loses the state of the
+            others, if it has some from the beginning.
         seat: all workers of the schedule are here, if not said.
 
     Raises:
-        ValueError: the schedule has another number of stages, runs one of them on several ranks, or leaves no time for
-            the norm to clip by.
+        ValueError: the schedule has another number of stages, runs one of them on several ranks that do not have one
+            micro-batch each, or leaves no time for the norm to clip by.
     """
 
     def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, seat: Seat | None = None) -> None:
@@ -60,34 +65,43 @@ class Interpreter:
             )
         self.schedule, self.drains = schedule, list[int]()
         self._optimizer, self._course, self._seat = optimizer, course, seat
-        is_alone = len(set(seat.ranks)) == 1
-        (refuse_on_one_device if is_alone else refuse_in_pipeline)(schedule, course.clip)
-        has_norms = course.clip is not None and course.clip.needs_all_stages
+        refuse_late_norm(schedule, seat.ranks, course.clip)
         self._lowering = Lowering(
             schedule,
             seat.rank,
             seat.ranks,
-            has_norms=has_norms,
+            course.clip,
             served=tuple(seat.tables),
             replicas=seat.team.place.workers,
             one_queue=seat.one_queue,
         )
-        here = {action.stage for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row}
-        self._stages = {stage.index: stage for stage in stages if stage.index in here}
+        here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
+        self.micro_batches = sorted({action.micro_batch for action in here})
+        self._stages = {stage.index: stage for stage in stages if stage.index in {action.stage for action in here}}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
+        ranks = schedule.micro_batches // max(1, len(self.micro_batches))
+        self._sums = {j: StageSums(weights.flat, ranks) for j, weights in self._weights.items()}
         self._updates = Updates(list(self._weights.values()), course.clip, self.drains)
+        for stage in stages:
+            for parameter in stage.module.parameters() if stage.index not in self._lowering.owned else ():
+                optimizer.state.pop(parameter, None)
         own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
         self._device = next((parameter.device for parameter in own), torch.device("cpu"))
         self._device_type = device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._autocasts: dict[int, Autocast] = {}  # by step
-        self._done = {j: [0] * schedule.micro_batches for j in {*self._stages, *seat.tables}}  # forwards begun
+        self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
         self._targets: dict[tuple[int, int], Any] = {}
         self._flights: dict[Place, Flight] = {}
-        self._means: dict[tuple[int, int], Means] = {}  # by step and stage
-        self._squares: dict[tuple[int, int], Tensor] = {}
-        self._book = LossBook(schedule.micro_batches)
+        self._norm = torch.zeros(())  # squared, of the last step for which it is known here
+        self._book = LossBook(len(self.micro_batches))
+        self._makes: Mapping[What, Callable[[Letter], Sequence[Tensor]]] = {  # letters of what is kept here
+            "partial gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
+            "gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
+            "weights": lambda letter: self._weights[letter.stage].packed(),
+            "norm": lambda letter: [self._norm],
+        }
         self._carries: Mapping[str, Callable[[Instruction], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -95,7 +109,9 @@ class Interpreter:
             "RECEIVE": self._expect,
             "OVER": self._see_over,
             "REDUCE": self._reduce,
+            "SUM": self._join,
             "UPDATE": self._update,
+            "UNSHARD": self._unshard,
             "NORM": self._add_norm,
             "KNOW": self._learn_norm,
             "SERVE": self._serve,
@@ -104,18 +120,19 @@ class Interpreter:
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
-        return StageWeights(stage, step, self.schedule.micro_batches)
+        return StageWeights(stage, step, len(self.micro_batches))
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
         """Hands in one training step: per micro-batch, what the first stage reads and what the last one's loss wants.
 
-        The optimizer's options of this moment are those of the step. Returns the steps whose losses are all there now,
-        on the rank of the last stage; under a staggered schedule that is the step before.
+        Micro-batches are those that run here. The optimizer's options of this moment are those of the step. Returns the
+        steps whose losses are all there now, on a rank of the last stage; under a staggered schedule that is the step
+        before.
 
         Raises:
             ValueError: another number of micro-batches than the schedule's.
         """
-        name, wanted = self.schedule.name, self.schedule.micro_batches
+        name, wanted = self.schedule.name, len(self.micro_batches)
         if len(micro_batches) != wanted:
             raise ValueError(f"schedule: {name} got {len(micro_batches)} micro-batches, want {wanted}")
         refuse_gradients(self._optimizer)
@@ -125,7 +142,7 @@ class Interpreter:
         for tables in self._seat.tables.values():
             tables.begin(step, options)
         self._autocasts[step] = Autocast.now(self._device_type)
-        for micro_batch, (value, target) in enumerate(micro_batches):
+        for micro_batch, (value, target) in zip(self.micro_batches, micro_batches, strict=True):
             if 0 in self._stages:
                 self._values[Letter("activation", step, micro_batch, -1)] = enter(value)
             if self.schedule.stages - 1 in self._stages:
@@ -182,38 +199,49 @@ class Interpreter:
         flight, weights = self._flights.pop(one.place), self._weights[j]
         is_last = j == self.schedule.stages - 1
         gradients = None if is_last else self._taken(Letter("activation gradient", step, micro_batch, j + 1)).leaves
-        weights.expect(step, micro_batch)
+        weights.expect(step, self.micro_batches.index(micro_batch))
         landed = flight.land(gradients, weights.add)
         if j:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         means = weights.complete(step, micro_batch, landed.beside)
         if means is not None:
-            self._means[step, j] = means
+            self._sums[j].put(step, means)
         self._forget(j)
         self._course.observe(one, flight.version, self._flights.keys())
 
     def _reduce(self, one: Instruction) -> None:
-        mine = self._means[one.step, one.stage]
-        self._means[one.step, one.stage] = self._seat.team.mean(self._weights[one.stage].parameters, mine, one.stage)
+        sums = self._sums[one.stage]
+        mean = self._seat.team.mean(self._weights[one.stage].parameters, sums.own(one.step), one.stage)
+        sums.put(one.step, mean)
+
+    def _join(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._sums[one.stage].join(one.step, self._taken(one.letter).leaves)
 
     def _update(self, one: Instruction) -> None:
-        means = self._means.pop((one.step, one.stage))
-        square = self._updates.complete(self._weights[one.stage], one.step, means)
-        if square is not None:
-            self._squares[one.step, one.stage] = square
+        self._updates.complete(self._weights[one.stage], one.step, self._sums[one.stage].mean(one.step))
+        self._has_new(one)
+
+    def _unshard(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._weights[one.stage].arrive(self._taken(one.letter).leaves)
+        self._has_new(one)
+
+    def _has_new(self, one: Instruction) -> None:
         self._forget(one.stage)
         self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._updates.first_open}
 
     def _add_norm(self, one: Instruction) -> None:
         """Of the stages above and this one; with the first stage's the norm of the step is known."""
-        square = self._squares.pop((one.step, one.stage))
+        square = self._sums[one.stage].square(one.step)
         if one.stage < self.schedule.stages - 1:
             above = self._taken(Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1))
             square = above.leaves[0] + square
         if one.stage > 0:
-            self._pass_on(Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage), square)
+            letter = Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)
+            self._values[letter] = Value(*tree_flatten([square.to(self._device)]))
         else:
-            self._know(one, square)
+            self._know(one, square.to(self._device))
 
     def _learn_norm(self, one: Instruction) -> None:
         assert one.letter is not None
@@ -221,11 +249,7 @@ class Interpreter:
 
     def _know(self, one: Instruction, square: Tensor) -> None:
         self._updates.know(one.step, square)
-        self._values.pop(Letter("norm", one.step - 1, NO_MICRO_BATCH, one.stage), None)  # where nobody else is told
-        self._pass_on(Letter("norm", one.step, NO_MICRO_BATCH, one.stage), square)
-
-    def _pass_on(self, letter: Letter, square: Tensor) -> None:
-        self._values[letter] = Value(*tree_flatten(square.to(self._device)))
+        self._norm = square
 
     def _serve(self, one: Instruction) -> None:
         """This rank's part in the look-ups of another's forward; see Note [Tables]."""
@@ -239,7 +263,8 @@ class Interpreter:
 
     def _send(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
-        value = self._values.pop(one.letter)
+        make = self._makes.get(one.letter.what)
+        value = self._values.pop(one.letter) if make is None else Value(*tree_flatten(make(one.letter)))
         self._mailbox.send(one.letter, one.peer, value.leaves, value.spec)
 
     def _expect(self, one: Instruction) -> None:
@@ -259,7 +284,7 @@ class Interpreter:
 
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""
-        places = ((done, micro_batch, j) for micro_batch, done in enumerate(self._done[j]))
+        places = ((done, micro_batch, j) for micro_batch, done in self._done[j].items())
         oldest = min(self.schedule.version(place, self.drains) for place in places)
         if j in self._weights:
             self._weights[j].forget(oldest)

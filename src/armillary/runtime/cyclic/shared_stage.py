@@ -30,6 +30,7 @@ from armillary.runtime.cyclic.parcels import Line, Parcels
 from armillary.runtime.cyclic.replica import Replica
 from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import Means
+from armillary.schedules.clipping import square_of_stage
 from armillary.schedules.schedule import Place
 from armillary.schedules.shared import Sharing
 
@@ -163,8 +164,8 @@ class SharedStage:
         total = self._sums.pop(step) if last == self.rank else self._take(last, _SUM)
         means = self._home.means(self.index, total, count)
         self._gathered += 1
-        square = self._updates.complete(self._steps_taken, step, means)
-        whole = self._norms.add(square) if self._norms is not None and square is not None else None
+        whole = None if self._norms is None else self._norms.add(square_of_stage(means.values()))
+        self._updates.complete(self._steps_taken, step, means)
         if whole is not None:
             self._learn(step, whole)
 

@@ -51,11 +51,10 @@ class Updates:
         """A step is handed in, with the optimizer's options of this moment."""
         self._options[step] = options
 
-    def complete(self, weights: Stepped, step: int, means: Means) -> Tensor | None:
-        """A stage's gradients of a step are all there. Returns their square if the other stages must learn of it."""
+    def complete(self, weights: Stepped, step: int, means: Means) -> None:
+        """A stage's gradients of a step are all there."""
         self._waiting.append((weights, step, means))
         self._advance()
-        return square_of_stage(means.values()) if self._clip is not None and self._clip.needs_all_stages else None
 
     def know(self, step: int, square: Tensor) -> None:
         """The squared norm over all stages of a step."""

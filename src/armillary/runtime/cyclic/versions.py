@@ -1,4 +1,4 @@
-"""The weights of one stage through time: every version still wanted, and how the next one is made.
+"""The weights of one stage through time: every version still wanted, and how the next one is made, or arrives.
 
 Note [Versions and storage]. A version is a set of leaf tensors of its own, handed to the stage by `functional_call`;
 graphs hold these leaves, never the model's parameters. The newest version's leaves share the parameters' storage.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.delayed_step import Options
+from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.hybrid.handle import TableHandle
 
@@ -41,6 +42,8 @@ class StageWeights:
         self._stage, self._step, self._micro_batches = stage, step, micro_batches
         named = stage.module.named_parameters()  # rows of tables have versions of their own, see `row_versions.py`
         self._parameters = {name: p for name, p in named if not isinstance(p, TableHandle)}
+        self.flat = FlatStage(self._parameters)
+        self._arrived: Flats | None = None  # the newest version, if another rank made it
         self._versions: dict[int, Weights] = {0: self._leaves()}
         self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a remedy says so
         self._sums: dict[str, Tensor] = {}
@@ -119,7 +122,7 @@ class StageWeights:
 
     def advance(self, gradients: Means, options: Options) -> None:
         """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""
-        if self.newest >= self._first_wanted or self.newest in self._reading.values():
+        if self._is_wanted():
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()  # see Note [Versions and storage]
         else:
@@ -132,6 +135,23 @@ class StageWeights:
         self._versions[self.newest] = self._leaves()
         if ahead := self._step.ahead(self._parameters, options):
             self._ahead[self.newest] = ahead
+
+    def arrive(self, flats: Flats) -> None:
+        """The next version comes from the rank that made it; nobody changes its tensors."""
+        if not self._is_wanted():
+            del self._versions[self.newest]
+        for parameter, weight in zip(self.flat.parameters, self.flat.unpack_weights(flats), strict=True):
+            parameter.data = weight
+        self.newest += 1
+        self._versions[self.newest], self._arrived = self._leaves(), flats
+
+    def packed(self) -> Flats:
+        """The newest version, for another rank."""
+        return self.flat.pack_weights(self.flat.parameters) if self._arrived is None else self._arrived
+
+    def _is_wanted(self) -> bool:
+        """Whether a forward to come or a pending backward reads the newest version."""
+        return self.newest >= self._first_wanted or self.newest in self._reading.values()
 
     def drain(self) -> None:
         """The next step begins as the first did: it reads nothing old, and no remedy remembers anything."""
@@ -148,7 +168,7 @@ class StageWeights:
         self._first.clear()
 
     def _means(self) -> Means:
-        for name in self._sums.keys() - self._divided:
+        for name in self._sums.keys() - self._divided if self._micro_batches > 1 else ():
             self._sums[name].div_(self._micro_batches)
         return {parameter: self._sums[name] for name, parameter in self._parameters.items() if name in self._sums}
 

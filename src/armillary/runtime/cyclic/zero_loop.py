@@ -1,4 +1,4 @@
-"""The user's plain loop as one worker of a ring that keeps no weights: that of `ring_loop.py`, with these differences.
+"""The user's plain loop as one worker of a ring that keeps no weights: `worker_loop.py` tells the ring where it is.
 
 A parameter holds its weights only while its stage runs; between two steps, and for a stage out of turn, reading it is
 refused (look at the model inside `newest`). Gradients leave with backward: `.grad` is None when it returns, so there is

@@ -1,4 +1,4 @@
-"""What carries out every schedule that is lowered to lists of instructions: pipelines, and stages on one device.
+"""What carries out every schedule that is lowered to lists of instructions: pipelines, rings, stages on one device.
 
 A schedule that registers no engine of its own goes this way.
 """
@@ -10,7 +10,8 @@ from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.team import Team
-from armillary.schedules.lowering import ranks_of_stages
+from armillary.schedules.chain import ranks_of_stages
+from armillary.schedules.lowering import is_relayed
 from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import ENGINES, Engine, Parts
 from armillary.session.feed import device_of
@@ -32,10 +33,10 @@ class InterpretedEngine:
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
             seat = in_a_row(schedule, place.rank, parts.channel, tables, one_queue)
-        self._ranks = ranks_of_stages(schedule, seat.ranks)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.course, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
-        if not parts.options.method.is_side_by_side:
+        if len(set(seat.ranks)) > 1 and not is_relayed(schedule, seat.ranks):
+            self._ranks = ranks_of_stages(schedule, seat.ranks)
             self.teller = self._ranks[-1]
             here = [stage for stage, rank in enumerate(self._ranks) if rank == place.rank]
             self._own = OwnStages(parts.stages, here, parts.transport)

@@ -1,0 +1,66 @@
+"""Gradients of one stage on their way to its optimizer, step by step: those made here, and sums with other ranks'.
+
+Where several ranks run a stage, a flat sum with counts goes from one to the next (`flat_stage.py`): what arrives is
+added to in place, and a rank that is the first packs its own. The sum is divided once, where it is whole.
+"""
+
+import torch
+from torch import Tensor
+
+from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
+from armillary.runtime.cyclic.versions import Means
+from armillary.schedules.clipping import square_of_stage
+
+__all__ = ["StageSums"]
+
+
+class StageSums:
+    """
+    Args:
+        flat: the stage's layout.
+        ranks: that make a sum together; each has divided by the number of its own micro-batches.
+    """
+
+    def __init__(self, flat: FlatStage, ranks: int) -> None:
+        self._flat, self._ranks = flat, ranks
+        self._own: dict[int, Means] = {}  # by step
+        self._sums: dict[int, Flats] = {}
+
+    def put(self, step: int, means: Means) -> None:
+        """This rank's gradients of a step."""
+        self._own[step] = means
+
+    def own(self, step: int) -> Means:
+        """They are taken away."""
+        return self._own.pop(step)
+
+    def join(self, step: int, came: Flats) -> None:
+        """Gradients of another rank, or the sum of several, with what is here."""
+        if step in self._own:
+            own = self._own.pop(step)
+            self._flat.add_gradients(came, [own.get(parameter) for parameter in self._flat.parameters])
+        elif step in self._sums:
+            came = [flat.add_(more) for flat, more in zip(self._sums[step], came, strict=True)]
+        self._sums[step] = came
+
+    def packed(self, step: int) -> Flats:
+        """What is here, for another rank; it is taken away."""
+        if step in self._sums:
+            return self._sums.pop(step)
+        own = self._own.pop(step)
+        return self._flat.pack_gradients([own.get(parameter) for parameter in self._flat.parameters])
+
+    def square(self, step: int) -> Tensor:
+        """Of the norm of the mean, when all is here."""
+        if step in self._own:
+            return square_of_stage(self._own[step].values())
+        found = self._flat.unpack_gradients(self._sums[step])
+        return square_of_stage(found[place] / self._ranks for place in sorted(found))
+
+    def mean(self, step: int) -> Means:
+        """When all is here; it is taken away."""
+        if step not in self._sums:
+            return self._own.pop(step)
+        found = self._flat.unpack_gradients(self._sums.pop(step))
+        with torch.no_grad():
+            return {self._flat.parameters[place]: found[place].div_(self._ranks) for place in sorted(found)}

@@ -1,0 +1,138 @@
+"""Stages that run on one rank each: activations and their gradients cross from rank to rank, and the norms do.
+
+Note [Norms]. Where gradients are clipped by a norm over all stages, a stage adds its square to that of the stages
+above, behind the last gradient of the step. The whole goes up again rank by rank, each ahead of the forward of the
+micro-batch that `messages.carrier` names.
+"""
+
+from collections.abc import Collection, Sequence
+
+from armillary.schedules.agenda import Due
+from armillary.schedules.clipping import Clip
+from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, Op
+from armillary.schedules.messages import carrier, workers_of_stages
+from armillary.schedules.rank_list import RankList
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["Chain", "ranks_of_stages"]
+
+
+def ranks_of_stages(schedule: Schedule, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The rank that holds each stage.
+
+    Args:
+        ranks: by worker of the schedule.
+
+    Raises:
+        ValueError: a stage runs on several ranks.
+    """
+    if len(set(ranks)) == 1:
+        return (ranks[0],) * schedule.stages
+    return tuple(ranks[worker] for worker in workers_of_stages(schedule))
+
+
+class Chain:
+    """Of all stages of a schedule. Told of every action of every rank, in the one order.
+
+    Args:
+        ranks: by worker of the schedule.
+        served: stages whose row-sharded tables are spread over all ranks.
+        replicas: ranks that hold the same stages, with data of their own.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        ranks: Sequence[int],
+        clip: Clip | None,
+        written: RankList,
+        served: Collection[int] = (),
+        replicas: int = 1,
+    ) -> None:
+        self._schedule, self._workers, self._written = schedule, tuple(ranks), written
+        self._stages = ranks_of_stages(schedule, ranks)
+        self._path = tuple(dict.fromkeys(self._stages))  # on which a norm goes up
+        self._lowest = {one: self._stages.index(one) for one in self._path}
+        self._served, self._replicas = frozenset(served), replicas
+        self._has_norms = clip is not None and clip.needs_all_stages
+        self._carrier = carrier(schedule) if self._has_norms else 0
+        self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The stages whose optimizer steps on this rank."""
+        return frozenset(j for j, rank in enumerate(self._stages) if rank == self._written.rank)
+
+    def before(self, due: Due) -> None:
+        """The norms that a rank knows before this forward; see Note [Norms]."""
+        owner = self._workers[due.worker]
+        if due.kind == "B" or due.stage != self._lowest[owner]:
+            return
+        place = self._path.index(owner)
+        if self._has_norms and place > 0:
+            wanted = due.step + (due.micro_batch - self._carrier) // self._schedule.micro_batches
+            while self._known[place] < wanted:
+                self._know(place, due.tick)
+
+    def after(self, due: Due) -> None:
+        """What the action needed, and what it has made."""
+        owner, j = self._workers[due.worker], due.stage
+        before, after = (j - 1, j + 1) if due.kind == "F" else (j + 1, j - 1)
+        if owner == self._written.rank and due.kind == "B" and j + 1 < self._schedule.stages:
+            upper = self._stages[j + 1]
+            if upper != owner:
+                self._written.over(Letter("activation", due.step, due.micro_batch, j), upper, due.tick)
+        if 0 <= before < self._schedule.stages:
+            self._written.reads(self._letter(due, before), self._stages[before], owner, due.tick)
+        if 0 <= after < self._schedule.stages:
+            self._written.passes(self._letter(due, j), owner, self._stages[after], due.tick)
+        if due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1:
+            self._finish(due, owner)
+
+    def rest(self, steps: int, tick: int) -> None:
+        """Every rank learns of the norms."""
+        for place in range(1, len(self._path) if self._has_norms else 0):
+            while self._known[place] < steps:
+                self._know(place, tick)
+
+    @staticmethod
+    def _letter(due: Due, stage: int) -> Letter:
+        return Letter("activation" if due.kind == "F" else "activation gradient", due.step, due.micro_batch, stage)
+
+    def _finish(self, due: Due, owner: int) -> None:
+        """A stage has all its gradients of a step."""
+        j = due.stage
+        if self._replicas > 1:
+            self._do("REDUCE", due, owner)
+        if self._has_norms:
+            above, own = (Letter("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
+            self._do("NORM", due, owner)
+            if j + 1 < self._schedule.stages:
+                self._written.reads(above, self._stages[j + 1], owner, due.tick)
+            if j > 0:
+                self._written.passes(own, owner, self._stages[j - 1], due.tick)
+            else:
+                self._known[0] += 1
+                self._pass_up(0, due.step, due.tick)
+        self._do("UPDATE", due, owner)
+        if j in self._served:
+            self._do("PUSH", due, self._written.rank)
+
+    def _know(self, place: int, tick: int) -> None:
+        step, sender, reader = self._known[place], self._path[place - 1], self._path[place]
+        letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[sender])
+        self._known[place] += 1
+        if reader == self._written.rank:
+            stage = self._lowest[reader]
+            self._written.add(Instruction("KNOW", tick, step, NO_MICRO_BATCH, stage, letter, sender))
+        self._written.reads(letter, sender, reader, tick)
+        self._pass_up(place, step, tick)
+
+    def _pass_up(self, place: int, step: int, tick: int) -> None:
+        if place + 1 < len(self._path):
+            letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[self._path[place]])
+            self._written.passes(letter, self._path[place], self._path[place + 1], tick)
+
+    def _do(self, op: Op, due: Due, owner: int) -> None:
+        if owner == self._written.rank:
+            self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))

@@ -1,0 +1,91 @@
+"""One rank's list of instructions as it is written, and which letters it needs room for, has sent, and may let go.
+
+Note [Early room]. Nothing moves before there is room for it, so room is made before the sender's place in the order:
+then a letter can move while its receiver computes, however far the sender is ahead. Where both directions of a pair are
+one queue (NCCL), up to the message before it. Where each has a lane of its own (gloo), as early as it is certain: what
+goes up at the beginning of the call, a gradient when its own forward is done.
+
+A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
+some actions after the one that needed them, by the clock.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from armillary.schedules.instruction import Instruction, Letter, Op
+
+__all__ = ["RankList"]
+
+PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
+
+
+class RankList:
+    """
+    Args:
+        one_queue: whether both directions of a pair share one; see Note [Early room].
+    """
+
+    def __init__(self, rank: int, one_queue: bool) -> None:
+        self.rank, self._one_queue = rank, one_queue
+        self._list: list[Instruction] = []
+        self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
+
+    def begin(self) -> None:
+        """An action of this rank comes next."""
+        self._needed.appendleft([])
+        while len(self._needed) > PATIENCE:
+            self._list += self._needed.pop()
+
+    def add(self, instruction: Instruction) -> None:
+        """One of this rank's."""
+        self._list.append(instruction)
+
+    def over(self, letter: Letter, peer: int, tick: int) -> None:
+        """This rank waits for a letter of its own, now."""
+        self._list.append(_of_letter("OVER", tick, letter, peer))
+
+    def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
+        """A letter is there; it leaves if somebody else reads it."""
+        if sender != receiver and self.rank in (sender, receiver):
+            op: Op = "SEND" if self.rank == sender else "RECEIVE"
+            peer = receiver if self.rank == sender else sender
+            self._list.append(_of_letter(op, tick, letter, peer))
+
+    def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
+        """An action needs a letter: whoever sent it knows that it has arrived."""
+        if sender != receiver and self.rank == sender and letter.what != "activation":
+            self._needed[0].append(_of_letter("OVER", tick, letter, receiver))
+
+    def see_all_over(self) -> None:
+        """Everything sent so far is waited for."""
+        for needed in reversed(self._needed):
+            self._list += needed
+        self._needed = deque([[]])
+
+    def taken(self) -> list[Instruction]:
+        """What was written since the last call."""
+        taken, self._list = _with_early_room(self._list, self._one_queue), []
+        return taken
+
+
+def _of_letter(op: Op, tick: int, letter: Letter, peer: int) -> Instruction:
+    return Instruction(op, tick, letter.step, letter.micro_batch, letter.stage, letter, peer)
+
+
+def _with_early_room(instructions: Iterable[Instruction], one_queue: bool) -> list[Instruction]:
+    """See Note [Early room]."""
+    found: list[Instruction] = []
+    for one in instructions:
+        if one.op != "RECEIVE":
+            found.append(one)
+            continue
+        before = (at for at in reversed(range(len(found))) if _comes_before(found[at], one, one_queue))
+        found.insert(next(before, -1) + 1, one)
+    return found
+
+
+def _comes_before(other: Instruction, receive: Instruction, one_queue: bool) -> bool:
+    if other.peer == receive.peer and (other.op == "RECEIVE" or (other.op == "SEND" and one_queue)):
+        return True
+    is_gradient = receive.letter is not None and receive.letter.what == "activation gradient"
+    return is_gradient and other.op == "F" and other.place == (receive.step, receive.micro_batch, receive.stage - 1)
