@@ -67,6 +67,15 @@ def test_a_played_step_sends_the_forecasts_bytes(name, options):
     assert found.step_seconds == pytest.approx(2 * 3 * (F + B) + sum(group.forecast.seconds for group in made.groups))
 
 
+def test_replicas_side_by_side_pay_for_their_mean_at_the_end_of_a_step():
+    made, found = played("gpipe", 6, modules=4, latency=1e-4, stages=2, micro_batches=3)
+    _, alone = played("gpipe", 2, modules=4, latency=1e-4, micro_batches=3)
+    assert str(made.mesh) == "data 3 x stage 2"
+    assert found.sent_bytes == pytest.approx(forecast(made))
+    reduced = 2 * (3 - 1) * 1e-4  # turns of an all-reduce of three; the first stage's comes last
+    assert found.step_seconds == pytest.approx(alone.step_seconds + reduced)
+
+
 @pytest.mark.parametrize("options", [{}, {"slack": 2, "clip_norm": 1.0}])
 def test_a_ring_has_no_bubble_and_sends_the_forecasts_bytes(options):
     """Every rank is busy all the time where links cost nothing; where they cost most, one of them is."""

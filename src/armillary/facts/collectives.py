@@ -5,7 +5,8 @@ meaning: `runtime/transport` carries them over torch.distributed, `reference/loc
 process, and `planning/pricing` turns them into seconds.
 
 Every request names its *scope*, the set of ranks it concerns: all of them (`world`), the ranks of one node (`node`),
-or the ranks that have the same place in every node (`rail`). The last two exist when nodes hold several ranks.
+or the ranks that have the same place in every node (`rail`). These two exist when nodes hold several ranks. Or it names
+an axis of the mesh (`data`): ranks that differ in that coordinate only. These exist when somebody has opened them.
 
 Messages between two ranks are requests too (`Send`, `Receive`). Between two ranks they keep one order: the n-th that
 one sends is the n-th that the other receives. Nothing else joins a message to its receive; `what` is checked, never
@@ -23,7 +24,7 @@ __all__ = [
     "members", "sent_bytes", "summed",
 ]  # fmt: skip
 
-Scope = Literal["world", "node", "rail"]
+Scope = Literal["world", "node", "rail", "data"]
 
 
 def members(scope: Scope, workers: int, workers_per_node: int) -> list[list[int]]:

@@ -9,10 +9,12 @@ Source: torch.distributed.device_mesh, whose names and order these are; unlike i
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 __all__ = ["DATA", "STAGE", "Axis", "Mesh"]
 
-DATA, STAGE = "data", "stage"
+DATA: Final = "data"
+STAGE: Final = "stage"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Mesh:
     def data_coordinate(self, rank: int) -> int:
         """Whose data a rank trains on."""
         return self.coordinates(rank).get(DATA, 0)
+
+    def sharing_data(self, rank: int) -> list[int]:
+        """The ranks that train on the same data as this one, itself among them; along no other axis there is one."""
+        return [other for other in range(self.workers) if self.data_coordinate(other) == self.data_coordinate(rank)]
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """Where a rank stands on every axis.

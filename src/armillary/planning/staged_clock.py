@@ -17,6 +17,7 @@ from armillary.facts.plan import Plan
 from armillary.planning.clock import Clock, Flight, Lane, Request, Span
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
+from armillary.planning.staged_tables import team_traffic
 from armillary.schedules.instruction import Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import NORM_BYTES
@@ -87,18 +88,17 @@ class _Play:
 
     @property
     def _played(self) -> range:
-        """Ranks that do the same side by side are played by one of them."""
-        return range(1 if self.options.method.is_side_by_side else self.plan.workers)
+        """Of replicas that do the same side by side the first is played."""
+        return range(self.plan.workers // self.options.replicas(self.plan.workers))
 
     def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
-        schedule, clip, workers = self.options.schedule(), self.options.clip, self.plan.workers
-        is_side_by_side = self.options.method.is_side_by_side
+        schedule, clip = self.options.schedule(), self.options.clip
         lowering = Lowering(
             schedule,
             rank,
-            [rank] * schedule.workers if is_side_by_side else range(schedule.workers),
+            self._played if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
-            replicas=workers if is_side_by_side else 1,
+            replicas=self.options.replicas(self.plan.workers),
             one_queue=self.case.topology.backend != "gloo",
         )
         program, ends = list[Instruction](), list[int]()
@@ -161,11 +161,13 @@ class _Play:
 
     def _reduce(self, number: int, clock: Clock, stage: int) -> None:
         group = next(group for group in self.plan.groups if group.stage == stage)
-        launch, seconds = clock.now_seconds, group.forecast.seconds
+        facts, replicas = self.stages[stage], self.options.replicas(self.plan.workers)
+        sent, seconds = team_traffic(facts.weight_bytes + facts.count_bytes, replicas, self.case.topology)
+        launch = clock.now_seconds
         is_inside = self.case.topology.nodes == 1
-        request = Request(group.forecast.sent_bytes, seconds * is_inside, seconds * (not is_inside))
+        request = Request(sent, seconds * is_inside, seconds * (not is_inside))
         clock.wait(group.name, clock.send(group.name, "all-reduce", [request]))
-        flight = Flight(group.name, "all-reduce", launch, clock.now_seconds, group.forecast.sent_bytes)
+        flight = Flight(group.name, "all-reduce", launch, clock.now_seconds, sent)
         self.flights.append((number, flight))
 
     def _meet(self, number: int, one: Instruction) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from armillary.facts.group import Layout
-from armillary.facts.mesh import STAGE, Axis, Mesh
+from armillary.facts.mesh import STAGE
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
@@ -62,13 +62,13 @@ def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
     """
     topology, profile = case.topology, case.profile
     options = read(choice, topology.workers)
-    refuse_rows(options, list(wished))
+    refuse_rows(options, list(wished), topology.workers)
     subject = _subject(case, options, wished)
     options = subject.options
     running, seconds = profile.running, [stage.seconds for stage in subject.stages]
     groups = tuple(group for j in range(options.stages) for group in _groups(j, subject, wished, case))
     return Plan(
-        mesh=Mesh((Axis(options.method.axis, topology.workers),)),
+        mesh=options.mesh(topology.workers),
         groups=groups,
         model_fingerprint=profile.model_fingerprint,
         topology_fingerprint=topology.fingerprint,
@@ -124,11 +124,12 @@ def _groups(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -
     if not facts:
         return
     layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
+    has_replicas = options.method.is_side_by_side or options.replicas(case.topology.workers) > 1
     yield Group(
         name=f"stage {j}",
         parameters=tuple(fact.name for fact in facts),
         layout=layout,
-        exchange=PLAIN["replicated"] if layout == "replicated" else None,
+        exchange=PLAIN["replicated"] if has_replicas else None,
         stage=j,
         departures=("stale",) if subject.schedule.stale_share else (),
         forecast=_forecast(j, subject, case),
@@ -229,10 +230,10 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
 def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
     """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
     options, load, topology = subject.options, subject.stages[j], case.topology
-    held = options.method.copies(options, j, topology.workers, case.assumptions.optimizer_slots)
-    if options.method.is_side_by_side:
-        sent, seconds = team_traffic(load.weight_bytes + load.count_bytes, topology)
-        return Forecast(sent, load.weight_bytes * held, seconds)
+    replicas = options.replicas(topology.workers)
+    across = topology.workers // replicas
+    held = options.method.copies(options, j, across, case.assumptions.optimizer_slots)
+    reduced, reduce_seconds = team_traffic(load.weight_bytes + load.count_bytes, replicas, topology)
     steps, messages = options.method.traffic(options, j)
     below = subject.stages[j - 1].output_bytes if j else 0
     # behind gradients that are summed a count per parameter travels
@@ -245,6 +246,6 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS, load.weight_bytes),
     }
-    sent = sum(bytes_of[message.content] for message in messages) / steps / topology.workers
+    sent = sum(bytes_of[message.content] for message in messages) / steps / across
     seconds = topology.link.seconds(sent, round(len(messages) / steps)) if messages else 0.0
-    return Forecast(sent, load.weight_bytes * held, seconds)
+    return Forecast(sent + reduced / across, load.weight_bytes * held, seconds + reduce_seconds)

@@ -132,8 +132,7 @@ def _bytes(legs: Iterable[Leg]) -> float:
     return sum(leg.link_bytes for leg in legs)
 
 
-def team_traffic(nbytes: int, topology: Topology) -> tuple[float, float]:
+def team_traffic(nbytes: int, workers: int, topology: Topology) -> tuple[float, float]:
     """Bytes per worker, and seconds, of averaging a stage's gradients over ranks that work side by side."""
-    workers = topology.workers
     sent = 2 * (workers - 1) / workers * nbytes
     return sent, topology.link.seconds(sent, 2 * (workers - 1)) if workers > 1 else 0.0

@@ -6,7 +6,6 @@ Source: Pipe-SGD (Li et al., 2018); delayed parameter update (ZeRO-Offload, Ren 
 from dataclasses import asdict
 
 from armillary.facts.layout import layout_of
-from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group, Plan, model_fingerprint
 from armillary.planning.buckets import BucketLimits, buckets, default_limits
@@ -54,7 +53,7 @@ def plan_uncut(case: Case, choice: Choice) -> Plan:
         backward_seconds=backward,
     )
     return Plan(
-        mesh=Mesh((Axis(options.method.axis, topology.workers),)),
+        mesh=options.mesh(topology.workers),
         groups=groups,
         model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in trained),
         topology_fingerprint=topology.fingerprint,

@@ -29,14 +29,16 @@ def asked(number: int, label: str, request: Request) -> Asked:
     return Asked(number, f"{text}, {tuple(request.tensor.shape)}", (), ())
 
 
-def disagreement(everyones: Sequence[Asked], scopes: Sequence[Sequence[int]]) -> str:
+def disagreement(everyones: Sequence[Asked], scopes: Sequence[Sequence[int]], names: Sequence[int] = ()) -> str:
     """What does not fit, empty if all does.
 
     Args:
-        everyones: one per rank of the world. scopes: the ranks of each group that the request joins.
+        everyones: one per rank that asks. scopes: places in it, of each group that the request joins. names: ranks of
+            the world that these are; the same, if not said.
     """
+    names = names or range(len(everyones))
     if len({(mine.number, mine.text) for mine in everyones}) > 1:
-        return "; ".join(f"rank {rank} asks #{mine.number} {mine.text}" for rank, mine in enumerate(everyones))
+        return "; ".join(f"rank {names[place]} asks #{mine.number} {mine.text}" for place, mine in enumerate(everyones))
     if not everyones[0].send:
         return ""
     for ranks in scopes:
@@ -45,7 +47,7 @@ def disagreement(everyones: Sequence[Asked], scopes: Sequence[Sequence[int]]) ->
                 sent, wanted = everyones[rank].send[other], everyones[peer].receive[place]
                 if sent != wanted:
                     return (
-                        f"rank {rank} sends {sent} rows to rank {peer}, which expects {wanted}, in #"
+                        f"rank {names[rank]} sends {sent} rows to rank {names[peer]}, which expects {wanted}, in #"
                         f"{everyones[rank].number} {everyones[rank].text}"
                     )
     return ""

@@ -13,7 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ from armillary.runtime.order import asked, disagreement
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.process_group import start_process_group
+from armillary.runtime.profiled import named
+from armillary.runtime.scopes import group_of, place_in
 from armillary.runtime.standing import CLOSED, LET_GO, Standing
 from armillary.runtime.watchdog import Watchdog
 
@@ -84,6 +86,7 @@ class Transport:
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
         self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
+        self.axes: dict[Scope, list[list[int]]] = {}  # ranks of every group along an axis of the mesh
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.messages = Messages(self.place.rank, self._lane, check_order)
@@ -122,8 +125,18 @@ class Transport:
             if self.place.rank in ranks:
                 self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
 
+    def open_axis(self, axis: Scope, groups: list[list[int]]) -> None:
+        """Collective: opens the groups along an axis of the mesh, as `Mesh.members` has them, unless they are open.
+
+        Requests of that scope are made by the ranks of one group; those of another make theirs at times of their own.
+        """
+        if self.axes.get(axis) != groups:
+            self.axes[axis] = groups
+            for device in [device for scope, device in self.groups if scope == "world"]:
+                self._open(axis, device, "gloo" if device == "cpu" else "nccl")
+
     def _members(self, scope: Scope) -> Sequence[Sequence[int]]:
-        return members(scope, self.place.workers, self.place.workers_per_node)
+        return self.axes.get(scope) or members(scope, self.place.workers, self.place.workers_per_node)
 
     def _agreed_name(self) -> str:
         """Of this transport, rank 0's choice. Ranks that go on to open different groups would wait for each other."""
@@ -167,18 +180,18 @@ class Transport:
         self.sequence += 1
         if self.check_order:
             self._refuse_other_orders(request, label)
-        scope, ranks = request.scope, self._ranks(request)
+        scope, ranks = request.scope, self.place_in(request)
         began = time.perf_counter()
         if ranks.workers == 1:
             answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
             return lambda: answer
         what = f"{_IN_WORDS[type(request)]} of {label}"
-        with self.waiting(what), _named(f"{label}.{type(request).__name__}"):
-            carried, answer, held = self._launch(request, self._group(scope, request.tensor), ranks)
+        with self.waiting(what), named(f"{label}.{type(request).__name__}"):
+            carried, answer, held = self._launch(request, group_of(self.groups, scope, request.tensor), ranks)
 
         def wait() -> Any:
             del_after = held  # the sender's buffer is read late: it lives until the wait returns
-            with self.waiting(what), _named(f"{label}.wait"):
+            with self.waiting(what), named(f"{label}.wait"):
                 carried()
             del del_after
             if self.recording:
@@ -220,17 +233,9 @@ class Transport:
                 return stop.value
             answer = self.start(request, label)()
 
-    def _group(self, scope: Scope, tensor: Tensor) -> Any:
-        if scope == "rail" and ("rail", "cpu") not in self.groups:
-            scope = "world"  # nodes of one rank
-        device = tensor.device.type if (scope, tensor.device.type) in self.groups else "cpu"
-        return self.groups[scope, device][0]
-
-    def _ranks(self, request: Request) -> Place:
-        if (request.scope, "cpu") not in self.groups:
-            # nodes of one rank: a node is this rank alone, a rail is the whole world
-            return Place(0, 1) if request.scope == "node" else self.groups["world", "cpu"][1]
-        return self.groups[request.scope, "cpu"][1]
+    def place_in(self, request: Request) -> Place:
+        """This rank's, among those that a request concerns."""
+        return place_in(self.groups, request)
 
     def _launch(self, request: Request, group: Any, ranks: Place) -> tuple[Wait, Tensor, Tensor]:
         tensor = request.tensor.detach().contiguous()
@@ -277,10 +282,16 @@ class Transport:
         return taken
 
     def _refuse_other_orders(self, request: Request, label: str) -> None:
-        everyones: list[Any] = [None] * self.place.workers
+        group, scopes = self.order_group, self._members(request.scope)
+        ranks: Sequence[int] = range(self.place.workers)
+        if request.scope in self.axes:  # other groups ask at times of their own
+            group = self.groups[request.scope, "cpu"][0]
+            ranks = next(ranks for ranks in scopes if self.place.rank in ranks)
+            scopes = [range(len(ranks))]
+        everyones: list[Any] = [None] * len(ranks)
         with self.waiting(f"comparison of requests for {label}"):
-            dist.all_gather_object(everyones, asked(self.sequence, label, request), group=self.order_group)
-        trouble = disagreement(everyones, self._members(request.scope))
+            dist.all_gather_object(everyones, asked(self.sequence, label, request), group=group)
+        trouble = disagreement(everyones, scopes, ranks)
         if trouble:
             raise RuntimeError(f"ranks out of order: {trouble}")
 
@@ -297,7 +308,7 @@ class Transport:
             return
         whole = tensor.detach().contiguous()
         with self.waiting(f"broadcast from rank {root}"):
-            dist.broadcast(whole, group_src=root, group=self._group("world", whole))
+            dist.broadcast(whole, group_src=root, group=group_of(self.groups, "world", whole))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
 
@@ -312,7 +323,7 @@ class Transport:
 
     def _lane(self, tensor: Tensor, is_up: bool) -> Any:
         on_host = self.lanes and tensor.device.type == "cpu"
-        return self.lanes[is_up] if on_host else self._group("world", tensor)
+        return self.lanes[is_up] if on_host else group_of(self.groups, "world", tensor)
 
     def post(self, message: Message) -> Pending:
         """Starts a message, or makes room for one of a peer's. `wait` of what is returned ends when it has arrived.
@@ -323,7 +334,7 @@ class Transport:
         tensor = (message.tensor if isinstance(message, Send) else message.into).detach()
         assert isinstance(message, Send) or tensor.is_contiguous(), f"{tuple(tensor.shape)} is not contiguous"
         posted = _Posted(self, message, f"{message.what} {message.way} rank {message.peer}", time.perf_counter())
-        with self.waiting(posted.name), _named(f"{message.what}.{type(message).__name__}"):
+        with self.waiting(posted.name), named(f"{message.what}.{type(message).__name__}"):
             posted.work = self.messages.start(message, tensor.contiguous())
         return posted
 
@@ -377,7 +388,7 @@ class _Posted:
     def wait(self) -> None:
         transport, message = self.transport, self.message
         try:
-            with transport.waiting(self.name), _named(f"{message.what}.wait"):
+            with transport.waiting(self.name), named(f"{message.what}.wait"):
                 self.work.wait()
         except OutOfOrder as error:
             raise RuntimeError(str(error)) from None
@@ -386,9 +397,3 @@ class _Posted:
             sent = sent_bytes(message, transport.place.workers, transport.place.rank)
             began = self.began - transport.origin_seconds
             transport.records.append(Record(transport.step, message.what, kind, began, seconds, sent))
-
-
-def _named(what: str) -> AbstractContextManager[Any]:
-    """The name under which torch.profiler shows what is done inside; costs nothing where no profiler is on."""
-    is_watched = torch._C._autograd._profiler_enabled()
-    return torch.profiler.record_function(f"armillary::{what}") if is_watched else nullcontext()

@@ -1,4 +1,7 @@
-"""What all pipelines have in common: stages that stay with a process; only tables, and what they bring, differ."""
+"""What all pipelines have in common: stages that stay with a process; only tables, and what they bring, differ.
+
+With fewer stages than processes several pipelines work side by side, each on data of its own (data x stage).
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -29,8 +32,9 @@ def pipeline_method(
         knows=knows,
         examples=examples,
         has_rows=True,
-        implied=lambda given, workers: {"stages": parts * workers},
-        defaults=_micro_batches,
+        across=lambda options, workers: options.stages // parts,
+        implied=lambda given, workers: {"stages": parts * _across(given, workers, parts)},
+        defaults=lambda given, workers: {"micro_batches": _across(given, workers, parts)},
         refuse_late_norm=refuse_in_pipeline,
         owner=_owner,
         traffic=_traffic,
@@ -41,9 +45,22 @@ def pipeline_method(
     )
 
 
-def _micro_batches(given: Options, workers: int) -> Options:
-    """As many as processes where nobody says."""
-    return {"micro_batches": workers}
+def _across(given: Options, workers: int, parts: int) -> int:
+    """Processes of a replica: all, or fewer where fewer stages are asked for; then several replicas work side by side.
+
+    Raises:
+        ValueError: several replicas with remedies.
+    """
+    stages: int = given.get("stages", parts * workers)
+    across, rest = divmod(stages, parts)
+    if rest or across < 1 or workers % across:
+        return workers
+    if across < workers and given.get("remedies"):
+        raise ValueError(
+            f"schedule: {workers // across} replicas of {across} processes know no remedies, for which their reference "
+            f"has no words; drop them, or take as many stages as processes"
+        )
+    return across
 
 
 def _owner(options: ScheduleOptions, stage: int) -> int:

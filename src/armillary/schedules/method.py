@@ -5,14 +5,15 @@ so nobody asks for its name; one more schedule is one more file that fills them 
 options with nothing left open.
 
 Three numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M. M counts those of the
-table. Where each process carries out a table of its own, as in one_device, a step has M of each.
+table. Processes that carry out one table together are a replica; where there are several side by side, each with data
+of its own, a step has M of each, and gradients are averaged over the replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from armillary.facts.mesh import DATA, STAGE
+from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.messages import Message
 from armillary.schedules.remedies.remedy import Remedy, build_remedy
@@ -99,16 +100,27 @@ class ScheduleOptions:
         """Who does what when."""
         return self.method.picture(self)
 
+    def replicas(self, workers: int) -> int:
+        """How many tables are carried out side by side, each with micro-batches of its own."""
+        return workers // self.method.across(self, workers)
+
+    def mesh(self, workers: int) -> Mesh:
+        """How the processes are arranged; those of a replica are numbered one after the other."""
+        replicas = self.replicas(workers)
+        if self.method.axis == DATA or replicas == 1:
+            return Mesh((Axis(self.method.axis, workers),))
+        return Mesh((Axis(DATA, replicas), Axis(self.method.axis, workers // replicas)))
+
     def total(self, workers: int) -> int:
         """Micro-batches of a step, those of all processes."""
-        return self.micro_batches * (workers if self.method.is_side_by_side else 1)
+        return self.micro_batches * self.replicas(workers)
 
     def handed_in(self, rank: int, workers: int) -> range:
-        """Which micro-batches of a step a process hands in; processes of one replica hand in the same."""
-        if self.method.axis != DATA:
-            return range(self.micro_batches)
-        each = self.total(workers) // workers
-        return range(rank * each, (rank + 1) * each)
+        """Which micro-batches of a step a process hands in; processes that share data hand in the same."""
+        mesh = self.mesh(workers)
+        each = self.total(workers) // mesh.data_coordinates
+        first = mesh.data_coordinate(rank) * each
+        return range(first, first + each)
 
     def as_options(self) -> dict[str, Any]:
         """What a plan writes down of it: what differs from the defaults and stands nowhere else in the plan."""
@@ -192,6 +204,10 @@ def _no_notes(planned: Planned) -> list[str]:
     return []
 
 
+def _one_or_all(options: ScheduleOptions, workers: int) -> int:
+    return 1 if options.method.is_side_by_side else workers
+
+
 def _pace_of_one(options: ScheduleOptions, stages: Sequence[float]) -> float:
     return sum(stages)
 
@@ -215,6 +231,7 @@ class Method:
         axis: what the processes are: data coordinates, each with data of its own, or the stages of one replica.
         owns_loop: training steps are taken by `run.step`. is_cut: the model is cut into stages.
         is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
+        across: (options, processes) -> how many processes carry out one table together.
         is_lowered: to lists of instructions (`lowering.py`); else an engine of its own carries it out.
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
@@ -239,6 +256,7 @@ class Method:
     owns_loop: bool = True
     is_cut: bool = True
     is_side_by_side: bool = False
+    across: Callable[[ScheduleOptions, int], int] = _one_or_all
     is_lowered: bool = True
     is_even: bool = False
     keeps_own_statistics: bool = False

@@ -7,9 +7,6 @@ Source: Fournier & Oyallon, 2024, whose single-device mode is compared with N co
 micro-batches only, and not with gradient accumulation.
 """
 
-from collections.abc import Sequence
-
-from armillary.facts.mesh import DATA
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
@@ -21,8 +18,9 @@ SHOWN = 3  # names of modules
 def notes_on(planned: Planned) -> tuple[str, ...]:
     """One sentence each, for the reader of the plan."""
     options, schedule, method = planned.options, planned.schedule, planned.options.method
+    replicas = options.replicas(planned.workers)
     if not method.is_cut:
-        return (*method.notes(planned), *([running_note(options, planned.running)] if planned.running else ()))
+        return (*method.notes(planned), *([running_note(planned)] if planned.running else ()))
     notes = [_age(schedule), *_clip(options), *method.notes(planned)]
     if planned.workers > 1 and not method.is_side_by_side:
         notes.append(
@@ -33,24 +31,31 @@ def notes_on(planned: Planned) -> tuple[str, ...]:
     if options.remedies and not schedule.stale_share:
         notes.append(f"no weight read is old, so {', '.join(options.remedies)} change nothing: drop them")
     if planned.running:
-        notes.append(running_note(options, planned.running))
+        notes.append(running_note(planned))
     if options.recompute:
         notes.append("activations are those without recomputation; recomputed stages keep only their input")
-    if method.axis == DATA and method.is_side_by_side and planned.workers > 1:
+    if replicas > 1:
+        who = "processes" if replicas == planned.workers else f"replicas of {planned.workers // replicas} processes"
         notes.append(
-            f"{planned.workers} processes, each with {options.micro_batches} micro-batches of its own a step: a "
-            f"stage's gradients are averaged over them when they are complete, and nothing hides that"
+            f"{replicas} {who}, each with {options.micro_batches} micro-batches of its own a step: a stage's gradients "
+            f"are averaged over them when they are complete, and nothing hides that"
         )
     return tuple(notes)
 
 
-def running_note(options: ScheduleOptions, running: Sequence[str]) -> str:
-    """What batch statistics mean; `running`: paths of modules that keep running ones."""
+def running_note(planned: Planned) -> str:
+    """What batch statistics mean, of modules that keep running ones."""
+    options, running = planned.options, planned.running
     names = ", ".join(running[:SHOWN]) + (f" and {len(running) - SHOWN} more" if len(running) > SHOWN else "")
     if options.method.keeps_own_statistics:
         return (
             f"batch statistics ({names}) are those of each worker's own micro-batch, and each worker keeps running "
             f"ones of its own: held-out data are judged with each worker's, a checkpoint keeps worker 0's"
+        )
+    if options.replicas(planned.workers) > 1:
+        return (
+            f"batch statistics ({names}) are those of each micro-batch on its own; each replica keeps running ones of "
+            f"its own, in micro-batch order, and a checkpoint keeps the first's"
         )
     return (
         f"batch statistics ({names}) are those of each micro-batch on its own; running ones are kept once, in "

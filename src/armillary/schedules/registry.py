@@ -60,7 +60,7 @@ def options_of(plan: Plan) -> ScheduleOptions:
     """
     choice, stages = plan.schedule, plan.stages
     if not stages:
-        return read(choice, plan.workers)
+        return _on_mesh(plan, read(choice, plan.workers))
     said: dict[str, Any] = {"stages": len(stages)}
     if points := [stage.begins for stage in stages[1:]]:
         said["points"] = points
@@ -69,7 +69,16 @@ def options_of(plan: Plan) -> ScheduleOptions:
     for name, value in said.items():
         if _frozen(found := choice.options.get(name, value)) != _frozen(value):
             raise ValueError(f"plan: schedule {choice} has {name}={found}, the stage table says {value}; drop {name}")
-    return read(Choice(choice.name, {**choice.options, **said}), plan.workers)
+    return _on_mesh(plan, read(Choice(choice.name, {**choice.options, **said}), plan.workers))
+
+
+def _on_mesh(plan: Plan, options: ScheduleOptions) -> ScheduleOptions:
+    if (wanted := options.mesh(plan.workers)) != plan.mesh:
+        raise ValueError(
+            f"plan: schedule {plan.schedule} with {options.stages} stages lies on a mesh {wanted}, the plan's is "
+            f"{plan.mesh}; plan again"
+        )
+    return options
 
 
 def _path(point: Any) -> str:

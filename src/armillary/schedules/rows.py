@@ -8,7 +8,7 @@ from armillary.schedules.registry import SCHEDULES
 __all__ = ["refuse_rows"]
 
 
-def refuse_rows(options: ScheduleOptions, names: Sequence[str]) -> None:
+def refuse_rows(options: ScheduleOptions, names: Sequence[str], workers: int) -> None:
     """
     Raises:
         ValueError: the schedule, clipping or remedies cannot go with row-sharded tables; the message says what can.
@@ -21,6 +21,13 @@ def refuse_rows(options: ScheduleOptions, names: Sequence[str]) -> None:
         raise ValueError(
             f"schedule: {tables} cannot be kept by row under {options.name}: there workers hand whole stages on, at "
             f"times of their own, and a look-up needs all owners at one moment; take {several}, or plan without rows"
+        )
+    replicas = options.replicas(workers)
+    if 1 < replicas < workers:
+        raise ValueError(
+            f"schedule: {tables} cannot be kept by row on {replicas} replicas of {workers // replicas} processes: rows "
+            f"have one owner each, and replicas look them up at times of their own; plan without rows, or take as many "
+            f"stages as processes"
         )
     if options.clip is not None:
         raise ValueError(

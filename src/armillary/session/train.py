@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.facts.collectives import summed
-from armillary.facts.mesh import DATA
+from armillary.facts.mesh import DATA, STAGE
 from armillary.facts.plan import Forecast
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.watch.live_bytes import LiveBytes
@@ -94,7 +94,7 @@ class Training:
         options = options_of(run.plan)
         self.count = options.total(run.workers)  # micro-batches of a step, those of all ranks
         self.mine = options.handed_in(run.rank, run.workers)
-        self.counts_samples = options.method.axis == DATA or run.rank == 0
+        self.counts_samples = run.plan.mesh.coordinates(run.rank).get(STAGE, 0) == 0
         self.drawn = self._drawn(None)
         self.reached: dict[str, Any] = {}
         self.resident_bytes = 0.0  # before training, without the plan's tensors

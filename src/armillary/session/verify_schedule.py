@@ -83,7 +83,7 @@ def verify_schedule(
     case = _Case(workload, plan, steps, seed)
     whole, run = _train(case)
     truths = by_rank_zero(run.transport, lambda: _truths(case))
-    truth = truths.states[run.rank if len(truths.states) > 1 else 0]
+    truth = truths.states[run.rank if len(truths.states) == run.workers else 0]
     tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
     rows = {one.table.name: gathered(one, run.transport) for one in tensors if not one.entry}
     with run.newest():
@@ -111,7 +111,8 @@ def _is_summed_in_order(run: OwnedLoop) -> bool:
     repeats in an order that depends on which other rows there are."""
     if run.tables:
         return False
-    return run.workers < 3 or not run.options.method.is_even
+    sums = run.workers if run.options.method.is_even else run.options.replicas(run.workers)
+    return sums < 3
 
 
 def _said(options: ScheduleOptions) -> str:
@@ -202,7 +203,7 @@ def _reference(
     stages = [stage.module for stage in stages_of(model, example, options.points)]
     named = dict(model.named_parameters())
     tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(case.plan)}
-    workers = case.plan.workers if options.method.is_side_by_side else 1
+    workers = options.replicas(case.plan.workers)
     if tables or workers > 1:
         schedule = options.schedule()
         side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import Place
-from armillary.facts.collectives import AllReduce
+from armillary.facts.collectives import AllReduce, Scope
 from armillary.runtime.cyclic.flat_stage import FlatStage
 from armillary.runtime.cyclic.twin_bucket import Requests
 from armillary.runtime.cyclic.versions import Means
@@ -24,11 +24,12 @@ __all__ = ["Team", "alone"]
 class Team:
     """
     Args:
-        place: of this rank. requests: to the others; None if there are none.
+        place: of this rank among them. requests: to the others; None if there are none. scope: that names them.
     """
 
     place: Place
     requests: Requests | None = None
+    scope: Scope = "world"
 
     def mean(self, parameters: Mapping[str, nn.Parameter], mine: Means, stage: int) -> Means:
         """The mean over ranks of a stage's gradients; a parameter that no rank used is left out.
@@ -42,7 +43,7 @@ class Team:
         flat = FlatStage(parameters)
         sums = []
         for packed in flat.pack_gradients([mine.get(parameter) for parameter in flat.parameters]):
-            sums.append(self.requests.start(AllReduce(packed), f"stage {stage}")())
+            sums.append(self.requests.start(AllReduce(packed, self.scope), f"stage {stage}")())
         found = flat.unpack_gradients(sums)
         with torch.no_grad():
             return {flat.parameters[place]: found[place].div_(self.place.workers) for place in sorted(found)}

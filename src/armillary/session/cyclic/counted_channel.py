@@ -26,7 +26,7 @@ class CountedChannel:
         return _Timed(self.transport.post(message), self)
 
     def start(self, request: Request, label: str) -> Callable[[], Any]:
-        place = self.transport.place
+        place = self.transport.place_in(request)
         self.sent_bytes += sent_bytes(request, place.workers, place.rank)
         wait = self.transport.start(request, label)
 

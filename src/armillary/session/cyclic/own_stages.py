@@ -28,6 +28,7 @@ class OwnStages:
     def __init__(self, stages: Sequence[Stage], kept: Collection[int], transport: Transport) -> None:
         self._stages, self._transport = stages, transport
         others = [stage for stage in stages if stage.index not in kept]
+        self._buffers = [b for stage in stages if stage.index in kept for b in stage.module.buffers()]
         self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
         self._empty()
 
@@ -37,8 +38,9 @@ class OwnStages:
 
         Args:
             owners: by stage, the process whose parameters everybody gets.
-            keepers: by stage, the process whose buffers.
+            keepers: by stage, the process whose buffers; a process has its own again afterwards.
         """
+        mine = [buffer.clone() for buffer in self._buffers]
         for parameter, shape in self._away:
             parameter.data = parameter.data.new_empty(shape)
         with torch.no_grad():
@@ -50,6 +52,8 @@ class OwnStages:
         try:
             yield
         finally:
+            for buffer, kept in zip(self._buffers, mine, strict=True):
+                buffer.copy_(kept)
             self._empty()
 
     def _empty(self) -> None:

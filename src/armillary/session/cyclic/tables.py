@@ -49,7 +49,7 @@ def table_complaints(
     """What speaks against a plan's tables, with the remedy."""
     for group in table_groups(plan):
         try:
-            refuse_rows(options, group.parameters)
+            refuse_rows(options, group.parameters, plan.workers)
         except ValueError as error:
             yield str(error)
         yield from row_complaints(group, trainable[group.parameters[0]], optimizer)

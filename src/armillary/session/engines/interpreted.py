@@ -6,10 +6,12 @@ A schedule that registers no engine of its own goes this way.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from armillary.exchanges.exchange import Place
+from armillary.facts.mesh import DATA
 from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row, side_by_side
+from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.team import Team, alone
 from armillary.schedules.chain import ranks_of_stages
 from armillary.schedules.lowering import is_relayed
 from armillary.session.cyclic.own_stages import OwnStages
@@ -32,13 +34,16 @@ class InterpretedEngine:
             seat = side_by_side(schedule, Team(place, parts.channel), tables)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
-            seat = in_a_row(schedule, place.rank, parts.channel, tables, one_queue)
+            together = parts.plan.mesh.sharing_data(place.rank)
+            ranks = together if len(together) == schedule.workers else range(schedule.workers)
+            seat = Seat(place.rank, ranks, parts.channel, _team(parts), tables, one_queue)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.course, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         if len(set(seat.ranks)) > 1 and not is_relayed(schedule, seat.ranks):
-            self._ranks = ranks_of_stages(schedule, seat.ranks)
-            self.teller = self._ranks[-1]
-            here = [stage for stage, rank in enumerate(self._ranks) if rank == place.rank]
+            own = ranks_of_stages(schedule, seat.ranks)
+            self.teller = own[-1]
+            here = [stage for stage, rank in enumerate(own) if rank == place.rank]
+            self._ranks = ranks_of_stages(schedule, range(len(seat.ranks)))  # of the first replica
             self._own = OwnStages(parts.stages, here, parts.transport)
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
@@ -54,6 +59,16 @@ class InterpretedEngine:
 
     def detach(self) -> None:
         """There is no hook."""
+
+
+def _team(parts: Parts) -> Team:
+    """The ranks that hold the same stages."""
+    mesh, place = parts.plan.mesh, parts.transport.place
+    replicas = parts.options.replicas(place.workers)
+    if replicas == 1:
+        return alone()
+    parts.transport.open_axis(DATA, mesh.members(DATA))
+    return Team(Place(mesh.data_coordinate(place.rank), replicas), parts.channel, DATA)
 
 
 def engine_of(schedule: str) -> Callable[[Parts], Engine]:

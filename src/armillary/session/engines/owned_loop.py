@@ -82,7 +82,8 @@ class OwnedLoop:
         last = max(action.start for row in schedule.ticks for action in row)
         # where steps do not overlap all is known when the last gradient has come; else a step later nobody waits
         lag = last // schedule.period + 1 if schedule.stale_share else 0
-        return ToldLosses(self.transport, self.engine.teller, schedule.micro_batches, lag)
+        listeners = self.plan.mesh.sharing_data(self.rank)
+        return ToldLosses(self.transport, self.engine.teller, listeners, schedule.micro_batches, lag)
 
     @property
     def options(self) -> ScheduleOptions:
@@ -147,11 +148,14 @@ class OwnedLoop:
         mine = [checksum(leaf) for leaf in leaves(batches) if isinstance(leaf, Tensor)]
         with self.transport.unrecorded():
             everyones = self.transport.share((list(self.micro_batches), mine))
-        for rank, theirs in enumerate(everyones):
-            if theirs[0] == everyones[0][0] and self.workers > 1 and theirs[1] != everyones[0][1]:
+        first = dict[tuple[int, ...], int]()
+        for rank, (numbers, sums) in enumerate(everyones):
+            other = first.setdefault(tuple(numbers), rank)
+            if sums != everyones[other][1]:
                 raise ValueError(
-                    f"run.step: ranks 0 and {rank} hand in the same micro-batches {theirs[0]} of a step, as they hold "
-                    "stages of one replica, but were given different data; give every rank the same (run.shard does)"
+                    f"run.step: ranks {other} and {rank} hand in the same micro-batches {numbers} of a step, as they "
+                    "hold stages of one replica, but were given different data; give every rank the same (run.shard "
+                    "does)"
                 )
 
     def _collect(self, known: Sequence[StepLosses], is_step: bool = False, everything: bool = False) -> None:

@@ -24,12 +24,15 @@ LOSSES = "losses of a step"
 class ToldLosses:
     """
     Args:
-        teller: the process that knows.
+        teller: the process that knows. listeners: those that are to know, itself among them.
         lag: steps between handing a step in and looking for its losses.
     """
 
-    def __init__(self, transport: Transport, teller: int, micro_batches: int, lag: int) -> None:
-        self._transport, self._teller, self._count, self._lag = transport, teller, micro_batches, lag
+    def __init__(
+        self, transport: Transport, teller: int, listeners: Sequence[int], micro_batches: int, lag: int
+    ) -> None:
+        self._transport, self._count, self._lag = transport, micro_batches, lag
+        self._teller, self._peers = teller, [rank for rank in listeners if rank != teller]
         self._posted: deque[tuple[Pending, Tensor]] = deque()
         self._known: deque[StepLosses] = deque()
         self._sent: deque[tuple[Pending, Tensor]] = deque()
@@ -46,8 +49,8 @@ class ToldLosses:
         if place.rank == self._teller:
             for one in known:
                 numbers = torch.stack([loss.detach().double().cpu() for loss in one.losses])
-                peers = [peer for peer in range(place.workers) if peer != self._teller]
-                self._sent += [(self._transport.post(Send(LOSSES, peer, numbers, LOSSES)), numbers) for peer in peers]
+                posts = [self._transport.post(Send(LOSSES, peer, numbers, LOSSES)) for peer in self._peers]
+                self._sent += [(post, numbers) for post in posts]
             while len(self._sent) > 4 * (self._lag + 1) * place.workers or (everything and self._sent):
                 self._sent.popleft()[0].wait()
             self._known += known
