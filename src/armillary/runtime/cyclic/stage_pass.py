@@ -8,10 +8,11 @@ what the schedule counts as one held activation.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -27,6 +28,17 @@ __all__ = ["Flight", "Landed", "Reads", "Value", "enter", "take_off"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
+
+
+class _Acting(nn.Module):
+    """Something that is done instead of a module's forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, act: Callable[[], Any]) -> None:
+        act()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +57,10 @@ class Reads:
     weights: Weights
     rows: Visit | None = None
 
+    def within(self, module: nn.Module, act: Callable[[], Any]) -> None:
+        """Does something while a stage's module has these weights."""
+        functional_call(_Acting(module), {f"module.{name}": one for name, one in self.weights.items()}, (act,))
+
 
 @dataclass(frozen=True, eq=False)
 class Landed:
@@ -57,8 +73,10 @@ class Landed:
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A stage between forward and backward. `run` is called again for the backward if nothing was kept."""
+    """A stage between forward and backward. `run` is called again for the backward if nothing was kept. Backward may
+    run parts of the module again (torch's checkpoint), which must read what its forward read."""
 
+    module: nn.Module
     reads: Reads
     inputs: list[Any]
     outputs: list[Any] | None
@@ -88,7 +106,8 @@ class Flight:
         if pairs and (weights or others):
             with _handing_over(weights, take):
                 sources = [*weights.values(), *others]
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
+                back = partial(torch.autograd.backward, [o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
+                self.reads.within(self.module, back)
         found = [_taken_off(leaf) for leaf in others]
         value: Gradients = [None] * len(self.inputs)
         for place, gradient in zip(inputs, found):
@@ -167,7 +186,7 @@ def take_off(
         plain(leaf.detach()).requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
         for leaf, ask in zip(outputs, asks)
     ]
-    return Value(passed, specs[0]), Flight(reads, value.leaves, outputs if keep else None, run)
+    return Value(passed, specs[0]), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
 
 
 def _asks(leaf: Any) -> bool:
