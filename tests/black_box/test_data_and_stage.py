@@ -185,6 +185,22 @@ def test_stages_of_one_replica_that_are_given_different_batches_are_told_so(crew
         assert f"{ranks} hand in the same micro-batches" in said and "give every rank the same (run.shard does)" in said
 
 
+def told_of_the_same(rank, world, plan):
+    run = begun(plan)
+    for step in range(2):
+        face.step(run, [pair_batch(step, 0)])
+    with pytest.raises(ValueError, match="same data") as error:
+        face.step(run, [pair_batch(2, 0)])
+    run.run._engine.give_up("")
+    return str(error.value)
+
+
+def test_replicas_that_are_given_the_same_data_are_told_so(crew):
+    plan = plan_of("gpipe(stages=2, micro_batches=1)", 4)
+    for said in crew(4).run(told_of_the_same, plan):
+        assert "ranks 0, 2 were given the same data in each of their first 3 steps" in said
+
+
 def sharded(rank, world, plan):
     run = begun(plan)
     seen = [int(batch) for batch in face.shard(run, torch.arange(8))]

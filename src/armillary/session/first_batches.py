@@ -45,10 +45,15 @@ class Seen(NamedTuple):
 
 
 class FirstBatches:
-    """`take` and `watch` ask nobody; `compare` asks all ranks."""
+    """`take` and `watch` ask nobody; `compare` asks all ranks.
 
-    def __init__(self, transport: Transport, is_wanted: bool = True) -> None:
+    Args:
+        one_each: a rank for each of those that are to have data of their own; all, if not said.
+    """
+
+    def __init__(self, transport: Transport, is_wanted: bool = True, one_each: Sequence[int] = ()) -> None:
         self.transport, self.is_on = transport, is_wanted and transport.place.workers > 1
+        self._one_each = one_each or range(transport.place.workers)
         self.steps = self.shards = 0
         self._given: list[int] = []
         self._samples: list[int] = []
@@ -119,7 +124,7 @@ class FirstBatches:
         if self.steps <= STEPS:
             self._told.append(everyones)
         if self.steps == STEPS:
-            error, warning = complaint(self._told)
+            error, warning = complaint(self._told, self._one_each)
             self._told = []
             if not self._entrance.is_compiled:  # torch would compile all anew
                 self.look_away()
@@ -167,14 +172,14 @@ def shuffled_apart(everyones: Sequence[Mapping[tuple[int, int, int], tuple[int, 
     return ""
 
 
-def complaint(steps: Sequence[Sequence[Seen]]) -> tuple[str, str]:
-    """An error, or else a warning, of what every rank was given in some steps; empty where all is well.
+def complaint(steps: Sequence[Sequence[Seen]], compared: Sequence[int]) -> tuple[str, str]:
+    """An error, or else a warning, of what these ranks were given in some steps; empty where all is well.
 
     The same data in every step, and others in each: somebody forgot to cut them. The same data all the time may be a
     trial on one batch, and samples in common may be drawn with replacement: a warning does.
     """
     alike = defaultdict(list)
-    for rank in range(len(steps[0])):
+    for rank in compared:
         if all(step[rank].given for step in steps):
             alike[tuple(step[rank].given for step in steps)].append(rank)
     for given, ranks in alike.items():
@@ -185,13 +190,13 @@ def complaint(steps: Sequence[Sequence[Seen]]) -> tuple[str, str]:
             if len(set(given)) > 1:
                 return f"{said}, so they learn as much as one; {REMEDY}", ""
             return "", f"{said}, the same batch every time, so they learn as much as one; {REMEDY}"
-    return "", next(_in_common(steps), "")
+    return "", next(_in_common(steps, compared), "")
 
 
-def _in_common(steps: Sequence[Sequence[Seen]]) -> Iterator[str]:
-    samples = [[one for step in steps for one in step[rank].samples] for rank in range(len(steps[0]))]
-    repeats = sum(len(mine) - len(set(mine)) for mine in samples)
-    for one, other in combinations(range(len(samples)), 2):
+def _in_common(steps: Sequence[Sequence[Seen]], compared: Sequence[int]) -> Iterator[str]:
+    samples = {rank: [one for step in steps for one in step[rank].samples] for rank in compared}
+    repeats = sum(len(mine) - len(set(mine)) for mine in samples.values())
+    for one, other in combinations(compared, 2):
         shared = len(set(samples[one]) & set(samples[other]))
         if shared > BY_CHANCE * (repeats + 1):
             yield (

@@ -62,7 +62,8 @@ class OwnedLoop:
         self._finished: list[StepLosses] = []
         self._taken = 0  # steps here
         self._undo: list[RemovableHandle] = []
-        self.first = FirstBatches(transport, job.check_data and self.has_own_data)
+        one_each = [rank for rank in range(plan.workers) if plan.mesh.sharing_data(rank)[0] == rank]
+        self.first = FirstBatches(transport, job.check_data and len(one_each) > 1, one_each)
         self.begin()
 
     def begin(self) -> None:
