@@ -35,7 +35,8 @@ def truth(
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
     copies = range(schedule.workers)
-    reference = Reference(stages, made, schedule, squared_error, copies=copies, clip=clip, is_whole=is_whole)
+    reference = Reference(stages, made, schedule, squared_error, copies=copies, clip=clip)
+    reference.is_whole = is_whole
     scheduler, losses = drop(made, DROP), []
     for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
         if step in drains:

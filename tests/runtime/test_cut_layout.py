@@ -82,7 +82,8 @@ def data(dtype):
 def reference(schedule, dtype, is_whole):
     notes = set()
     stages = model_of(dtype, notes)
-    run = Reference(stages, optimizer_of(stages.parameters()), schedule, squared_error, is_whole=is_whole)
+    run = Reference(stages, optimizer_of(stages.parameters()), schedule, squared_error)
+    run.is_whole = is_whole
     for batches in data(dtype):
         run.step(batches)
     return weights(stages), notes

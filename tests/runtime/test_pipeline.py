@@ -17,7 +17,6 @@ from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.clipping import Clip
-from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instruction import Letter
@@ -346,8 +345,6 @@ def test_what_is_no_pipeline_is_refused():
         course = Course(schedule, squared_error, clip=clip)
         return Interpreter(as_stages(stages), optimizer, course, in_a_row(schedule, 0, GlooChannel()))
 
-    with pytest.raises(ValueError, match="makes no pipeline"):
-        made(cyclic(3))
     with pytest.raises(ValueError, match="has 2 stages, the model is cut into 3"):
         made(cyclic_pipeline(2, 2))
     with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):

@@ -93,7 +93,7 @@ def watch(run):
 def holds(schedule, options, answers):
     """Asserts that homes end where the reference does, and every worker lost and counted what it does."""
     shared = {key: value for key, value in options.items() if key != "settles"}
-    final, losses, buffers = truth(schedule, **shared)
+    final, losses, buffers = truth(schedule, is_whole=True, **shared)
     got = {}
     for worker, (mine, own_losses, own_buffers, states, _) in enumerate(answers):
         assert sorted(mine) == [j for j in range(schedule.stages) if home(schedule, j) == worker]

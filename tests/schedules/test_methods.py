@@ -136,18 +136,20 @@ def test_options_that_contradict_the_stage_table_are_refused(said, complaint):
 def test_a_stage_table_of_another_number_of_workers_is_refused():
     with pytest.raises(ValueError, match="pipeline on 3 processes has stages=3, got 2"):
         options_of(replace(STAGED, mesh=Mesh.of(stage=3)))
+    with pytest.raises(ValueError, match="with 2 stages lies on a mesh data 2 x stage 2, the plan's is stage 4; plan"):
+        options_of(replace(STAGED, mesh=Mesh.of(stage=4)))
 
 
 def test_tables_go_by_row_where_the_schedule_says_so():
     for name, workers, given in EXAMPLES:
         options = read(Choice(name, given), workers)
-        refuse_rows(options, [])
+        refuse_rows(options, [], workers)
         if options.method.has_rows:
-            refuse_rows(options, ["t"])
+            refuse_rows(options, ["t"], workers)
             continue
         with pytest.raises(ValueError, match=f"t cannot be kept by row under {name}: .*take accumulation, gpipe"):
-            refuse_rows(options, ["t"])
+            refuse_rows(options, ["t"], workers)
     with pytest.raises(ValueError, match=r"clip_norm=1\.0 cannot go with t, u kept by row"):
-        refuse_rows(read(Choice("gpipe", {"clip_norm": 1.0}), 2), ["t", "u"])
+        refuse_rows(read(Choice("gpipe", {"clip_norm": 1.0}), 2), ["t", "u"], 2)
     with pytest.raises(ValueError, match="stable_rate cannot go with t kept by row"):
-        refuse_rows(read(Choice("pipeline", {"remedies": ["stable_rate"]}), 2), ["t"])
+        refuse_rows(read(Choice("pipeline", {"remedies": ["stable_rate"]}), 2), ["t"], 2)

@@ -16,6 +16,7 @@ DEPARTURES: Mapping[str, str] = MappingProxyType(
         "stale": "NOT exact: gradients are taken at weights at most one step old",
         "lazy": "NOT exact: rows without gradient stay put, though the optimizer may have moved them",
         "lossy": "NOT exact: what crosses is rounded or thinned",
+        "uncoupled": "NOT exact: stages learn from losses of their own instead of the next one's gradient",
         "local": "NOT exact: replicas train alone between their meetings",
         "event": "NOT exact: replicas send only what has changed enough",
         "async": "NOT exact: nobody waits for the others; a log can replay what happened",

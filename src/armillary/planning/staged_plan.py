@@ -105,6 +105,8 @@ def staged_ways(case: Case) -> Iterator[StagedWay]:
             subject = _subject(case, read(Choice(name), case.topology.workers))
         except ValueError:
             continue
+        if subject.schedule.uncoupled:
+            continue
         departures = ("stale",) if subject.schedule.stale_share else ()
         found.append(StagedWay(Choice(name), departures, max(_held(subject, case))))
     yield from sorted(found, key=lambda way: (way.departures, way.held_bytes))
@@ -131,7 +133,7 @@ def _groups(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -
         layout=layout,
         exchange=PLAIN["replicated"] if has_replicas else None,
         stage=j,
-        departures=("stale",) if subject.schedule.stale_share else (),
+        departures=("stale",) * (subject.schedule.stale_share > 0) + ("uncoupled",) * bool(subject.schedule.uncoupled),
         forecast=_forecast(j, subject, case),
         reason=f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else ""),
     )

@@ -15,13 +15,14 @@ Source: Fournier & Oyallon, 2024, update rules CDP-v1 and v2. Departure: the aut
 with the learning rate of the next step, and so drift apart when the rate changes; here the rate is the gradient's.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from armillary.reference.clipped import clip_gradients
 from armillary.schedules.clipping import Clip
@@ -45,7 +46,6 @@ class Reference:
         loss: loss(output, target) -> scalar mean over one micro-batch.
         copies: for every micro-batch, which copy of the buffers it uses and updates; else the model's own.
         clip: of the mean gradient of every step.
-        is_whole: values cross no cut, and lie as the model made them.
 
     Raises:
         ValueError: the schedule has other stages, or a parameter is in two of them.
@@ -60,7 +60,6 @@ class Reference:
         seed: int = 0,
         copies: Sequence[int] | None = None,
         clip: Clip | None = None,
-        is_whole: bool = False,
     ) -> None:
         if len(stages) != schedule.stages:
             raise ValueError(f"reference: the schedule has {schedule.stages} stages, the model {len(stages)}")
@@ -73,11 +72,13 @@ class Reference:
             [{name: buffer.clone() for name, buffer in stage.named_buffers()} for stage in stages]
             for _ in range(max(copies, default=0) + 1)
         ] if copies is not None else []  # fmt: skip
-        self._copies, self._is_whole, self._step = copies, is_whole, 0
+        self._copies, self._step = copies, 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
         self.remedies: Sequence[Remedy] = ()  # to be set before the first step
+        self.is_whole = False  # values cross no cut, and lie as the model made them; likewise
+        self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
         self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
         self._made_with: list[dict[str, Any]] = []  # the optimizer's groups at the last step since the last drain
         self._before: dict[nn.Parameter, Tensor] = {}  # mean gradients of that step
@@ -160,6 +161,7 @@ class Reference:
         leaves: list[Tensor] = []
         parameters: list[nn.Parameter] = []
         value, target = batch
+        losses: list[Tensor] = []
         for j, stage in enumerate(self.stages):
             place = self._step, micro_batch, j
             version = self.schedule.version(place, self.drains)
@@ -176,10 +178,13 @@ class Reference:
             device = next((p.device for p in weights.values()), torch.device("cpu"))
             with seeded(self.seed, place, device):
                 value = functional_call(stage, {**weights, **buffers}, (value,))
+                if j in self.objectives:
+                    losses.append(self.objectives[j](value, target))
+                    value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
-                elif not self._is_whole:
+                elif not self.is_whole:
                     value = crossed(value)
         with torch.autocast(self._device_type, enabled=False):
-            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+            gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)
         return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

@@ -57,6 +57,8 @@ class Chain:
         self._has_norms = clip is not None and clip.needs_all_stages
         self._carrier = carrier(schedule) if self._has_norms else 0
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
+        self._summed = [0] * schedule.stages  # steps whose square has been added
+        self._waiting: dict[tuple[int, int], Due] = {}  # last backwards, by step and stage
 
     @property
     def owned(self) -> frozenset[int]:
@@ -78,13 +80,15 @@ class Chain:
         """What the action needed, and what it has made."""
         owner, j = self._workers[due.worker], due.stage
         before, after = (j - 1, j + 1) if due.kind == "F" else (j + 1, j - 1)
-        if owner == self._written.rank and due.kind == "B" and j + 1 < self._schedule.stages:
+        alone = self._schedule.uncoupled
+        comes_back = due.kind == "B" and j not in alone
+        if owner == self._written.rank and comes_back and j + 1 < self._schedule.stages:
             upper = self._stages[j + 1]
             if upper != owner:
                 self._written.over(Letter("activation", due.step, due.micro_batch, j), upper, due.tick)
-        if 0 <= before < self._schedule.stages:
+        if 0 <= before < self._schedule.stages and (comes_back or before in alone):  # else its gradient says so
             self._written.reads(self._letter(due, before), self._stages[before], owner, due.tick)
-        if 0 <= after < self._schedule.stages:
+        if 0 <= after < self._schedule.stages and not (due.kind == "B" and after in alone):
             self._written.passes(self._letter(due, j), owner, self._stages[after], due.tick)
         if due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1:
             self._finish(due, owner)
@@ -101,22 +105,38 @@ class Chain:
 
     def _finish(self, due: Due, owner: int) -> None:
         """A stage has all its gradients of a step."""
-        j = due.stage
         if self._replicas > 1:
             self._do("REDUCE", due, owner)
-        if self._has_norms:
-            above, own = (Letter("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
-            self._do("NORM", due, owner)
-            if j + 1 < self._schedule.stages:
-                self._written.reads(above, self._stages[j + 1], owner, due.tick)
-            if j > 0:
-                self._written.passes(own, owner, self._stages[j - 1], due.tick)
-            else:
-                self._known[0] += 1
-                self._pass_up(0, due.step, due.tick)
+        if not self._has_norms:
+            self._update(due, owner)
+            return
+        self._waiting[due.step, due.stage] = due
+        for j in reversed(range(self._schedule.stages)):  # squares are added the last stage first
+            if self._summed[j] > due.step:
+                continue
+            if self._summed[j] < due.step or (due.step, j) not in self._waiting:
+                return
+            self._summed[j] += 1
+            self._add_norm(self._waiting.pop((due.step, j)), due.tick)
+
+    def _update(self, due: Due, owner: int) -> None:
         self._do("UPDATE", due, owner)
-        if j in self._served:
+        if due.stage in self._served:
             self._do("PUSH", due, self._written.rank)
+
+    def _add_norm(self, due: Due, tick: int) -> None:
+        """The stages after this one have added theirs."""
+        j, owner = due.stage, self._stages[due.stage]
+        above, own = (Letter("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
+        self._do("NORM", due, owner)
+        if j + 1 < self._schedule.stages:
+            self._written.reads(above, self._stages[j + 1], owner, tick)
+        if j > 0:
+            self._written.passes(own, owner, self._stages[j - 1], tick)
+        else:
+            self._known[0] += 1
+            self._pass_up(0, due.step, tick)
+        self._update(due, owner)
 
     def _know(self, place: int, tick: int) -> None:
         step, sender, reader = self._known[place], self._path[place - 1], self._path[place]

@@ -175,7 +175,8 @@ class _Rank:
 
     def _read_by(self, one: Instruction) -> Letter | None:
         """What it needs; what the user hands in is always there, and what a rank keeps is looked for in `_lacks`."""
-        letter = one.letter if one.op == "SEND" else one.reads
+        is_alone = one.op == "B" and one.stage in self.setting.schedule.uncoupled
+        letter = one.letter if one.op == "SEND" else None if is_alone else one.reads
         if letter is None or not 0 <= letter.stage < self.setting.schedule.stages:
             return None
         return letter if one.op != "SEND" or letter.what in MADE else None
@@ -183,7 +184,7 @@ class _Rank:
     def _made_by(self, one: Instruction) -> Letter | None:
         if one.op == "F" and one.stage < self.setting.schedule.stages - 1:
             return Letter("activation", *one.place)
-        if one.op == "B" and one.stage > 0:
+        if one.op == "B" and one.stage > 0 and one.stage - 1 not in self.setting.schedule.uncoupled:
             return Letter("activation gradient", *one.place)
         if one.op == "NORM" and one.stage > 0:
             return Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)

@@ -9,6 +9,7 @@ Source: design 2.3; the version law is the event condition behind cyclic data pa
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from armillary.schedules.action import Action, Kind, Row, Staleness
@@ -19,9 +20,15 @@ Flaw = tuple[int, str]  # the guilty worker, and what is wrong
 Places = dict[tuple[Kind, int, int], tuple[int, Action]]  # (kind, micro_batch, stage) -> (worker, action)
 
 
-def flaw(rows: Sequence[Row], staleness: Staleness, period: int) -> Flaw | None:
-    """The first law the table breaks, or None."""
-    for law in (_cells, _complete, _in_order, _one_thing_at_a_time, _versions_exist):
+def flaw(rows: Sequence[Row], staleness: Staleness, period: int, uncoupled: Sequence[int] = ()) -> Flaw | None:
+    """The first law the table breaks, or None.
+
+    Args:
+        uncoupled: stages that need no gradient of the next one.
+    """
+    if strange := [stage for stage in uncoupled if not 0 <= stage < len(staleness[0]) - 1]:
+        return 0, f"stages {strange} are uncoupled, but have no stage after them"
+    for law in (_cells, _complete, partial(_in_order, uncoupled=uncoupled), _one_thing_at_a_time, _versions_exist):
         for found in law(rows, staleness, period):
             return found
     return None
@@ -57,12 +64,17 @@ def _complete(rows: Sequence[Row], staleness: Staleness, period: int) -> Iterato
                     yield 0, f"{kind} of micro-batch {micro_batch}, stage {stage} never happens; want once"
 
 
-def _in_order(rows: Sequence[Row], staleness: Staleness, period: int) -> Iterator[Flaw]:
+def _in_order(rows: Sequence[Row], staleness: Staleness, period: int, uncoupled: Sequence[int]) -> Iterator[Flaw]:
     places, last = _places(rows), len(staleness[0]) - 1
+    learns = {last, *uncoupled}  # from losses of their own
     for micro_batch in range(len(staleness)):
-        way = [places["F", micro_batch, stage] for stage in range(last + 1)]
-        way += [places["B", micro_batch, stage] for stage in range(last, -1, -1)]
-        for (_, before), (worker, after) in pairwise(way):
+        forwards = [places["F", micro_batch, stage] for stage in range(last + 1)]
+        way = list(pairwise(forwards))
+        for stage in reversed(range(last + 1)):
+            is_alone = stage in learns
+            before_it = places["F", micro_batch, stage] if is_alone else places["B", micro_batch, stage + 1]
+            way.append((before_it, places["B", micro_batch, stage]))
+        for (_, before), (worker, after) in way:
             if after.start < before.end:
                 yield (
                     worker,

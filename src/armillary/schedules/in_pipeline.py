@@ -3,11 +3,11 @@
 With fewer stages than processes several pipelines work side by side, each on data of its own (data x stage).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.messages import pipeline_messages
-from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, Traffic
+from armillary.schedules.method import Method, Objective, Options, Planned, ScheduleOptions, Traffic
 from armillary.schedules.norm_in_time import refuse_in_pipeline
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
@@ -25,6 +25,7 @@ def pipeline_method(
     knows: frozenset[str] = PIPELINE_OPTIONS,
     examples: tuple[Options, ...] = ({"workers": 3, "micro_batches": 4},),
     parts: int = 1,
+    objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = lambda options: {},
 ) -> Method:
     """A pipeline's registry entry; arguments as in `Method`. parts: stages a process."""
     return Method(
@@ -41,6 +42,7 @@ def pipeline_method(
         copies=mean_over_workers,
         peak=fullest_stage,
         pace=pace,
+        objectives=objectives,
         notes=notes,
     )
 

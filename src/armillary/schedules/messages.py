@@ -209,7 +209,7 @@ def used_at(schedule: Schedule, message: Message, clip: Clip | None = None) -> i
 
 def carrier(schedule: Schedule) -> int:
     """The micro-batch, counted on from the first of the next step, before whose forward a pipeline's norm goes up."""
-    known = max(schedule.action("B", m, 0).end for m in range(schedule.micro_batches))
+    known = max(action.end for row in schedule.ticks for action in row if action.kind == "B")
     starts = [schedule.action("F", m, 0).start for m in range(schedule.micro_batches)]
     return next(
         number
@@ -229,7 +229,8 @@ def pipeline_messages(schedule: Schedule, clip: Clip | None = None) -> list[Mess
     for worker, row in enumerate(schedule.ticks):
         for action in row:
             after = action.stage + (1 if action.kind == "F" else -1)
-            if 0 <= after < schedule.stages and workers[after] != worker:
+            is_back = action.kind == "B" and after in schedule.uncoupled
+            if 0 <= after < schedule.stages and workers[after] != worker and not is_back:
                 lag = schedule.action(action.kind, action.micro_batch, after).start - action.start
                 content: Content = "activation" if action.kind == "F" else "activation gradient"
                 found.append(Message(action.start, lag, worker, workers[after], content, action.stage))

@@ -20,9 +20,10 @@ from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
 
-__all__ = ["DERIVED", "Method", "Planned", "ScheduleOptions", "Traffic"]
+__all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "Traffic"]
 
 Options = Mapping[str, Any]
+Objective = Callable[[Any, Any], Any]
 
 # Said elsewhere in a plan: in its stage table, its mesh, or by default.
 DERIVED = ("name", "method", "stages", "points", "recompute")
@@ -200,6 +201,10 @@ def _first_rank(options: ScheduleOptions, stage: int) -> int:
     return 0
 
 
+def _no_objectives(options: ScheduleOptions) -> Mapping[int, Objective]:
+    return {}
+
+
 def _no_notes(planned: Planned) -> list[str]:
     return []
 
@@ -245,6 +250,7 @@ class Method:
             mean over workers.
         peak: (options, stages) -> bytes of activations of the fullest worker.
         pace: (options, seconds of forward and backward of each stage) -> seconds of a step without any exchange.
+        objectives: of the stages that the table calls uncoupled, what each learns from: (output, batch) -> scalar loss.
         notes: what the reader of a plan should know.
         follows: option names that the number of processes fixes, so that a plan need not write them down.
     """
@@ -270,6 +276,7 @@ class Method:
     copies: Callable[[ScheduleOptions, int, int, int], float] = _copies_held
     peak: Callable[[ScheduleOptions, Sequence[StageLoad]], int] = _all_kept
     pace: Callable[[ScheduleOptions, Sequence[float]], float] = _pace_of_one
+    objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = _no_objectives
     notes: Callable[[Planned], list[str]] = _no_notes
     draw: Callable[[ScheduleOptions], str] | None = None
     follows: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ def notes_on(planned: Planned) -> tuple[str, ...]:
     replicas = options.replicas(planned.workers)
     if not method.is_cut:
         return (*method.notes(planned), *([running_note(planned)] if planned.running else ()))
-    notes = [_age(schedule), *_clip(options), *method.notes(planned)]
+    notes = [_age(schedule), *_uncoupled(schedule), *_clip(options), *method.notes(planned)]
     if planned.workers > 1 and not method.is_side_by_side:
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
@@ -65,11 +65,19 @@ def running_note(planned: Planned) -> str:
 
 def _age(schedule: Schedule) -> str:
     if not schedule.stale_share:
-        return "every weight read is the newest: this plan equals one process in micro-batch order"
+        same = "" if schedule.uncoupled else ": this plan equals one process in micro-batch order"
+        return f"every weight read is the newest{same}"
     return (
         f"NOT exact: {schedule.stale_share:.0%} of the pairs of micro-batch and stage read weights one step old, "
         f"forward and backward alike"
     )
+
+
+def _uncoupled(schedule: Schedule) -> list[str]:
+    if not schedule.uncoupled:
+        return []
+    stages = ", ".join(map(str, schedule.uncoupled))
+    return [f"NOT exact: no gradient comes back to stages {stages} from the next; each learns from a loss of its own"]
 
 
 def _clip(options: ScheduleOptions) -> list[str]:

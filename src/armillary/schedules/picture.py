@@ -8,7 +8,8 @@
 The line's label says what all its cells share, the cells what differs: the stage after a micro-batch label,
 the micro-batch after a stage label, else "F1.0" (stage 1, micro-batch 0). "-" is an action that is still
 running, "." idle. The ages run over the stages, after a stage label over the micro-batches, else over both
-with bars between micro-batches.
+with bars between micro-batches. A header that ends in "uncoupled 0" names stages that get no gradient from the
+next one.
 """
 
 import re
@@ -18,20 +19,24 @@ from armillary.schedules.action import Action, Kind, Row, Staleness
 
 __all__ = ["Table", "draw", "lines_of", "read"]
 
-Table = tuple[str, int, tuple[Row, ...], Staleness]  # name, period, rows, staleness
+Table = tuple[str, int, tuple[Row, ...], Staleness, tuple[int, ...]]  # name, period, rows, staleness, uncoupled
 
-_HEADER = re.compile(r"(\S+): (\d+) workers?, (\d+) stages?, (\d+) micro-batch(?:es)?, a step every (\d+) ticks?$")
+_HEADER = re.compile(
+    r"(\S+): (\d+) workers?, (\d+) stages?, (\d+) micro-batch(?:es)?, a step every (\d+) ticks?"
+    r"(?:, uncoupled ([\d ]+))?$"
+)
 _LINE = re.compile(r"worker (\d+)(?:, (micro-batch|stage) (\d+))?: (.*?) +staleness ([\d |]+)$")
 _CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?$")
 
 
 def draw(table: Table, guilty: int | None = None) -> str:
     """The picture; the line of the `guilty` worker is marked."""
-    name, period, rows, staleness = table
+    name, period, rows, staleness, uncoupled = table
     head = (
         f"{name}: {_count(len(rows), 'worker')}, {_count(len(staleness[0]), 'stage')}, "
         f"{_count(len(staleness), 'micro-batch', 'es')}, a step every {_count(period, 'tick')}"
     )
+    head += f", uncoupled {' '.join(map(str, uncoupled))}" if uncoupled else ""
     return "\n".join([head, *lines_of(rows, staleness, guilty)])
 
 
@@ -83,6 +88,7 @@ def read(text: str) -> Table:
         period,
         tuple(rows),
         tuple(tuple(ages[m, j] for j in range(stages)) for m in range(micro_batches)),
+        tuple(map(int, (found[6] or "").split())),
     )
 
 

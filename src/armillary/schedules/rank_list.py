@@ -53,7 +53,7 @@ class RankList:
 
     def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
         """An action needs a letter: whoever sent it knows that it has arrived."""
-        if sender != receiver and self.rank == sender and letter.what != "activation":
+        if sender != receiver and self.rank == sender:
             self._needed[0].append(_of_letter("OVER", tick, letter, receiver))
 
     def see_all_over(self) -> None:

@@ -29,6 +29,7 @@ class Schedule:
         staleness: [micro_batch][stage], how many steps old the weights are that it reads, forward and
             backward.
         period: ticks from one step to the next.
+        uncoupled: stages that get no gradient from the next one: they learn from a loss of their own.
 
     Raises:
         ValueError: the table cannot be carried out; the message shows it with the guilty line marked.
@@ -38,19 +39,24 @@ class Schedule:
     period: int
     ticks: tuple[Row, ...]
     staleness: Staleness
+    uncoupled: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ticks or not self.staleness or not self.staleness[0] or self.period < 1:
             raise ValueError(f"schedule: {self.name} wants a worker, a stage, a micro-batch and a period of 1 or more")
         if len({len(ages) for ages in self.staleness}) > 1:
             raise ValueError(f"schedule: {self.name} has micro-batches with different numbers of stages")
-        found = flaw(self.ticks, self.staleness, self.period)
+        found = flaw(self.ticks, self.staleness, self.period, self.uncoupled)
         if found is not None:
-            drawn = picture.draw((self.name, self.period, self.ticks, self.staleness), guilty=found[0])
+            drawn = picture.draw(self._drawn, guilty=found[0])
             raise ValueError(f"schedule: worker {found[0]}: {found[1]}\n{drawn}")
 
     def __str__(self) -> str:
-        return picture.draw((self.name, self.period, self.ticks, self.staleness))
+        return picture.draw(self._drawn)
+
+    @property
+    def _drawn(self) -> picture.Table:
+        return self.name, self.period, self.ticks, self.staleness, self.uncoupled
 
     @property
     def workers(self) -> int:
@@ -118,5 +124,4 @@ def parse(text: str) -> Schedule:
     Raises:
         ValueError: the text is no picture, or the table it shows cannot be carried out.
     """
-    name, period, rows, staleness = picture.read(text)
-    return Schedule(name, period, rows, staleness)
+    return Schedule(*picture.read(text))

@@ -209,10 +209,10 @@ def _reference(
         side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
         return side_by_side, split.input_of
     own = copies if options.method.keeps_own_statistics else None
-    is_whole = own is not None and not options.method.is_lowered
-    schedule = options.schedule()
-    reference = Reference(stages, optimizer, schedule, split.of_output, case.seed, own, options.clip, is_whole)
+    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
+    reference.is_whole = own is not None and not options.method.is_lowered
     reference.remedies = options.built_remedies()
+    reference.objectives = options.method.objectives(options)
     return reference, split.input_of
 
 

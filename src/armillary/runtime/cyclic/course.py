@@ -1,7 +1,7 @@
 """What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation, clipping."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from armillary.schedules.agenda import Due
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction
+from armillary.schedules.method import Objective
 from armillary.schedules.remedies.remedy import Remedy
 from armillary.schedules.schedule import Place, Schedule
 
@@ -29,6 +30,7 @@ class Course:
         seed: with the place, fixes the random numbers of every stage of every micro-batch of every step.
         recompute: stages that keep only their input and run again before their backward.
         clip: of the mean gradient of every step.
+        objectives: of the schedule's uncoupled stages, objective(output, target) -> scalar mean over one micro-batch.
         remedies: against stale weights, in the order in which they act.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
@@ -43,8 +45,14 @@ class Course:
     clip: Clip | None = None
     observe: Observer = _ignore
     remedies: tuple[Remedy, ...] = ()
+    objectives: Mapping[int, Objective] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if {*self.objectives} != {*self.schedule.uncoupled}:
+            raise ValueError(
+                f"course: {self.schedule.name} has uncoupled stages {self.schedule.uncoupled}, and objectives for "
+                f"{sorted(self.objectives)}; want one for each"
+            )
         strange = [stage for stage in self.recompute if not 0 <= stage < self.schedule.stages]
         if strange:
             raise ValueError(f"course: cannot recompute stages {strange}; the schedule has {self.schedule.stages}")

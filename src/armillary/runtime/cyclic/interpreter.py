@@ -14,6 +14,7 @@ Source: Fournier & Oyallon, 2024 (one device, pipeline, ring); Narayanan et al.,
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.seat import Seat, side_by_side
-from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import Flight, OwnLoss, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
@@ -92,7 +93,9 @@ class Interpreter:
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
-        self._targets: dict[tuple[int, int], Any] = {}
+        losses = {schedule.stages - 1: course.loss, **course.objectives}
+        self._losses = {j: losses[j] for j in self._stages if j in losses}  # of the stages that learn from one
+        self._targets: dict[Place, Any] = {}
         self._flights: dict[Place, Flight] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
@@ -145,8 +148,8 @@ class Interpreter:
         for micro_batch, (value, target) in zip(self.micro_batches, micro_batches, strict=True):
             if 0 in self._stages:
                 self._values[Letter("activation", step, micro_batch, -1)] = enter(value)
-            if self.schedule.stages - 1 in self._stages:
-                self._targets[step, micro_batch] = target
+            for j in self._losses:
+                self._targets[step, micro_batch, j] = target
         return self._carry_out(self._lowering.next_step())
 
     def settle(self) -> list[StepLosses]:
@@ -174,7 +177,7 @@ class Interpreter:
         step, micro_batch, j = one.place
         version, team, tables = self.schedule.version(one.place, self.drains), self._seat.team, self._seat.tables
         is_last = j == self.schedule.stages - 1
-        target = self._targets.pop((step, micro_batch)) if is_last else None
+        loss = OwnLoss(partial(self._loss, j, self._targets.pop(one.place)), is_last) if j in self._losses else None
         rows = tables[j].visit(one.place, version) if j in tables else None
         number = team.place.rank * self.schedule.micro_batches + micro_batch  # among those of all replicas
         value, self._flights[one.place] = take_off(
@@ -183,7 +186,7 @@ class Interpreter:
             self._taken(Letter("activation", step, micro_batch, j - 1)),
             (self._course.seed, (step, number, j)),
             self._autocasts[step],
-            loss=(lambda output: self._course.loss(output, target)) if is_last else None,
+            loss=loss,
             keep=j not in self._course.recompute,
         )
         if is_last:
@@ -194,14 +197,18 @@ class Interpreter:
         self._forget(j)
         self._course.observe(one, version, self._flights.keys())
 
+    def _loss(self, j: int, target: Any, output: Any) -> Tensor:
+        value: Tensor = self._losses[j](output, target)
+        return value
+
     def _backward(self, one: Instruction) -> None:
         step, micro_batch, j = one.place
         flight, weights = self._flights.pop(one.place), self._weights[j]
-        is_last = j == self.schedule.stages - 1
-        gradients = None if is_last else self._taken(Letter("activation gradient", step, micro_batch, j + 1)).leaves
+        came = None if j in self._losses else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
+        gradients = None if came is None else came.leaves
         weights.expect(step, self.micro_batches.index(micro_batch))
         landed = flight.land(gradients, weights.add)
-        if j:
+        if j and j - 1 not in self.schedule.uncoupled:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         means = weights.complete(step, micro_batch, landed.beside)
         if means is not None:

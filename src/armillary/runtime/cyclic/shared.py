@@ -21,7 +21,7 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.passed_buffers import PassedBuffers
 from armillary.runtime.cyclic.shared_stage import SharedStage
-from armillary.runtime.cyclic.stage_pass import Flight, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import Flight, OwnLoss, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.agenda import Agenda, Due
@@ -143,7 +143,7 @@ class Shared:
             enter(given) if arrived is None else Value(*arrived),
             (self._course.seed, place),
             self._autocasts[step],
-            loss=(lambda output: self._course.loss(output, target)) if self._is_last else None,
+            loss=OwnLoss(lambda output: self._course.loss(output, target), is_last=True) if self._is_last else None,
             keep=j not in self._course.recompute,
         )
         self._buffers.after(number, self._handed_in)

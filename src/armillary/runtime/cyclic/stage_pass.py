@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from armillary.schedules.layout import plain
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Place
 
-__all__ = ["Flight", "Landed", "Reads", "Value", "enter", "take_off"]
+__all__ = ["Flight", "Landed", "OwnLoss", "Reads", "Value", "enter", "take_off"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
@@ -146,13 +146,20 @@ def enter(value: Any) -> Value:
     return Value([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
+class OwnLoss(NamedTuple):
+    """What a stage learns from instead of the next one's gradient. of: the output, a scalar."""
+
+    of: Callable[[Any], Tensor]
+    is_last: bool
+
+
 def take_off(
     stage: Stage,
     reads: Reads,
     value: Value,
     place: tuple[int, Place],
     autocast: Autocast,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: OwnLoss | None = None,
     keep: bool = True,
 ) -> tuple[Value, Flight]:
     """The forward pass.
@@ -160,7 +167,8 @@ def take_off(
     Args:
         place: the run's seed and the place, which fix the random numbers.
         autocast: that of the user when the micro-batch was handed in.
-        loss: of the last stage, from its output; then the value returned is the loss.
+        loss: of a stage that learns from one. The value returned is the last stage's loss; of another it is the output,
+            through which no gradient comes back.
         keep: whether to keep the graph; if not, the stage runs again just before its backward (recomputation).
 
     Returns:
@@ -168,7 +176,7 @@ def take_off(
     """
     tensors = reads.weights
     device = next((w.device for w in tensors.values()), torch.device("cpu"))
-    specs: list[TreeSpec] = []
+    handed_on: list[tuple[list[Any], TreeSpec]] = []
 
     def run(again: bool) -> list[Any]:
         # a second run must not move running statistics a second time
@@ -176,17 +184,21 @@ def take_off(
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
         with torch.set_grad_enabled(keep or again), seeded(*place, device), autocast.again(), rows:
             output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
-            leaves, spec = tree_flatten(output if loss is None else loss(output))
-        specs.append(spec)
+            made = output if loss is None else loss.of(output)
+            leaves, spec = tree_flatten(made)
+            handed_on.append((leaves, spec) if loss is None or loss.is_last else tree_flatten(output))
         return leaves
 
     outputs = run(again=False)
     asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
+    ((leaves, spec),) = handed_on
+    if loss is not None:
+        asks = [False] * len(leaves)
     passed = [
-        plain(leaf.detach()).requires_grad_(ask and loss is None) if isinstance(leaf, Tensor) else leaf
-        for leaf, ask in zip(outputs, asks)
+        plain(leaf.detach()).requires_grad_(ask) if isinstance(leaf, Tensor) else leaf
+        for leaf, ask in zip(leaves, asks, strict=True)
     ]
-    return Value(passed, specs[0]), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
+    return Value(passed, spec), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
 
 
 def _asks(leaf: Any) -> bool:

@@ -47,6 +47,6 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     tables = make_tables(plan, (job.model, job.optimizer), orders, divisor, (transport, channel))
     course = Course(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
-        remedies=options.built_remedies(),
+        remedies=options.built_remedies(), objectives=options.method.objectives(options),
     )  # fmt: skip
     return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)
