@@ -276,3 +276,13 @@ def test_what_compute_cannot_hide_of_a_push_takes_the_processor():
     for share, seconds in ((1.0, 10 + wire), (0.0, 10 + 2 * wire)):
         other = replace(case, topology=replace(topology, hidden_share=share))
         assert simulate(made, other).step_seconds == pytest.approx(seconds)
+
+
+def test_latency_is_waited_for_and_takes_no_processor():
+    """A second of latency on both buckets: the first layer's backward hides that of the second layer's bucket, whatever
+    of the bytes it cannot hide."""
+    topology = replace(machines(2, megabits=8e6, latency=0.5), hidden_share=0.0)  # two messages an all-reduce
+    case = Case(two_layers(), topology, LINKS_ONLY)
+    buckets = [replace(g, parameters=(n,), name=n) for g in separate(*_both(case)).groups for n in g.parameters]
+    made = replace(separate(*_both(case)), groups=tuple(buckets))
+    assert simulate(made, case).step_seconds == pytest.approx(10 + 1, rel=1e-3)

@@ -90,7 +90,7 @@ def _scaled(request: Request, share: float) -> Request:
 def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:
     """What ends the look-ups of a step with so many row-sharded tables, of which that many look ahead."""
     header = idle_leg(topology, tables, foreseen)
-    return Request(header.link_bytes, *busy(header, topology))
+    return _request(header, header, topology)
 
 
 def payer(groups: Sequence[Group]) -> str:
@@ -100,4 +100,8 @@ def payer(groups: Sequence[Group]) -> str:
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:
-    return tuple(Request(mean.link_bytes, *busy(leg, topology)) for leg, mean in zip(legs, even, strict=True))
+    return tuple(_request(leg, mean, topology) for leg, mean in zip(legs, even, strict=True))
+
+
+def _request(leg: Leg, even: Leg, topology: Topology) -> Request:
+    return Request(even.link_bytes, *busy(leg, topology), busy(leg, topology, latency_share=0.0).seconds)

@@ -18,11 +18,13 @@ class Request(NamedTuple):
     """Requests of one kind, one after another, as the busiest rank finds them.
 
     sent_bytes: mean over workers. inside_seconds, between_seconds: how long each link is busy with it, at once.
+    carried_seconds: of these what its bytes take, which somebody copies and sums; the rest is latency, which is waited.
     """
 
     sent_bytes: float
     inside_seconds: float
     between_seconds: float
+    carried_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
