@@ -22,13 +22,15 @@ from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_f
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
-__all__ = ["looking_ahead", "with_outlook", "with_prospect"]
+__all__ = ["looking_ahead", "looking_ahead_by_price", "with_outlook", "with_prospect"]
 
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that look ahead is foreseen"
 PROSPECT = "look-ahead is off"
+BY_PRICE = "look-ahead was taken by price, since the loader is torch's own; prefetch=False leaves it"
+WORTH = 1.02  # a gain below it is none: the clock knows neither waits nor crowds
 
 
-def looking_ahead(plan: Plan, profile: Profile, topology: Topology) -> Plan:
+def looking_ahead(plan: Plan, profile: Profile, topology: Topology, *, may_wait: bool = True) -> Plan:
     """The same plan for loops over `run.batches`, with every table by `owned_rows` foreseen; or the plan itself, if it
     has none, or looks ahead already.
 
@@ -37,6 +39,7 @@ def looking_ahead(plan: Plan, profile: Profile, topology: Topology) -> Plan:
 
     Args:
         profile, topology: what the plan was made from.
+        may_wait: whether gradients may follow in the next batch; all ranks must then do alike with a table's `.grad`.
 
     Raises:
         ValueError: the plan is for another model, its schedule is not simultaneous, or nobody priced it.
@@ -46,9 +49,21 @@ def looking_ahead(plan: Plan, profile: Profile, topology: Topology) -> Plan:
         return plan
     case = Case(profile, topology, assumptions_behind(plan))
     before_seconds = simulate(plan, case).step_seconds
-    ahead = _foreseen_plan(plan, names, case)
+    ahead = _foreseen_plan(plan, names, case, may_wait)
     notes = tuple(note for note in plan.notes if not note.startswith(PROSPECT))
     return replace(ahead, notes=(*notes, NOTE, _gain(before_seconds, ahead, case)))
+
+
+def looking_ahead_by_price(plan: Plan, profile: Profile, topology: Topology) -> Plan:
+    """The same plan looking ahead if a step against a clock is shorter for it, else the plan itself; arguments as
+    `looking_ahead`'s. No gradient waits: nobody asked for what that demands of the loop."""
+    ahead = looking_ahead(plan, profile, topology, may_wait=False)
+    if ahead is plan or plan.workers == 1:
+        return plan
+    case = Case(profile, topology, assumptions_behind(plan))
+    if simulate(plan, case).step_seconds < WORTH * simulate(ahead, case).step_seconds:
+        return plan
+    return replace(ahead, notes=(*ahead.notes, BY_PRICE))
 
 
 def with_prospect(plan: Plan, case: Case) -> Plan:
@@ -95,14 +110,14 @@ def _exchange(group: Group) -> RowExchange:
     return build_row(group.own_exchange.name, **group.own_exchange.options)
 
 
-def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
+def _foreseen_plan(plan: Plan, names: Sequence[str], case: Case, may_wait: bool = True) -> Plan:
     """Rows go early and gradients follow late where they may and a step against a clock is shorter for it, else ids
     alone: what goes in two parts is more messages, and on quick links with busy processors a message costs more than
     what it hides."""
     may_send = {g.name for g in plan.groups if g.is_lazy or not case.assumptions.moves_quiet_rows} & set(names)
-    may_wait = {g.name for g in plan.groups if g.name in may_send and _exchange(g).part is not None}
+    waits = {g.name for g in plan.groups if may_wait and g.name in may_send and _exchange(g).part is not None}
     sending: dict[str, LookAhead] = dict.fromkeys(may_send, "rows")
-    waiting: dict[str, LookAhead] = {**sending, **dict.fromkeys(may_wait, "gradients")}
+    waiting: dict[str, LookAhead] = {**sending, **dict.fromkeys(waits, "gradients")}
     choices = [_with_kinds(plan, names, kinds, case) for kinds in (waiting, sending, {})]
     return min(choices, key=lambda choice: simulate(choice, case).step_seconds)
 

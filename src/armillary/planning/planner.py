@@ -27,7 +27,7 @@ from armillary.planning.constraints import Constraint, allows, names_of, refuse_
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
-from armillary.planning.look_ahead import looking_ahead, with_prospect
+from armillary.planning.look_ahead import looking_ahead, looking_ahead_by_price, with_prospect
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import ADAM, Assumptions, Case
@@ -51,7 +51,7 @@ def plan(
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
     schedule: Choice = SIMULTANEOUS,
-    prefetch: bool = False,
+    prefetch: bool | None = False,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
 ) -> Plan:
@@ -63,7 +63,8 @@ def plan(
         assumptions: what the optimizer keeps and how fast a rank's processor is.
         schedule: by its registry name, as in Choice("ring", {"slack": 1}). Under one that owns the loop (`run.step`)
             nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
-        prefetch: look-ups leave before their batch, in a loop over `run.batches`; see `looking_ahead`.
+        prefetch: look-ups leave before their batch, in a loop over `run.batches`; see `looking_ahead`. None: where a
+            step is shorter for it.
         steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
             Else a note says what it would bring.
         micro_batches: of a step and data coordinate, where the caller cuts them; a batch of the profile is one of them.
@@ -90,8 +91,9 @@ def plan(
         if not ways:
             raise
         return ways[0].told(case)
-    if prefetch:
-        plain = looking_ahead(plain, profile, topology)
+    if prefetch is not False:
+        ahead = looking_ahead if prefetch else looking_ahead_by_price
+        plain = ahead(plain, profile, topology)
     plain = with_expected(plain, case)
     if not is_free or topology.workers == 1:
         return plain

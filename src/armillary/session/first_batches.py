@@ -11,16 +11,19 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from armillary.runtime.transport import Transport
+from armillary.session.plain_loader import is_plain_loader
 from armillary.session.source import leaves
 
 __all__ = ["STEPS", "FirstBatches", "complaint", "entrances"]
+
+Loader = TypeVar("Loader")
 
 STEPS = 3  # of which everything that was given is compared
 ROUNDS = 2  # of every pass of a shard
@@ -45,7 +48,7 @@ class Seen(NamedTuple):
 
 
 class FirstBatches:
-    """`take` and `watch` ask nobody; `compare` asks all ranks.
+    """`drawn_from`, `take` and `watch` ask nobody; `compare` asks all ranks.
 
     Args:
         one_each: a rank for each of those that are to have data of their own; all, if not said.
@@ -55,6 +58,7 @@ class FirstBatches:
         self.transport, self.is_on = transport, is_wanted and transport.place.workers > 1
         self._one_each = one_each or range(transport.place.workers)
         self.steps = self.shards = 0
+        self.is_plain = False  # whether the loader that was handed in last is torch's own
         self._given: list[int] = []
         self._samples: list[int] = []
         self._rounds: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -75,6 +79,11 @@ class FirstBatches:
     @property
     def is_looking(self) -> bool:
         return self.is_on and self.steps < STEPS
+
+    def drawn_from(self, loader: Loader) -> Loader:
+        """The loader that the loop is about to go over."""
+        self.is_plain = is_plain_loader(loader)
+        return loader
 
     def take(self, batch: Any) -> None:
         """A step is given this."""

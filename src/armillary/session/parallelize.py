@@ -24,6 +24,7 @@ from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumption
 from armillary.session.events import Decided
 from armillary.session.exact_keywords import exact_keywords
 from armillary.session.misfit import handed_in, refuse_unfit
+from armillary.session.plain_loader import is_plain_loader
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.watched import Watched, parameter_facts
@@ -50,7 +51,7 @@ def parallelize(
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
     schedule: Choice = SIMULTANEOUS,
-    prefetch: bool = False,
+    prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
@@ -97,6 +98,7 @@ def parallelize(
             "plan from the first two steps of the loop"
         )
     subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
+    wishes = _over(wishes, batches)
     decided = decide(subject, wishes, process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
@@ -162,7 +164,7 @@ def auto_plan(
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
     schedule: Choice = SIMULTANEOUS,
-    prefetch: bool = False,
+    prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
@@ -177,7 +179,8 @@ def auto_plan(
         constraints, lazy, mean, schedule, steps_by_run, micro_batches: as in `plan`; under mean "weights" the loop
             declares them (`run.weigh`).
         prefetch: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
-            training, bit for bit. Without, the plan's notes say what it would bring.
+            training, bit for bit. None: by price where the batches are a DataLoader of torch's own, with a map-style
+            dataset and a sampler of torch's; else the plan's notes say what it would bring, as with False.
         autotune: how many of the best plans are timed in this job, on copies of the model for a dozen steps each; the
             fastest is taken, and its notes hold the figures. Fewer than 2: none.
 
@@ -188,7 +191,12 @@ def auto_plan(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches,
     )  # fmt: skip
-    return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), wishes)
+    return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), _over(wishes, batches))
+
+
+def _over(wishes: Wishes, batches: Iterable[Any]) -> Wishes:
+    """No prefetch by price over a loader that is not torch's own."""
+    return wishes if wishes.prefetch is not None or is_plain_loader(batches) else replace(wishes, prefetch=False)
 
 
 def _drawn(batches: Iterable[Any]) -> Callable[[int], list[Any]]:

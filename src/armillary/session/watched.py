@@ -106,9 +106,10 @@ class Watched:
 
     def _planned(self, loop: UserLoop, everyones: list[Told]) -> Plan:
         wishes, found = self.wishes, watched_profile(loop.model, everyones, self.topology.workers_per_node)
+        prefetch = wishes.prefetch if wishes.prefetch is not None or loop.first.is_plain else False
         made = make_plan(
             found, self.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
-            assumptions=assumptions_of(loop.optimizer), prefetch=wishes.prefetch,
+            assumptions=assumptions_of(loop.optimizer), prefetch=prefetch,
         )  # fmt: skip
         return replace(made, notes=(*made.notes, NOTE))
 

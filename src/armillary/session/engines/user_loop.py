@@ -138,7 +138,7 @@ class UserLoop:
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        return even_batches(lambda: self.executor, loader, self.first.take)
+        return even_batches(lambda: self.executor, self.first.drawn_from(loader), self.first.take)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step over these micro-batches of this rank, with the mean of their gradients.
