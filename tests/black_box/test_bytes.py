@@ -85,3 +85,24 @@ def test_a_schedule_sends_what_the_plan_says(crew, text):
     sent = crew(processes).run(sent_on_the_way, plan, count)
     assert sum(sent) == pytest.approx(4 * processes * face.sent_bytes_planned(plan), rel=1e-9)
     assert sum(sent) > 0
+
+
+def held_in_a_ring(rank, world, plan):
+    """Bytes of weights and optimizer state on this rank between two steps."""
+    model = chain()
+    run = face.start(plan, model, OPTIMIZERS["momentum"](model.parameters()), pair_loss, pair_batch(0, 0))
+    for step in range(3):
+        face.step(run, face.own(run, [pair_batch(step, number) for number in range(world)]))
+    held = sum(line.measured.memory_bytes for line in run.run.report().lines)
+    face.close(run)
+    return held
+
+
+def test_a_ring_holds_what_the_plan_says(crew):
+    """The plan counts a gradient, too, which is gone between two steps."""
+    optimizer = OPTIMIZERS["momentum"](chain().parameters())
+    batches = [pair_batch(0, number) for number in range(2)]
+    plan = face.plan_for(chain(), pair_loss, batches, 2, schedule="ring", optimizer=optimizer)
+    gradient = sum(parameter.nbytes for parameter in chain().parameters())
+    held = crew(2).run(held_in_a_ring, plan)
+    assert sum(held) / 2 + gradient == pytest.approx(plan.forecast.memory_bytes, rel=1e-9)
