@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from armillary.cli.find import find, small
-from armillary.facts.mesh import DATA, Axis, Mesh
+from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.topology import Link, Topology
@@ -18,7 +18,7 @@ from armillary.reference.cyclic import Reference
 from armillary.runtime.saving.saved import REST
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.random_stream import place_seed, seed_from_step
-from armillary.schedules.registry import options_of, read
+from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
 from armillary.session.cyclic.split_loss import SplitLoss
@@ -485,7 +485,8 @@ def drive_tied(rank, world, choice):
             for j, part in enumerate((names[:1], names[1:]))
         )
         shapes = [(name, tuple(p.shape), "float64") for name, p in model.named_parameters()]
-        stages, mesh = (StagePlan("0"), StagePlan(point)), Mesh((Axis(DATA, world),))
+        axis = SCHEDULES[choice.name].axis
+        stages, mesh = (StagePlan("0"), StagePlan(point)), Mesh((Axis(axis, world),))
         made = Plan(mesh, groups, model_fingerprint(shapes), schedule=choice, stages=stages)
         with pytest.raises(ValueError, match="its two uses would see weights of different age") as caught:
             started(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch_of(0, 0))
