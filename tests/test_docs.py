@@ -1,5 +1,6 @@
 """The pages of docs/: the code on them runs, what they show is printed, and every name and path they use exists."""
 
+import ast
 import io
 import os
 import re
@@ -78,6 +79,36 @@ def test_names_and_paths_exist(page):
         assert list(ROOT.glob(path)), path
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert ((DOCS / page).parent / link).exists(), link
+
+
+def told_by_the_library():
+    """Every text of its source, with an empty place where a value goes in."""
+    found = []
+    for path in Path(armillary.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(one.value if isinstance(one, ast.Constant) else "\0" for one in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_errors_that_troubleshooting_quotes_are_told_by_the_library():
+    page, told = PAGES["troubleshooting.md"], told_by_the_library()
+    cells = re.findall(
+        r"^\| (`[^|]*?) \|", page[page.index("## It refuses") : page.index("## The numbers")], re.MULTILINE
+    )
+    quoted = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
+    assert len(quoted) > 15
+    for text in quoted:
+        pattern = re.sub(r"\d+", r"(\\d+|\0)", re.escape(text).replace(re.escape("..."), "\0"))
+        assert re.search(pattern, told), text
+
+
+def test_no_row_of_a_table_is_broken():
+    for page, text in PAGES.items():
+        for line in re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
+            assert not line.startswith("|") or line.rstrip().endswith("|"), f"{page}: {line}"
 
 
 COMMANDS = typer.main.get_command(app).commands

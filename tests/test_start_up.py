@@ -1,5 +1,6 @@
 """What a start leaves unimported. Modules are counted, not seconds, which hang on the machine."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,23 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
 def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'armillary' has no attribute 'paralellize'"):
         _ = armillary.paralellize
+
+
+BASE = {"torch", "numpy", "safetensors"}  # what `pip install armillary` brings
+EXTRAS = {"typer": {"cli/"}, "rich": {"cli/"}, "matplotlib": {"session/plot", "session/foresight/plot"}}
+BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install
+
+
+def test_only_the_command_and_pictures_need_more_than_the_library_brings():
+    root = Path(armillary.__file__).parent
+    for path in root.rglob("*.py"):
+        me = path.relative_to(root).as_posix()
+        may = {name for name, where in (EXTRAS | BY_WISH).items() if me.startswith(tuple(where))}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        others = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"armillary"}
+        assert others <= BASE | may, f"{me} imports {others - BASE - may}"
 
 
 def test_without_its_extra_the_command_says_in_one_sentence_what_to_install():
