@@ -64,6 +64,22 @@ def checkpointed(folder):
     return path.name, torch.load(path / "rest.pt", weights_only=True)["model"]
 
 
+def test_a_run_that_goes_on_does_so_under_its_plan_and_profile_unless_another_is_asked_for(tmp_path):
+    def train(steps, *more):
+        asked = ("train", MINE, "--workers", "1", "--name", "one", "--steps", str(steps), *more)
+        ended = face.command(*asked, folder=tmp_path)
+        assert (ended.code, ended.err) == (0, ""), ended
+        return [(tmp_path / "runs" / "one" / name).read_text() for name in ("plan.json", "profile.json")]
+
+    first = train(2, "--exchange", "gather_rows=0.weight")
+    assert "gather_rows" in first[0]
+    assert train(4, "--resume") == first  # seconds of a second profile would be others
+    plan, profile = train(6, "--resume", "--exchange", "all_reduce=*")
+    assert "gather_rows" not in plan and profile != first[1]
+    (tmp_path / "runs" / "one" / "profile.json").write_text("{}")  # nothing to go by: planned anew
+    assert Path(tmp_path / "runs" / "one" / "plan.json").exists() and len(train(8, "--resume")[1]) > 2
+
+
 @pytest.mark.parametrize("text", ["ring(stages=2)", "delayed_all_reduce"])
 def test_a_schedule_is_trained_by_two_ranks_and_resumes_to_the_same_weights(tmp_path, text):
     saves = ("--every-steps", "4", "--every-seconds", "0")

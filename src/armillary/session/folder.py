@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided, Ended, Evaluated, Progress
 from armillary.session.pictures import can_draw
@@ -17,6 +18,7 @@ __all__ = [
     "CHECKPOINTS",
     "keep_decision",
     "keep_end",
+    "kept_decision",
     "note",
     "open_folder",
     "read_kept",
@@ -101,6 +103,16 @@ def keep_decision(folder: Path, decided: Decided) -> None:
     decided.profile.save(folder / "profile.json")
     decided.topology.save(folder / "topology.json")
     decided.plan.save(folder / "plan.json")
+
+
+def kept_decision(folder: Path) -> dict[str, str]:
+    """The plan and the profile in a run's folder, as JSON; empty if it holds no such pair."""
+    try:
+        kept = {noun: (folder / f"{noun}.json").read_text() for noun in ("plan", "profile")}
+        made, seen = Plan.from_json(kept["plan"]), Profile.from_json(kept["profile"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return kept if made.model_fingerprint == seen.model_fingerprint else {}
 
 
 def note(folder: Path, event: Progress | Evaluated) -> None:

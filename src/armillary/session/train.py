@@ -23,6 +23,7 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.watch.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
 from armillary.schedules.registry import options_of, owns_loop
+from armillary.session.as_before import as_before
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import decide, subject_of
@@ -46,13 +47,13 @@ __all__ = ["train"]
 
 
 def train(workload: Workload, settings: Settings) -> Iterator[Event]:
-    """Plans, trains, evaluates, and leaves everything in the run's folder.
+    """Plans, trains, evaluates, and leaves everything in the run's folder. A run that goes on does so under its plan.
 
     Raises:
         ValueError: the folder cannot be written, or the plan does not fit.
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
-    subject = subject_of(workload, settings.seed)
+    subject, settings = subject_of(workload, settings.seed), as_before(settings)
     decided = decide(subject, replace(settings.wishes, look_ahead=not settings.wishes.owns_loop))
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(

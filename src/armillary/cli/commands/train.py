@@ -36,7 +36,14 @@ __all__ = ["train_command"]
 Steps = Annotated[
     int | None, typer.Option(help="Take this many optimizer steps. (default: the workload's)", rich_help_panel=RUN)
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.", rich_help_panel=RUN)]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from the run's last checkpoint, under its plan unless another is asked for.",
+        rich_help_panel=RUN,
+    ),
+]
 EverySteps = Annotated[
     int, typer.Option(metavar="N", help="Save a checkpoint every N steps. 0: by the clock only.", rich_help_panel=RUN)
 ]

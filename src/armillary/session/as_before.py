@@ -1,0 +1,33 @@
+"""Under which plan a run goes on: the one it was under, with the profile it was made from, unless another is asked for.
+
+Both stand in the run's folder, as its last checkpoint left them. To profile and price again would take its time, and
+could come out otherwise on a busier machine.
+"""
+
+from dataclasses import replace
+
+from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
+from armillary.session.decide import Wishes, open_transport
+from armillary.session.folder import kept_decision
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.settings import Settings
+
+__all__ = ["as_before"]
+
+
+def as_before(settings: Settings) -> Settings:
+    """Collective. The settings with plan and profile of the run that is gone on with; the settings themselves where
+    anything is wished of the plan, or the job is of other workers or nodes."""
+    if not settings.resume or settings.wishes != Wishes():
+        return settings
+    transport = open_transport()
+    kept = by_rank_zero(transport, lambda: kept_decision(settings.folder))
+    place = transport.place
+    transport.close()
+    if not kept:
+        return settings
+    plan, profile = Plan.from_json(kept["plan"]), Profile.from_json(kept["profile"])
+    if (plan.workers, plan.workers_per_node) != (place.workers, place.workers_per_node):
+        return settings
+    return replace(settings, wishes=Wishes(plan=plan, profile=profile))
