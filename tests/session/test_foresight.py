@@ -210,6 +210,9 @@ def test_seconds_are_those_of_the_median_step(run_folder):
 def test_a_step_slower_than_its_forecast_is_outside(run_folder):
     edited(run_folder, lambda summary: summary.update(step_seconds=1.3 * summary["step_seconds"]))
     assert outside(compare_run(run_folder, Band())) == {"step": ("seconds",)}
+    edited(run_folder, lambda summary: summary.update(step_seconds=1.03 / 1.3 * summary["step_seconds"]))
+    assert compare_run(run_folder, Band()).is_within
+    assert outside(compare_run(run_folder, Band(seconds=0.02))) == {"step": ("seconds",)}
 
 
 def test_bytes_below_a_thousandth_of_the_step_are_let_pass(run_folder):
@@ -218,6 +221,7 @@ def test_bytes_below_a_thousandth_of_the_step_are_let_pass(run_folder):
 
     edited(run_folder, less)
     assert compare_run(run_folder, Band()).is_within
+    assert outside(compare_run(run_folder, Band(sent_bytes=0)))[OTHER] == ("sent_bytes",)  # all of a band gone is all
 
 
 @pytest.mark.parametrize("name", ["plan", "trace", "summary", "topology", "profile"])

@@ -9,7 +9,7 @@ from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.table import Page, Table
-from armillary.session.foresight.compare import SMALL_SHARE, Band, Compared, Line, compare_run
+from armillary.session.foresight.compare import Band, Compared, Line, compare_run
 
 __all__ = ["AskedBand", "compare_asked"]
 
@@ -48,13 +48,13 @@ def _page(found: Compared) -> Page:
         header += [title, ":", "off"]
     table = Table([*header, "outside"], [_cells(line) for line in found.lines], (0, 1, 11))
     band = ", ".join(
-        f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(SMALL_SHARE, name):.1%})" for name in UNITS
+        f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
     )
     count = sum(len(line.outside) for line in found.lines)
     some = f"{count} figure{'s' * (count != 1)} outside its band where named"
     verdict = "every figure is within its band" if found.is_within else some
     legend = (
-        f"bands, in brackets the share of the whole step below which a difference is let pass: {band}\n"
+        f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
         "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"

@@ -33,9 +33,9 @@ from armillary.session.tally import OTHER, STEP
 __all__ = ["Band", "Compared", "Line", "compare_run"]
 
 PROCESS = "process"
-# Of the whole step: differences below it are let pass. Bytes are counted, so less of them is let pass; what a group is
-# longer in flight may be hidden behind compute, so more of it is.
-SMALL_SHARE = Forecast(sent_bytes=0.001, memory_bytes=0.01, seconds=0.05)
+# Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
+# Bytes are counted, so it is little; what a group is longer in flight may be hidden behind compute, so it is more.
+SMALL_PARTS = {"sent_bytes": 1 / 20, "memory_bytes": 1 / 10, "seconds": 1 / 3}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Band:
         wrong = {name: value for name, value in asdict(self).items() if not 0 <= value <= 1}
         if wrong:
             raise ValueError(f"compare: a band is a share between 0 and 1, got {wrong}")
+
+    @property
+    def small(self) -> Forecast:
+        """Shares of the whole step: differences of a group below them are let pass."""
+        return Forecast(**{name: part * getattr(self, name) for name, part in SMALL_PARTS.items()})
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band
     sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
     shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}
     for name, share in shares.items():
-        expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, SMALL_SHARE))
+        expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, band.small))
         difference = abs(expected - seen)
         if difference > share * max(expected, seen) and difference > small * all_of_it:
             found.append(name)
