@@ -223,3 +223,48 @@ def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path, text):
     """Exactly where the code has a fixed length; within 30 % where the data decide."""
     for is_within, sent in crew(2).run(compared, shelf, Choice.parse(text), str(tmp_path / "run")):
         assert is_within and sent > 0
+
+
+class Slope(torch.nn.Module):
+    """Its gradient is what it reads, whatever it weighs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, 8, dtype=torch.float64))
+
+    def forward(self, batch):
+        return (self.weight * batch).sum()
+
+
+def slopes_of(rank, step):
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def slope_loss(model, batch):
+    return model(batch)
+
+
+def continued_alone(rank, workers, plan, folder, steps):
+    """Trains these steps, from what was saved if there is anything, and saves; the weights."""
+    model = Slope()
+    run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=1.0), slope_loss)
+    if path := face.latest_checkpoint(folder):
+        face.load(run, path)
+    for step in steps:
+        face.step(run, [slopes_of(rank, step)])
+    face.save(run, folder)
+    face.close(run)
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "text", ["quantize(bits=2)", "top_k(keep=0.1)", "threshold(small=0)", "low_rank(rank=1, start=0)"]
+)
+def test_what_waited_arrives_where_one_worker_goes_on_alone(crew, tmp_path, text):
+    exchange, given = {"*": Choice.parse(text)}, [slopes_of(0, 0), slopes_of(1, 0)]
+    two, one = (face.plan_for(Slope(), slope_loss, given[:n], n, exchange=exchange) for n in (2, 1))
+    exact = -sum((slopes_of(0, step) + slopes_of(1, step)) / 2 for step in range(3))
+    for got in crew(2).run(continued_alone, two, tmp_path, range(3)):
+        assert float((got - exact).abs().max()) > 0.1  # something waits
+    (got,) = crew(1).run(continued_alone, one, tmp_path, [3])
+    torch.testing.assert_close(got, exact - slopes_of(0, 3), rtol=1e-12, atol=1e-12)

@@ -24,7 +24,7 @@ from armillary.exchanges.exchange import DENSE, Entry
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, Span, gaps_of, kept_back, owed, without_gaps
+from armillary.exchanges.residual import RESIDUAL, Span, alone, gaps_of, kept_back, owed, without_gaps
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
@@ -35,7 +35,6 @@ __all__ = ["coded", "why_not_numbers"]
 WIRES = ("gathered", "scattered")
 TAIL_BYTES = 8  # of a number of the tail
 ROUNDS = "rounds"  # pushes so far, by parameter: what lots are drawn with
-NOTHING = torch.empty(0, dtype=torch.uint8)
 MANY = 4096  # tiles: what few tiles add to a code is no matter of the dtype
 
 
@@ -87,16 +86,18 @@ class _Way:
         return torch.Generator().manual_seed(int(state[ROUNDS].max()) * 8191 + piece) if drawn else None
 
     def encoded(self, values: Tensor, state: State, piece: int) -> Tensor:
-        return self.codec.encode(values, self.draw(state, piece)) if len(values) else NOTHING
+        if not len(values):
+            return values.new_empty(0, dtype=torch.uint8)
+        return self.codec.encode(values, self.draw(state, piece))
 
     def decoded(self, codes: Sequence[Tensor], spans: Sequence[Span], like: Tensor) -> Tensor:
         pieces = [(code, b - a) for code, (a, b) in zip(codes, spans, strict=True) if b > a]
-        return torch.cat([self.codec.decode(code, n, like) for code, n in pieces])
+        return torch.cat([like[:0], *(self.codec.decode(code, n, like) for code, n in pieces)])
 
     def meant(self, values: Tensor, spans: Sequence[Span], state: State) -> Tensor:
         """The same as decoding the codes, without bytes."""
         pieces = [(values[a:b], self.draw(state, n)) for n, (a, b) in enumerate(spans) if b > a]
-        return torch.cat([self.codec.meaning(*piece) for piece in pieces])
+        return torch.cat([values[:0], *(self.codec.meaning(*piece) for piece in pieces)])
 
     def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
         found = {RESIDUAL: torch.zeros_like(values)} if self.feedback else {}
@@ -109,10 +110,10 @@ class _Way:
 
     def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
         if place.workers == 1:
-            return parcel.answered(parcel.values, parcel.tail), state
+            return alone(parcel, state)
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
         codes = [self.encoded(full[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
-        lost, tail = full - self.decoded(codes, spans, full), parcel.tail.view(torch.uint8)
+        lost, tail = full - self.decoded(codes, spans, full), parcel.tail.view(torch.uint8).to(full.device)
         if not self.is_scattered(place.workers):
             everyones = yield AllGather(torch.cat([tail, codes[0]]))
             total, tails = self.added(list(everyones), len(full), parcel)
@@ -142,7 +143,8 @@ class _Way:
         layout, workers = parcels[0].layout, len(parcels)
         tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
         if workers == 1:
-            return [parcels[0].answered(parcels[0].values, tail)], list(states)
+            parcel, state = alone(parcels[0], states[0])
+            return [parcel], [state]
         spans, is_real = self.cut(layout, workers), torch.zeros(layout.numel, dtype=torch.bool)
         for a, b in layout.spans:
             is_real[a:b] = True

@@ -23,7 +23,7 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, kept_back, owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed
 from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -148,9 +148,10 @@ class _Way:
 
     def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
         if place.workers == 1:
-            return parcel.answered(parcel.values, parcel.tail), state
+            return alone(parcel, state)
         layout, age, full = parcel.layout, int(state[AGE].max()), owed(parcel, state)
-        dtype, tail = working(full.dtype), parcel.tail
+        dtype = working(full.dtype)
+        tail = parcel.tail.to(full.device, dtype)
         matrices = self.matrices(layout) if age >= self.start else []
         spans = self.whole(layout) if age >= self.start else layout.spans
         left, right = list[Tensor](), list[Tensor]()  # factors of every matrix: to be summed; known
@@ -163,7 +164,7 @@ class _Way:
                 known = self.known(state, layout, one, one.cols, age)
                 known = orthonormal(known) if self.alternate else known
                 left, right = [*left, matrix @ known], [*right, known]
-        parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail.to(dtype)]
+        parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail]
         total = yield AllReduce(torch.cat(parts))
         sums = list(total.split([len(part) for part in parts]))
         result, lost = torch.zeros_like(full), torch.zeros_like(full)
@@ -190,7 +191,8 @@ class _Way:
         layout, scale, age = parcels[0].layout, parcels[0].scale, int(states[0][AGE].max())
         tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
         if len(parcels) == 1:
-            return [parcels[0].answered(parcels[0].values, tail)], list(states)
+            parcel, state = alone(parcels[0], states[0])
+            return [parcel], [state]
         full = [owed(one, state) for one, state in zip(parcels, states, strict=True)]
         dtype, is_low = working(full[0].dtype), age >= self.start
         result, lost = torch.zeros_like(full[0]), [torch.zeros_like(one) for one in full]

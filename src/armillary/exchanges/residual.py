@@ -8,12 +8,14 @@ Source: 1-bit SGD (Seide et al., 2014), and error feedback as DoubleSqueeze (Tan
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from armillary.exchanges.dense import Moved
 from armillary.exchanges.parcel import Parcel, State
 from armillary.facts.layout import Layout
 
-__all__ = ["RESIDUAL", "Span", "gaps_of", "kept_back", "owed", "without_gaps"]
+__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "owed", "without_gaps"]
 
 RESIDUAL = "residual"
 Span = tuple[int, int]  # first and last number, the last not included
@@ -25,6 +27,12 @@ def owed(parcel: Parcel, state: State) -> Tensor:
         return parcel.values
     residual = state[RESIDUAL]
     return parcel.values + (residual if parcel.scale == 1 else residual * parcel.scale)
+
+
+def alone(parcel: Parcel, state: State) -> Moved:
+    """A push where there is no other rank: nothing crosses, so all that is owed arrives, and nothing waits any more."""
+    after = {**state, RESIDUAL: torch.zeros_like(parcel.values)} if RESIDUAL in state else state
+    return parcel.answered(owed(parcel, state), parcel.tail), after
 
 
 def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:

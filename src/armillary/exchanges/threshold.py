@@ -30,7 +30,7 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, kept_back, owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -102,7 +102,7 @@ class _Rule:
 
     def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
         if place.workers == 1:
-            return parcel.answered(parcel.values, parcel.tail), state
+            return alone(parcel, state)
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale
         is_kept = torch.zeros(len(full), dtype=torch.bool, device=full.device)
         for number, (begin, end) in enumerate(parcel.layout.spans):
@@ -124,7 +124,8 @@ class _Rule:
         layout, scale = parcels[0].layout, parcels[0].scale
         tail = torch.stack([parcel.tail for parcel in parcels]).sum(0)
         if len(parcels) == 1:
-            return [parcels[0].answered(parcels[0].values, tail)], list(states)
+            parcel, state = alone(parcels[0], states[0])
+            return [parcel], [state]
         total, after = torch.zeros_like(parcels[0].values), []
         for parcel, state in zip(parcels, states, strict=True):
             full, sent = owed(parcel, state), torch.zeros_like(parcel.values)
