@@ -31,6 +31,7 @@ from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
 
 STEPS, DROP, DRAIN = 6, 3, 4
+WAIT_SECONDS = 20.0  # for a message; a test that plants a fault waits less
 
 
 def reference(schedule):
@@ -60,7 +61,7 @@ def one_device(schedule):
 
 def ring(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 1.0  # a fault may end in waiting for ever
+        channel.board.timeout_seconds = WAIT_SECONDS
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         seat = in_a_row(schedule, rank, channel)
@@ -79,7 +80,7 @@ def ring(schedule):
 
 def zero_ring(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 1.0
+        channel.board.timeout_seconds = WAIT_SECONDS
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
@@ -100,7 +101,7 @@ def zero_ring(schedule):
 
 def pipeline(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 1.0
+        channel.board.timeout_seconds = WAIT_SECONDS
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
         run = Interpreter(
@@ -120,7 +121,7 @@ def pipeline(schedule):
 
 def shared(schedule):
     def alone(rank, channel):
-        channel.board.timeout_seconds = 1.0
+        channel.board.timeout_seconds = WAIT_SECONDS
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
         run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
@@ -364,6 +365,7 @@ def test_a_planted_fault_is_caught(mode, owner, name, fault, monkeypatch):
     run, schedule = MODES[mode]
     truth = reference(schedule)
     monkeypatch.setattr(owner, name, fault)
+    monkeypatch.setitem(globals(), "WAIT_SECONDS", 1.0)  # a fault may end in waiting for ever
     try:
         got = run(schedule)
     except (RuntimeError, AssertionError, LookupError, ValueError, queue.Empty):
