@@ -8,6 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import face
 from armillary.cli import workers
 from armillary.cli.find import built_in, find
 from armillary.cli.main import app
@@ -48,6 +49,23 @@ def test_an_unknown_workload_is_answered_with_those_there_are(refused):
     assert "language_model, recommender, translation, vision" in message
 
 
+def test_an_unknown_option_is_answered_with_those_that_can_be_set(refused):
+    message = refused("train", "recommender", "--set", "widht=3")
+    assert "did you mean 'width'?" in message and "batch_size" in message and "baseline_name" not in message
+    assert "baseline_name" in refused("train", "recommender", "--set", "baseline_name=mine")
+
+
+def test_what_a_file_lacks_is_said_in_words(refused, tmp_path):
+    for text, said in (
+        ("{}", "mine.json is no profile file: it lacks 'fingerprint'"),
+        ("no", "mine.json is no profile file: it is no JSON ("),
+    ):
+        (tmp_path / "mine.json").write_text(text)
+        face.machines(1).save(tmp_path / "one.json")
+        message = refused("plan", "recommender", "--small", "--profile", "mine.json", "--topology", "one.json")
+        assert said in message and "Error" not in message
+
+
 def test_what_is_built_in_can_be_found():
     assert built_in() == ("language_model", "recommender", "translation", "vision")
     assert find("recommender", {"data": "latent_factors"}).name == "recommender"
@@ -79,7 +97,7 @@ def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path,
             "which is no layout and no exchange; there are replicated, ",
         ),
         (("--exchange", "teleport=output"), "'teleport', which is no layout and no exchange; there are"),
-        (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("--plan", "none.json"), "none.json is no plan file: there is none of that name"),
         (("--resume",), "nothing to resume: no folder language_model under runs"),
     ],
 )
@@ -123,7 +141,7 @@ def test_what_needs_no_worker_is_refused_before_any_is_started(refused, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--plan", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("--plan", "none.json"), "none.json is no plan file: there is none of that name"),
         (("--resume",), "nothing to resume"),
         (("--runs", "file"), "cannot write to file/language_model: file is no folder"),
         (("--steps", "0"), "want steps >= 1"),

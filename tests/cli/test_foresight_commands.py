@@ -153,7 +153,7 @@ def test_one_command_draws_the_curves(armillary, tmp_path):
     ("arguments", "complaint"),
     [
         (("simulate",), "want a plan.json or a WORKLOAD; or --scaling"),
-        (("simulate", "none.json"), "none.json is no plan file (FileNotFoundError"),
+        (("simulate", "none.json"), "none.json is no plan file: there is none of that name"),
         (("simulate", "langauge_model"), "no workload 'langauge_model'"),
         (("simulate", *SMALL, "--workers", "0"), "0 workers do not fill nodes"),
         (("simulate", *SMALL, "--gbit", "0"), "bytes_per_second > 0"),

@@ -52,9 +52,14 @@ def options_in(path: Path) -> tuple[str, ...] | None:
     fields = [
         node.target.id
         for node in passed[0].body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not _is_of_class(node)
     ]
     return (*named, *fields)
+
+
+def _is_of_class(node: ast.AnnAssign) -> bool:
+    """Whether it is the class's own and no field."""
+    return bool(re.match(r"(typing\.)?ClassVar\b", ast.unparse(node.annotation)))
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:

@@ -71,7 +71,21 @@ def read_kept(path: Path, kind: type[Any], noun: str) -> Any:
         is_beside = isinstance(whole, dict) and isinstance(whole.get(noun), dict)
         return kind.from_json(json.dumps(whole[noun])) if is_beside else kind.load(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{noun}: {path} is no {noun} file ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{noun}: {path} is no {noun} file: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """In words, whatever the type of the error would have said."""
+    match error:
+        case FileNotFoundError():
+            return "there is none of that name"
+        case OSError():
+            return f"it cannot be read ({error.strerror})"
+        case KeyError():
+            return f"it lacks {error}"
+        case json.JSONDecodeError():
+            return f"it is no JSON ({error})"
+    return str(error)
 
 
 def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:
