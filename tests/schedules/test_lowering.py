@@ -27,7 +27,10 @@ PIPELINES = [
     *(make(k, m) for make in (gpipe, one_f_one_b) for k, m in ((1, 1), (2, 1), (2, 3), (3, 2), (4, 5))),
     *(cyclic_pipeline(k, m, slack) for k, m in ((1, 2), (2, 1), (2, 4), (3, 2), (4, 5)) for slack in (0, 1, m)),
 ]
-RINGS = [*rings(2), *rings(3), *rings(4), cyclic(5, 3, 2), simultaneous(3, 2), delayed_all_reduce(3, 2)]
+RINGS = [
+    *(one for n in (2, 3, 4) for one in rings(n)[n % 3 :: 3]),
+    *(cyclic(5, 3, 2), simultaneous(3, 2), delayed_all_reduce(3, 2)),
+]
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
@@ -221,3 +224,56 @@ def test_a_forward_whose_weights_are_stepped_too_late_is_found():
     made[0].append(made[0].pop(update))
     for rule in RULES:
         assert "waits at F 0.0 of step 1: version 1 of stage 0 is missing" in flaw(made, where, rule)
+
+
+def three_in_a_ring(change):
+    """The lists of three ranks of a ring, some of them changed."""
+    schedule = cyclic(3, slack=1)
+    made = lists(schedule, "ttts")
+    change(made)
+    return [flaw(made, setting(schedule, "ttts"), rule) for rule in RULES]
+
+
+def test_a_sum_without_one_ranks_gradients_is_found():
+    def unjoined(made):
+        first = places(made[2], "SUM")[0]
+        made[2][first] = made[2][first]._replace(op="KNOW")  # takes the letter, and adds nothing
+
+    for found in three_in_a_ring(unjoined):
+        assert "UPDATE" in found and "gradients of micro-batches [0, 1] are missing" in found
+
+
+def test_weights_handed_on_before_they_have_come_are_found():
+    def early(made):
+        for rank in made:
+            for send in (place for place in places(rank, "SEND") if rank[place].letter.what == "weights"):
+                if rank[send - 1].op == "UNSHARD":
+                    rank[send - 1], rank[send] = rank[send], rank[send - 1]
+                    return
+        raise AssertionError("no rank hands weights on")
+
+    for found in three_in_a_ring(early):
+        assert "version 1 of stage" in found and "is not the newest" in found
+
+
+def test_a_forward_that_does_not_wait_for_its_weights_is_found():
+    def late(made):
+        for rank in made:
+            for first in places(rank, "UNSHARD"):
+                if rank[first + 1].op == "F":  # nobody waits for them here
+                    rank[first], rank[first + 1] = rank[first + 1], rank[first]
+                    return
+        raise AssertionError("every rank hands weights on")
+
+    for found in three_in_a_ring(late):
+        assert "waits at F" in found and "is missing" in found
+
+
+def test_gradients_that_nobody_steps_with_are_found():
+    def lost(made):
+        for rank in made:
+            for place in places(rank, "UPDATE")[-1:]:
+                del rank[place]
+
+    for found in three_in_a_ring(lost):
+        assert "never steps with gradients of stage" in found or "is not the newest" in found
