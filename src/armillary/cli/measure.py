@@ -10,7 +10,7 @@ from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
 from armillary.facts.processor import Processor
 from armillary.facts.profile_table import bytes_text, seconds_text
-from armillary.facts.table import Page, Table
+from armillary.facts.table import Page, Part, Table
 from armillary.facts.topology import Topology
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.survey import Survey, survey
@@ -69,7 +69,7 @@ def _keep(found: Survey, out: Path) -> list[Path]:
 
 
 def _page(found: Survey, files: list[Path]) -> Page:
-    parts: list[str | Table] = []
+    parts: list[Part] = []
     for topology in found.topologies:
         nodes = f"{topology.nodes} node(s) of {topology.workers_per_node}, {topology.backend}"
         memory = f"{bytes_text(topology.memory_bytes)} of memory a worker"

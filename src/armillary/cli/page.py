@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as DrawnTable
 
-from armillary.facts.table import WIDTH, Table, page_text, wrapped
+from armillary.facts.table import WIDTH, Part, Picture, Table, page_text, wrapped
 
 __all__ = ["console_here", "put"]
 
@@ -18,7 +18,7 @@ def console_here(is_aside: bool = False) -> Console:
     return console
 
 
-def put(console: Console, page: Iterable[str | Table]) -> None:
+def put(console: Console, page: Iterable[Part]) -> None:
     """Prints it, an empty line behind. Where lines can be drawn it is as narrow as the terminal, its first paragraph in
     bold."""
     page = tuple(page)
@@ -28,6 +28,8 @@ def put(console: Console, page: Iterable[str | Table]) -> None:
     for place, part in enumerate(page):
         if isinstance(part, Table):
             console.print(_drawn(part, console.width))
+        elif isinstance(part, Picture):
+            console.print(f"{part}\n")
         else:
             console.print(wrapped(part, console.width) + "\n", style="bold" if place == 0 else None)
 

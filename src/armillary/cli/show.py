@@ -18,7 +18,7 @@ from armillary.cli.page import console_here, put
 from armillary.facts.plan import Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text, count_text, seconds_text
-from armillary.facts.table import Page, wrapped
+from armillary.facts.table import Page, Picture, wrapped
 from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
@@ -39,7 +39,7 @@ def decided_page(decided: Decided, is_verbose: bool) -> Page:
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
     parts = [*decided.plan.page(), f"machines: {machines}, {memory}"]
     if owns_loop(decided.plan.schedule):
-        parts.append(options_of(decided.plan).picture())
+        parts.append(Picture(options_of(decided.plan).picture()))
     return (*parts, *(decided.profile.page() if is_verbose else ()))
 
 

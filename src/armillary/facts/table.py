@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["WIDTH", "Page", "Table", "page_text", "wrapped"]
+__all__ = ["WIDTH", "Page", "Part", "Picture", "Table", "page_text", "wrapped"]
 
 WIDTH = 100  # characters of a line
 NARROWEST = 8  # to which a column of text is folded
@@ -75,12 +75,23 @@ class Table:
         ]
 
 
-Page = tuple[str | Table, ...]
+@dataclass(frozen=True)
+class Picture:
+    """Drawn in characters: its lines are never broken, however wide."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def page_text(page: Iterable[str | Table]) -> str:
-    """Paragraphs and tables with a blank line between; paragraphs are wrapped."""
-    return "\n\n".join(str(part) if isinstance(part, Table) else wrapped(part) for part in page)
+Part = str | Table | Picture
+Page = tuple[Part, ...]
+
+
+def page_text(page: Iterable[Part]) -> str:
+    """Paragraphs, tables and pictures with a blank line between; paragraphs are wrapped."""
+    return "\n\n".join(wrapped(part) if isinstance(part, str) else str(part) for part in page)
 
 
 def wrapped(text: str, width: int = WIDTH) -> str:
