@@ -144,17 +144,17 @@ def test_stale_pipelines_on_two_replicas_are_their_reference_bit_for_bit(crew):
 
 def divided_by_ranks(rank, world, plans):
     """As `trained`, but the mean over replicas divides by all ranks."""
-    mean = Team.mean
+    start_mean = Team.start_mean
 
     def wrong(self, parameters, mine, stage):
-        found = mean(self, parameters, mine, stage)
-        return {parameter: one * self.place.workers / world for parameter, one in found.items()}
+        wait = start_mean(self, parameters, mine, stage)
+        return lambda: {parameter: one * self.place.workers / world for parameter, one in wait().items()}
 
-    Team.mean = wrong
+    Team.start_mean = wrong
     try:
         return trained(rank, world, plans)
     finally:
-        Team.mean = mean
+        Team.start_mean = start_mean
 
 
 def test_a_mean_that_divides_by_ranks_is_seen(crew):

@@ -84,6 +84,7 @@ class _Play:
         self.stages = list(_stages(plan, case, self.options))
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
         self.flights: list[tuple[int, Flight]] = []  # with the sender
+        self.reduced: dict[tuple[int, int, int], Flight] = {}  # under way, by rank, step and stage
         self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
 
     @property
@@ -148,27 +149,30 @@ class _Play:
             return False
         for (letter, _), time in zip(wanted, times, strict=True):
             clock.wait(f"stage {letter.stage}", time or 0.0)
+        if one.op in ("UPDATE", "NORM") and (number, one.step, one.stage) in self.reduced:
+            flight = self.reduced.pop((number, one.step, one.stage))
+            clock.wait(flight.group, flight.land_seconds)
+            self.flights.append((number, flight._replace(land_seconds=max(flight.land_seconds, clock.now_seconds))))
         if one.op in ("F", "B"):
             action, seconds = ("forward", stage.forward) if one.op == "F" else ("backward", stage.backward)
             clock.work(f"stage {one.stage}", action, seconds)
         elif one.op == "UPDATE":
             clock.work(f"stage {one.stage}", "update", stage.update)
         elif one.op == "REDUCE":
-            self._reduce(number, clock, one.stage)
+            self.reduced[number, one.step, one.stage] = self._reduce(clock, one.stage)
         elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
             self._meet(number, one)
         return True
 
-    def _reduce(self, number: int, clock: Clock, stage: int) -> None:
+    def _reduce(self, clock: Clock, stage: int) -> Flight:
+        """A mean over replicas sets out."""
         group = next(group for group in self.plan.groups if group.stage == stage)
         facts, replicas = self.stages[stage], self.options.replicas(self.plan.workers)
         sent, seconds = team_traffic(facts.weight_bytes + facts.count_bytes, replicas, self.case.topology)
         launch = clock.now_seconds
         is_inside = self.case.topology.nodes == 1
         request = Request(sent, seconds * is_inside, seconds * (not is_inside))
-        clock.wait(group.name, clock.send(group.name, "all-reduce", [request]))
-        flight = Flight(group.name, "all-reduce", launch, clock.now_seconds, sent)
-        self.flights.append((number, flight))
+        return Flight(group.name, "all-reduce", launch, clock.send(group.name, "all-reduce", [request]), sent)
 
     def _meet(self, number: int, one: Instruction) -> None:
         """One side has done its part; with both the letter moves."""

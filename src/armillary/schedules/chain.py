@@ -3,8 +3,14 @@
 Note [Norms]. Where gradients are clipped by a norm over all stages, a stage adds its square to that of the stages
 above, behind the last gradient of the step. The whole goes up again rank by rank, each ahead of the forward of the
 micro-batch that `messages.carrier` names.
+
+Note [Replicas]. A stage's mean over replicas is asked for behind its last backward (`REDUCE`) and waited for by its
+`UPDATE`, which comes as late as it may: before the first forward that reads what it makes, at the end of the step at
+the latest, or of the one after where every micro-batch reads old weights. What the rank does meanwhile hides it. Where
+squares travel, it is waited for at once.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from armillary.schedules.agenda import Due
@@ -57,6 +63,8 @@ class Chain:
         self._has_norms = clip is not None and clip.needs_all_stages
         self._carrier = carrier(schedule) if self._has_norms else 0
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
+        self._reduced: list[deque[Due]] = [deque() for _ in self._stages]  # last backwards, whose update is to come
+        self._made = [0] * schedule.stages  # versions
         self._summed = [0] * schedule.stages  # steps whose square has been added
         self._waiting: dict[tuple[int, int], Due] = {}  # last backwards, by step and stage
 
@@ -66,9 +74,12 @@ class Chain:
         return frozenset(j for j, rank in enumerate(self._stages) if rank == self._written.rank)
 
     def before(self, due: Due) -> None:
-        """The norms that a rank knows before this forward; see Note [Norms]."""
+        """What a forward needs: weights, see Note [Replicas], and the norms that its rank knows, see Note [Norms]."""
         owner = self._workers[due.worker]
-        if due.kind == "B" or due.stage != self._lowest[owner]:
+        if due.kind == "B":
+            return
+        self._make(due.stage, self._schedule.version(due.place))
+        if due.stage != self._lowest[owner]:
             return
         place = self._path.index(owner)
         if self._has_norms and place > 0:
@@ -93,8 +104,15 @@ class Chain:
         if due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1:
             self._finish(due, owner)
 
+    def end_step(self, steps: int) -> None:
+        """So many steps were handed in. Weights that the next one may read are made; see Note [Replicas]."""
+        for j in reversed(range(self._schedule.stages)):
+            self._make(j, steps - min(ages[j] for ages in self._schedule.staleness))
+
     def rest(self, steps: int, tick: int) -> None:
-        """Every rank learns of the norms."""
+        """Every stage is stepped, and every rank learns of the norms."""
+        for j in reversed(range(self._schedule.stages)):
+            self._make(j, steps)
         for place in range(1, len(self._path) if self._has_norms else 0):
             while self._known[place] < steps:
                 self._know(place, tick)
@@ -107,8 +125,12 @@ class Chain:
         """A stage has all its gradients of a step."""
         if self._replicas > 1:
             self._do("REDUCE", due, owner)
+        if due.stage in self._served:
+            self._do("PUSH", due, self._written.rank)
         if not self._has_norms:
-            self._update(due, owner)
+            self._reduced[due.stage].append(due)
+            if self._replicas == 1:
+                self._make(due.stage, due.step + 1)
             return
         self._waiting[due.step, due.stage] = due
         for j in reversed(range(self._schedule.stages)):  # squares are added the last stage first
@@ -119,10 +141,11 @@ class Chain:
             self._summed[j] += 1
             self._add_norm(self._waiting.pop((due.step, j)), due.tick)
 
-    def _update(self, due: Due, owner: int) -> None:
-        self._do("UPDATE", due, owner)
-        if due.stage in self._served:
-            self._do("PUSH", due, self._written.rank)
+    def _make(self, j: int, version: int) -> None:
+        """The stage is stepped until that version is there, as far as its gradients are."""
+        while self._reduced[j] and self._made[j] < version:
+            self._do("UPDATE", self._reduced[j].popleft(), self._stages[j])
+            self._made[j] += 1
 
     def _add_norm(self, due: Due, tick: int) -> None:
         """The stages after this one have added theirs."""
@@ -136,7 +159,7 @@ class Chain:
         else:
             self._known[0] += 1
             self._pass_up(0, due.step, tick)
-        self._update(due, owner)
+        self._do("UPDATE", due, owner)
 
     def _know(self, place: int, tick: int) -> None:
         step, sender, reader = self._known[place], self._path[place - 1], self._path[place]

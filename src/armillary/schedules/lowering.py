@@ -76,6 +76,7 @@ class Lowering:
         self.steps += 1
         for due in self._agenda.next_step():
             self._walk(due)
+        self._around.end_step(self.steps)
         return self._written.taken()
 
     def rest(self) -> list[Instruction]:

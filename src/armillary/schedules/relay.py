@@ -87,6 +87,9 @@ class Relay:
                 self._add_norm(due)
             self._passes(Letter("gradient", due.step, worker, stage), worker, self._owners[stage], due.tick)
 
+    def end_step(self, steps: int) -> None:
+        """Nothing: owners step at times of their own."""
+
     def rest(self, steps: int, tick: int) -> None:
         """Every rank gets the newest weights of every stage, version by version, and every owner the norms."""
         for version in range(1, steps + 1):

@@ -218,8 +218,8 @@ class Interpreter:
 
     def _reduce(self, one: Instruction) -> None:
         sums = self._sums[one.stage]
-        mean = self._seat.team.mean(self._weights[one.stage].parameters, sums.own(one.step), one.stage)
-        sums.put(one.step, mean)
+        own, parameters = sums.own(one.step), self._weights[one.stage].parameters
+        sums.expect(one.step, self._seat.team.start_mean(parameters, own, one.stage))
 
     def _join(self, one: Instruction) -> None:
         assert one.letter is not None

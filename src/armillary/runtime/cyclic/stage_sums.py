@@ -4,6 +4,8 @@ Where several ranks run a stage, a flat sum with counts goes from one to the nex
 added to in place, and a rank that is the first packs its own. The sum is divided once, where it is whole.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,20 @@ class StageSums:
     def __init__(self, flat: FlatStage, ranks: int) -> None:
         self._flat, self._ranks = flat, ranks
         self._own: dict[int, Means] = {}  # by step
+        self._coming: dict[int, Callable[[], Means]] = {}  # means over replicas
         self._sums: dict[int, Flats] = {}
 
     def put(self, step: int, means: Means) -> None:
         """This rank's gradients of a step."""
         self._own[step] = means
+
+    def expect(self, step: int, mean: Callable[[], Means]) -> None:
+        """They are on their way; `mean` waits for them."""
+        self._coming[step] = mean
+
+    def _landed(self, step: int) -> None:
+        if step in self._coming:
+            self._own[step] = self._coming.pop(step)()
 
     def own(self, step: int) -> Means:
         """They are taken away."""
@@ -52,6 +63,7 @@ class StageSums:
 
     def square(self, step: int) -> Tensor:
         """Of the norm of the mean, when all is here."""
+        self._landed(step)
         if step in self._own:
             return square_of_stage(self._own[step].values())
         found = self._flat.unpack_gradients(self._sums[step])
@@ -59,6 +71,7 @@ class StageSums:
 
     def mean(self, step: int) -> Means:
         """When all is here; it is taken away."""
+        self._landed(step)
         if step not in self._sums:
             return self._own.pop(step)
         found = self._flat.unpack_gradients(self._sums.pop(step))

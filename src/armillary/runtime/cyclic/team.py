@@ -5,7 +5,7 @@ rank's mean is summed over the ranks and divided by their number. The stages' ta
 one owner each (`stage_tables.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,22 +31,26 @@ class Team:
     requests: Requests | None = None
     scope: Scope = "world"
 
-    def mean(self, parameters: Mapping[str, nn.Parameter], mine: Means, stage: int) -> Means:
-        """The mean over ranks of a stage's gradients; a parameter that no rank used is left out.
+    def start_mean(self, parameters: Mapping[str, nn.Parameter], mine: Means, stage: int) -> Callable[[], Means]:
+        """Asks for the mean over ranks of a stage's gradients; what is returned waits for it. A parameter that no rank
+        used is left out.
 
         gloo adds three or more ranks' tensors in an order of its own: then the last bits may differ from a sum in rank
         order, though not between the ranks.
         """
         if self.place.workers == 1:
-            return mine
+            return lambda: mine
         assert self.requests is not None
         flat = FlatStage(parameters)
-        sums = []
-        for packed in flat.pack_gradients([mine.get(parameter) for parameter in flat.parameters]):
-            sums.append(self.requests.start(AllReduce(packed, self.scope), f"stage {stage}")())
-        found = flat.unpack_gradients(sums)
-        with torch.no_grad():
-            return {flat.parameters[place]: found[place].div_(self.place.workers) for place in sorted(found)}
+        packed = flat.pack_gradients([mine.get(parameter) for parameter in flat.parameters])
+        waits = [self.requests.start(AllReduce(one, self.scope), f"stage {stage}") for one in packed]
+
+        def mean() -> Means:
+            found = flat.unpack_gradients([wait() for wait in waits])
+            with torch.no_grad():
+                return {flat.parameters[place]: found[place].div_(self.place.workers) for place in sorted(found)}
+
+        return mean
 
 
 def alone() -> Team:
