@@ -53,7 +53,7 @@ def test_a_plan_with_look_ahead_and_one_without_both_say_what_it_brings():
     assert ahead.notes[-1].startswith(gain)
     assert not any(note.startswith(PROSPECT) for note in ahead.notes)
     moving = made(assumptions=ADAM)
-    assert moving.notes[-1].endswith("rows that may go before the step: none")
+    assert any(note.endswith("rows that may go before the step: none") for note in moving.notes)
 
 
 def test_a_plan_without_tables_to_foresee_promises_nothing():

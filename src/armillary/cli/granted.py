@@ -43,8 +43,10 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     for pattern, constraint in constraints.items():
         refuse_unknown(pattern, constraint)
     plan = None if asked.plan_file is None else read_plan(asked.plan_file)
-    if plan is not None and (constraints or asked.lazy):
-        raise ValueError("plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange")
+    if plan is not None and (constraints or asked.lazy or asked.allow):
+        raise ValueError(
+            "plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange, --allow"
+        )
     if plan is not None and plan.workers != workers:
         raise ValueError(
             f"--plan: the plan is for {plan.workers} workers, this job has {workers}; plan again, or pass --workers "
@@ -55,7 +57,9 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     schedule = schedule_of(asked.schedule, workers if topology is None else topology.workers)
     if plan is not None and schedule != SIMULTANEOUS:
         raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
-    return Wishes(constraints, tuple(asked.lazy), plan, topology, profile, schedule, trials=asked.trials)
+    return Wishes(
+        constraints, tuple(asked.lazy), plan, topology, profile, schedule, trials=asked.trials, allow=tuple(asked.allow)
+    )
 
 
 def schedule_of(text: str, workers: int) -> Choice:

@@ -13,7 +13,7 @@ from armillary.cli.sources import modules_with
 from armillary.facts.plan import SIMULTANEOUS
 
 __all__ = [
-    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
+    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
     "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Schedule", "Seed", "Set", "TopologyFile", "Trials",
     "Verbose", "Workers", "WorkloadName",
 ]  # fmt: skip
@@ -73,6 +73,14 @@ Replicate = Annotated[
     list[str],
     typer.Option(
         metavar="PATTERN", help="Keep these parameters whole on every worker. Repeatable.", rich_help_panel=PLAN
+    ),
+]
+Allow = Annotated[
+    list[str],
+    typer.Option(
+        metavar="DEPARTURE",
+        help="Let the plan choose among ways that are NOT exact: lossy (rounded or thinned gradients). Repeatable.",
+        rich_help_panel=PLAN,
     ),
 ]
 Exchanges = Annotated[
@@ -183,6 +191,7 @@ class AskedPlan:
     topology_file: Path | None = None
     profile_file: Path | None = None
     trials: int = 0
+    allow: Sequence[str] = ()
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -100,6 +100,7 @@ def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) ->
         constraints=granted.constraints,
         lazy=granted.lazy,
         assumptions=assumptions,
+        allow=granted.allow,
     )
     plans = with_look_ahead(found, case)
     return {

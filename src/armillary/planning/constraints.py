@@ -5,7 +5,7 @@ A demand names a parameter (or one of its aliases, or a glob pattern) and says a
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
@@ -18,11 +18,13 @@ from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
 __all__ = [
+    "MAY_BE_ALLOWED",
     "Constraint",
     "allows",
     "layout_of",
     "names_of",
     "refuse_misread",
+    "refuse_other_allowed",
     "refuse_unknown",
     "resolve",
     "why_not",
@@ -32,6 +34,19 @@ __all__ = [
 Constraint = str | Choice
 
 LAYOUTS = ("replicated", "row_sharded")
+MAY_BE_ALLOWED = ("lossy",)  # departures among which a plan may choose by price, where the user says so
+
+
+def refuse_other_allowed(allow: object) -> None:
+    """
+    Raises:
+        ValueError: it is no collection of departures that may be allowed.
+    """
+    if isinstance(allow, str) or not isinstance(allow, Collection) or set(allow) - set(MAY_BE_ALLOWED):
+        raise ValueError(
+            f"plan: allow is {allow!r}; want some of {MAY_BE_ALLOWED}, as in allow=('lossy',). What departs otherwise "
+            "is taken where it is named"
+        )
 
 
 def refuse_misread(constraints: object, lazy: object, schedule: object) -> None:

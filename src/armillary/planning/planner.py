@@ -8,7 +8,7 @@ Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enume
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
-from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, resolve
+from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, refuse_other_allowed, resolve
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
@@ -54,6 +54,7 @@ def plan(
     prefetch: bool | None = False,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
+    allow: Collection[str] = (),
 ) -> Plan:
     """The cheapest plan that fits.
 
@@ -68,16 +69,19 @@ def plan(
         steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
             Else a note says what it would bring.
         micro_batches: of a step and data coordinate, where the caller cuts them; a batch of the profile is one of them.
+        allow: departures from exact among which the plan may choose, by the simulated step: ("lossy",) or none. What is
+            named in constraints needs no other permission.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
     refuse_misread(constraints, lazy, schedule)
+    refuse_other_allowed(allow)
     case = Case(profile, topology, assumptions)
     if owns_loop(schedule):
         is_cut = SCHEDULES[schedule.name].is_cut
         by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
-        _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers"})
+        _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers", "allow": list(allow)})
         if is_cut:
             return with_expected(plan_staged(case, schedule, wished_tables(case, constraints, lazy)), case)
         return with_expected(plan_uncut(case, schedule), case)
@@ -85,7 +89,8 @@ def plan(
     is_free = not constraints and mean == "workers"  # what a schedule that owns the loop cannot honour
     may_take = is_free and steps_by_run and may_cut(case, micro_batches)
     try:
-        plain = bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)[0]
+        wishes: dict[str, Any] = {"constraints": constraints, "lazy": lazy, "mean": mean, "allow": allow}
+        plain = bucketings(profile, topology, assumptions=assumptions, **wishes)[0]
     except NothingFits:
         ways = fitting(case, micro_batches) if may_take else []
         if not ways:
@@ -111,6 +116,7 @@ def bucketings(
     lazy: Iterable[str] = (),
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
+    allow: Collection[str] = (),
 ) -> tuple[Plan, ...]:
     """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first; arguments
     as `plan`'s."""
@@ -123,7 +129,7 @@ def bucketings(
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
     made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
     first, *others = (with_prospect(one, case) for one in made)
-    return with_savings(first, question), *others
+    return with_savings(first, question, allow), *others
 
 
 def plan_by_rule(

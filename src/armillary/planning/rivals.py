@@ -5,8 +5,9 @@ The planner prices tables one by one and hides nothing behind compute. Which of 
 simulator says, and better still a few steps of each (`session/trials.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from armillary.facts.plan import Choice, Mean, Plan
 from armillary.facts.profile import Profile
@@ -21,6 +22,7 @@ from armillary.planning.simulator import simulate
 __all__ = ["AHEAD", "CHOSEN", "at_once", "best", "by_simulation", "rivals", "with_look_ahead"]
 
 CHOSEN = "chosen"
+EXACT = "chosen among the exact ones"
 AHEAD = " + look-ahead"
 
 
@@ -32,15 +34,18 @@ def rivals(
     lazy: Iterable[str] = (),
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
+    allow: Collection[str] = (),
 ) -> dict[str, Plan]:
     """The plan chosen by price, and one for every candidate of any table, by name; arguments as `plan`'s.
 
     A table that does not offer a way, or for which the user demands another, keeps what the plan chose. Plans that do
     not fit in memory are left out, and so are those that come to the same as an earlier one. The chosen plan and any
-    that keeps everything whole are there in buckets of other sizes, too.
+    that keeps everything whole are there in buckets of other sizes, too. Where a departure is allowed and
+    taken, the plan without it is among them.
     """
     lazy = tuple(lazy)
-    chosen = bucketings(profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions)
+    wished: dict[str, Any] = {"constraints": constraints, "lazy": lazy, "mean": mean, "assumptions": assumptions}
+    chosen = bucketings(profile, topology, **wished, allow=allow)
     taken: dict[str, Choice] = {}
     offered: dict[str, dict[str, Choice]] = {}
     for verdict in explain(profile, topology, constraints=constraints, lazy=lazy, assumptions=assumptions):
@@ -50,14 +55,14 @@ def rivals(
         if not verdict.lost.startswith("constraint"):
             offered.setdefault(str(one.choice), {})[one.parameter] = one.choice
     found = {CHOSEN: chosen}
+    if chosen[0].departures and allow:
+        found[EXACT] = bucketings(profile, topology, **wished)
     for name, ways in offered.items():
         if {**taken, **ways} == taken:
             continue
         wishes = {**constraints, **taken, **ways}
         try:
-            found[name] = bucketings(
-                profile, topology, constraints=wishes, lazy=lazy, mean=mean, assumptions=assumptions
-            )
+            found[name] = bucketings(profile, topology, **{**wished, "constraints": wishes})
         except ValueError:  # does not fit
             continue
     named = {name: sized[0] for name, sized in found.items()}

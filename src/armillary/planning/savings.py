@@ -1,11 +1,13 @@
-"""What exchanges that are not exact would bring: priced and said in notes, never taken unless they are demanded.
+"""What exchanges that are not exact would bring: simulated and said in a note, taken only where that is allowed.
 
-No price says what a departure does to the loss. So a plan stays exact, and a note says what the other way would save
-here, what it costs, and how to ask for it.
+No price says what a departure does to the loss. So a plan stays exact, and a note says what the other ways would save
+here, what they cost, and how to ask for one; or that none of them helps. Where the user allows a departure, the mildest
+way among those that are about the quickest is taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.facts.plan import Choice, Group, Plan
@@ -13,22 +15,76 @@ from armillary.facts.profile_table import seconds_text
 from armillary.planning.assembly import consensus_of, dense_group
 from armillary.planning.bucket_sizes import is_ownerless
 from armillary.planning.candidates import Question
-from armillary.planning.constraints import why_not
+from armillary.planning.constraints import MAY_BE_ALLOWED, why_not
+from armillary.planning.fitting import held_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate
 
 __all__ = ["with_savings"]
 
 WORTH_SAYING = 1.15
-MOST_NOTES = 3
+CLOSE = 1.05  # times the quickest step: what is milder is worth that much
 
 
-def with_savings(plan: Plan, question: Question) -> Plan:
-    """The plan with what is not exact about it, and with the ways that would shorten its step most."""
-    said = [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
-    found = sorted(_found(plan, question), key=lambda one: -one[0]) if question.case.topology.workers > 1 else []
-    said += [note for ratio, note in found if ratio >= WORTH_SAYING][:MOST_NOTES]
+class _Way(NamedTuple):
+    """The plan with its free buckets by an exchange that departs, and its simulated step."""
+
+    choice: Choice
+    plan: Plan
+    seconds: float
+
+    @property
+    def departs(self) -> tuple[str, ...]:
+        return dense_exchanges()[self.choice.name].departs
+
+
+def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) -> Plan:
+    """The plan, or a milder-or-quicker one of the departures that are allowed; with what is not exact about it, and
+    what the ways that depart would save, or that they save nothing."""
+    ways = list(_ways(plan, question)) if question.case.topology.workers > 1 else []
+    now = simulate(plan, question.case).step_seconds if ways else 0.0
+    allowed = [way for way in ways if set(way.departs) <= set(allow) and _fits(way.plan, question)]
+    taken, said = _mildest(allowed, now), []
+    if taken is not None:
+        plan = taken.plan
+        said.append(f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}")
+    said += [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
+    for departs in dict.fromkeys(way.departs for way in ways if taken is None):
+        said.append(_note([way for way in ways if way.departs == departs], now))
     return replace(plan, notes=(*plan.notes, *said)) if said else plan
+
+
+def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
+    """Of those that are about the quickest the mildest, ways being in that order; None where the exact plan is."""
+    limit = CLOSE * min([now, *(way.seconds for way in ways)])
+    return None if now <= limit else next(way for way in ways if way.seconds <= limit)
+
+
+def _fits(plan: Plan, question: Question) -> bool:
+    needed = held_bytes(question) + sum(group.forecast.memory_bytes for group in plan.groups)
+    return needed <= question.case.topology.memory_bytes
+
+
+def _note(ways: Sequence[_Way], now: float) -> str:
+    """What the best of ways that depart alike would save, and how to ask for it."""
+    best = _mildest(ways, now) or min(ways, key=lambda way: way.seconds)
+    words, others = ", ".join(best.departs), [way for way in ways if way.seconds < best.seconds]
+    if now / best.seconds < WORTH_SAYING:
+        quickest = min(ways, key=lambda way: way.seconds)
+        return f"nothing {words} helps at these links: the quickest would be {quickest.choice}, {_steps(quickest, now)}"
+    demand = f"name it: constraints={{'*': Choice.parse({str(best.choice)!r})}}"
+    ask = f"plan with allow={best.departs!r}, or {demand}" if set(best.departs) <= set(MAY_BE_ALLOWED) else demand
+    more = "".join(
+        f"; {way.choice} {now / way.seconds:.1f}x" for way in sorted(others, key=lambda way: way.seconds)[:1]
+    )
+    return (
+        f"would save {now / best.seconds:.1f}x at this link, NOT exact: {best.choice}: {_steps(best, now)}; "
+        f"{_costs(best.choice)}{more}. To take it, {ask}"
+    )
+
+
+def _steps(way: _Way, now: float) -> str:
+    return f"simulated step {seconds_text(way.seconds)} instead of {seconds_text(now)}"
 
 
 def _taken(plan: Plan) -> list[Choice]:
@@ -55,24 +111,12 @@ def _departing(question: Question) -> Iterator[Choice]:
             yield from (Choice(name, way) for n, way in enumerate(ways) if way not in ways[:n])
 
 
-def _found(plan: Plan, question: Question) -> list[tuple[float, str]]:
-    """(how many times shorter the step would be, the note), of every way that departs and is not demanded."""
-    choices = list(_departing(question))
-    if not choices:
-        return []
-    now, found = simulate(plan, question.case).step_seconds, []
-    for choice in choices:
+def _ways(plan: Plan, question: Question) -> Iterator[_Way]:
+    """Every way that departs and is not demanded, the mildest first."""
+    for choice in _departing(question):
         other = _by(choice, plan, question)
-        if other == plan:
-            continue
-        then = simulate(other, question.case).step_seconds
-        note = (
-            f"would save {now / then:.1f}x at this link, NOT exact: {choice}: simulated step {seconds_text(then)} "
-            f"instead of {seconds_text(now)}; {_costs(choice)}. To take it, demand it: constraints={{'*': "
-            f"Choice.parse({str(choice)!r})}}"
-        )
-        found.append((now / then, note))
-    return found
+        if other != plan:
+            yield _Way(choice, other, simulate(other, question.case).step_seconds)
 
 
 def _by(choice: Choice, plan: Plan, question: Question) -> Plan:

@@ -15,7 +15,7 @@ from armillary.exchanges.exchange import Place
 from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint, refuse_misread
+from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
 from armillary.planning.expected import with_expected
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
@@ -55,7 +55,7 @@ class Wishes:
             with a schedule that owns the loop is never timed.
         look_ahead: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
         prefetch: whether the plan shall look ahead where none are timed; None: by price.
-        steps_by_run, micro_batches: as in `plan`.
+        steps_by_run, micro_batches, allow: as in `plan`.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -70,9 +70,11 @@ class Wishes:
     prefetch: bool | None = False
     steps_by_run: bool = False
     micro_batches: int | None = None
+    allow: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         refuse_misread(self.constraints, self.lazy, self.schedule)
+        refuse_other_allowed(self.allow)
 
     @property
     def owns_loop(self) -> bool:
@@ -147,7 +149,7 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
     if wishes.plan is not None:
         return {CHOSEN: wishes.plan.to_json()}
     taken, is_one = assumptions_of(subject.optimizer), len(members(subject.optimizer)) == 1
-    wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean}
+    wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean, "allow": wishes.allow}
     if wishes.trials < 2 or wishes.owns_loop:
         made = make_plan(
             found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,

@@ -55,6 +55,7 @@ def parallelize(
     autotune: int = 0,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
+    allow: Sequence[str] = (),
     scaler: Any = None,
     report_after: float | None = 60.0,
     timeout: float = 600.0,
@@ -74,7 +75,7 @@ def parallelize(
     those that do not fit whole, schedules that own the loop and `autotune` need it.
 
     Args:
-        batches, loss, and all up to micro_batches: as in `auto_plan`. The last of them and `autotune`, `steps_by_run`
+        batches, loss, and all up to allow: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run`
             and a `schedule` go with batches and loss.
         scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
 
@@ -84,7 +85,7 @@ def parallelize(
     """
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches,
+        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow,
     )  # fmt: skip
     patience = Patience(report_after, timeout)
     if batches is None and loss is None:
@@ -168,6 +169,7 @@ def auto_plan(
     autotune: int = 0,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
+    allow: Sequence[str] = (),
 ) -> Decided:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
     `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
@@ -176,8 +178,8 @@ def auto_plan(
     Args:
         batches: as one worker sees them; two a worker are drawn, one at least, and none is trained on. A loader does.
         loss: loss(model, batch) -> scalar tensor.
-        constraints, lazy, mean, schedule, steps_by_run, micro_batches: as in `plan`; under mean "weights" the loop
-            declares them (`run.weigh`).
+        constraints, lazy, mean, schedule, steps_by_run, micro_batches, allow: as in `plan`; under mean "weights" the
+            loop declares them (`run.weigh`).
         prefetch: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
             training, bit for bit. None: by price where the batches are a DataLoader of torch's own, with a map-style
             dataset and a sampler of torch's; else the plan's notes say what it would bring, as with False.
@@ -189,7 +191,7 @@ def auto_plan(
     """
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches,
+        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow,
     )  # fmt: skip
     return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), _over(wishes, batches))
 

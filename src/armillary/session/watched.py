@@ -109,13 +109,14 @@ class Watched:
         prefetch = wishes.prefetch if wishes.prefetch is not None or loop.first.is_plain else False
         made = make_plan(
             found, self.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
-            assumptions=assumptions_of(loop.optimizer), prefetch=prefetch,
+            assumptions=assumptions_of(loop.optimizer), prefetch=prefetch, allow=wishes.allow,
         )  # fmt: skip
         return replace(made, notes=(*made.notes, NOTE))
 
     def _takes(self, plan: Plan, loop: UserLoop) -> bool:
         """Whether the user would have wished for that plan, and it fits everywhere."""
-        is_free = not self.wishes.constraints and not self.wishes.lazy and plan.mean == self.wishes.mean
+        asked = (self.wishes.constraints, self.wishes.lazy, self.wishes.allow)
+        is_free = not any(asked) and plan.mean == self.wishes.mean
         same_nodes = plan.workers_per_node == self.topology.workers_per_node
         if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
             return False

@@ -7,6 +7,7 @@ import typer
 
 from armillary.cli.options import (
     OUTPUT,
+    Allow,
     AsJson,
     AskedPlan,
     AskedWorkload,
@@ -50,6 +51,7 @@ def plan_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    allow: Allow = [],  # noqa: B006
     schedule: Schedule = SIMULTANEOUS.name,
     workers: Workers = None,
     out: Out = None,
@@ -65,5 +67,7 @@ def plan_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.plan import AskedPrint, plan_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, topology_file=topology_file, profile_file=profile_file)
+    wanted = AskedPlan(
+        lazy, replicate, exchange, schedule, topology_file=topology_file, profile_file=profile_file, allow=allow
+    )
     plan_asked(task, wanted, workers, seed, AskedPrint(out, json, verbose))

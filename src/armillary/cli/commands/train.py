@@ -9,6 +9,7 @@ from armillary.cli.options import (
     OUTPUT,
     PLAN,
     RUN,
+    Allow,
     AsJson,
     AskedPlan,
     AskedWorkload,
@@ -77,6 +78,7 @@ def train_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    allow: Allow = [],  # noqa: B006
     trials: Trials = 0,
     replan_every: ReplanEvery = 0,
     schedule: Schedule = SIMULTANEOUS.name,
@@ -99,6 +101,6 @@ def train_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.train import AskedRun, train_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials)
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials, allow=allow)
     run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, replan_every)
     train_asked(task, wanted, run, json, verbose)

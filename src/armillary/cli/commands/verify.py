@@ -6,6 +6,7 @@ import typer
 
 from armillary.cli.options import (
     RUN,
+    Allow,
     AsJson,
     AskedPlan,
     AskedWorkload,
@@ -51,6 +52,7 @@ def verify_command(
     lazy: Lazy = [],  # noqa: B006
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
+    allow: Allow = [],  # noqa: B006
     schedule: Schedule = SIMULTANEOUS.name,
     workers: Workers = None,
     steps: Steps = 5,
@@ -67,5 +69,5 @@ def verify_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.verify import AskedVerification, verify_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file)
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, allow=allow)
     verify_asked(task, wanted, AskedVerification(workers, steps, seed, one_batch), json)
