@@ -62,7 +62,7 @@ def _of_codec(choice: Choice) -> Coding:
 
 
 def torchs() -> list[Coding]:
-    """What torch has of the kind. Its quantised tensors keep 8 bits a number, and a scale, or one for each row of 256."""
+    """What torch has of the kind; its quantised tensors keep 8 bits a number and a scale, or one a row of 256."""
 
     def by_rows(values: Tensor) -> Tensor:
         rows = torch.nn.functional.pad(values, (0, -len(values) % 256)).view(-1, 256)
