@@ -128,6 +128,8 @@ def test_a_wish_that_the_model_cannot_grant_says_why(refused, arguments, complai
         ((*LANGUAGE_MODEL[:2], "--exchange", "owned_rows"), "--exchange: want CHOICE=PATTERN"),
         ((*LANGUAGE_MODEL[:2], "--schedule", "pipline"), "did you mean pipeline?"),
         ((*LANGUAGE_MODEL[:2], "--schedule", "ring(slak=1)"), "ring has no slak"),
+        ((*LANGUAGE_MODEL[:2], "--rule", "paralax"), "no rule 'paralax'; there are price, parallax; did you mean 'par"),
+        ((*LANGUAGE_MODEL[:2], "--rule", "parallax", "--schedule", "ring"), "so schedule ring cannot be honoured"),
         ((*LANGUAGE_MODEL[:2], "--topology", "none.json"), "none.json is no topology file"),
     ],
 )

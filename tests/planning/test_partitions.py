@@ -103,3 +103,19 @@ def test_the_log_shows_measured_beside_fitted():
 def test_nonsense_is_refused(act, said):
     with pytest.raises(ValueError, match=said):
         act()
+
+
+@pytest.mark.parametrize(
+    ("start", "most", "tried"),
+    [(1, 2, [1, 2]), (1, 3, [1, 2, 3]), (1, 8, [1, 2, 4]), (8, 8, [2, 4, 8]), (2, 6, [1, 2, 4])],
+)
+def test_three_numbers_are_tried_for_a_fit_where_there_are_so_many(start, most, tried):
+    """The time rises with the first step in any direction, so a search that only follows a fall would end with two."""
+    found = search(lambda partitions: 1.0 + abs(partitions - start), start=start, most=most)
+    assert [trial.partitions for trial in found.trials] == tried
+    assert (found.model is None) == (len(tried) < 3)
+
+
+def test_all_the_workers_are_tried_where_doubling_misses_them():
+    found = search(lambda partitions: 1 / partitions, start=1, most=6)
+    assert [trial.partitions for trial in found.trials] == [1, 2, 4, 6] and found.chosen == 6

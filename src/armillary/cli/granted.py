@@ -58,7 +58,15 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     if plan is not None and schedule != SIMULTANEOUS:
         raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
     return Wishes(
-        constraints, tuple(asked.lazy), plan, topology, profile, schedule, trials=asked.trials, allow=tuple(asked.allow)
+        constraints,
+        tuple(asked.lazy),
+        plan,
+        topology,
+        profile,
+        schedule,
+        trials=asked.trials,
+        allow=tuple(asked.allow),
+        rule=asked.rule,
     )
 
 

@@ -11,11 +11,12 @@ import typer
 from armillary.cli.find import built_in, refuse_unknown
 from armillary.cli.sources import modules_with
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.planning.rule import PRICE
 
 __all__ = [
     "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
-    "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Schedule", "Seed", "Set", "TopologyFile", "Trials",
-    "Verbose", "Workers", "WorkloadName",
+    "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule", "Schedule", "Seed", "Set", "TopologyFile",
+    "Trials", "Verbose", "Workers", "WorkloadName",
 ]  # fmt: skip
 
 # The panels of --help.
@@ -120,6 +121,14 @@ Trials = Annotated[
         rich_help_panel=PLAN,
     ),
 ]
+Rule = Annotated[
+    str,
+    typer.Option(
+        metavar="RULE",
+        help="Plan by this rule: 'price', or 'parallax' (tables by their owners, as many as its search finds).",
+        rich_help_panel=PLAN,
+    ),
+]
 
 Schedule = Annotated[
     str,
@@ -192,6 +201,7 @@ class AskedPlan:
     profile_file: Path | None = None
     trials: int = 0
     allow: Sequence[str] = ()
+    rule: str = PRICE
 
 
 def _pair(text: str) -> tuple[str, Any]:

@@ -16,6 +16,7 @@ from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.rivals import by_simulation, rivals, with_look_ahead
+from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
 from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
 from armillary.session.events import Decided
@@ -51,7 +52,8 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         decided = decide(subject, granted)
         if rank() == 0:
             taken = assumptions_of(subject.optimizer)
-            found = () if granted.owns_loop else _candidates(decided, granted, taken)
+            is_priced = granted.rule == PRICE and not granted.owns_loop
+            found = _candidates(decided, granted, taken) if is_priced else ()
             whole = _whole_plans(decided, granted, taken) if found else {}
             if told.is_json:
                 print(as_json({**vars(decided), "candidates": found, "whole_plans": whole}))

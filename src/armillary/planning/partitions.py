@@ -6,7 +6,8 @@ between the smallest and the largest tried is taken.
 
 Source: Parallax (Kim et al., EuroSys 2019, partitioning) and its code (`common/partitions.py`). Departures: a trial is
 a call, not a new launch of the job; theta1 and theta2 are not let below zero, as no partition speeds up by its own
-cost; a trial that cannot run ends the doubling, not the search.
+cost; a trial that cannot run ends the doubling, not the search; three numbers are tried where there are so many, since
+fewer cannot be fitted.
 """
 
 import math
@@ -105,9 +106,26 @@ def search(seconds: Callable[[int], float], start: int, fewest: int = 1, most: i
     if math.isinf(first.seconds):
         raise ValueError(f"partitions: none of {[trial.partitions for trial in (*failed, first)]} could run")
     lowest = first.partitions if failed else fewest
-    upward = _while_falling(seconds, first, lambda partitions: 2 * partitions, lowest, most)
+    upward = _while_falling(seconds, first, lambda partitions: _doubled(partitions, most), lowest, most)
     downward = _while_falling(seconds, first, lambda partitions: partitions // 2, lowest, most)
-    return _chosen([*failed, first, *upward, *downward])
+    trials = [*failed, first, *upward, *downward]
+    return _chosen([*trials, *_lacking(seconds, trials, lowest, most)])
+
+
+def _lacking(seconds: Callable[[int], float], trials: Sequence[Trial], lowest: int, most: int) -> list[Trial]:
+    """What more is tried for a fit: above what was tried, then below."""
+    ran = [trial.partitions for trial in trials if math.isfinite(trial.seconds)]
+    tried = [trial.partitions for trial in trials]
+    above, below = [_doubled(max(tried), most)], [min(tried) // 2]
+    above.append(_doubled(above[0], most))
+    below.append(below[0] // 2)
+    able = [partitions for partitions in (*above, *below) if lowest <= partitions <= most]
+    return [Trial(partitions, seconds(partitions)) for partitions in able[: max(0, FEWEST_TO_FIT - len(ran))]]
+
+
+def _doubled(partitions: int, most: int) -> int:
+    """Not past the most, which is tried too where doubling misses it."""
+    return min(2 * partitions, most) if partitions < most else most + 1
 
 
 def _while_falling(

@@ -2,7 +2,8 @@
 
 `plan` prices every way each table may cross the workers; nearly dense tables go dense because the price says so. How
 large buckets are the simulated step decides.
-`plan_by_rule` decides by Parallax's rule alone and only forecasts. Both honour the user's constraints or refuse them.
+`plan_by_rule` decides by Parallax's rule alone, and forecasts; `plan(rule="parallax")` adds its search for the number
+of owners. All honour the user's constraints or refuse them.
 
 Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
@@ -28,18 +29,21 @@ from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
 from armillary.planning.look_ahead import looking_ahead, looking_ahead_by_price, with_prospect
+from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import ADAM, Assumptions, Case
+from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.planning.savings import with_savings
 from armillary.planning.staged_plan import plan_staged
 from armillary.planning.staged_tables import wished_tables
 from armillary.planning.uncut_plan import plan_uncut
 from armillary.schedules.registry import SCHEDULES, owns_loop, read
 
-__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "bucketings", "explain", "plan", "plan_by_rule"]
+__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "bucketings", "explain", "plan", "plan_by_rule", "tables_to_search"]
 
 NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
+NONE_SEARCHED: Mapping[str, OwnerSearch] = MappingProxyType({})
 
 
 def plan(
@@ -55,8 +59,10 @@ def plan(
     steps_by_run: bool = False,
     micro_batches: int | None = None,
     allow: Collection[str] = (),
+    rule: str = PRICE,
+    timed: Mapping[str, OwnerSearch] = NONE_SEARCHED,
 ) -> Plan:
-    """The cheapest plan that fits.
+    """The cheapest plan that fits; under another rule, the one that it makes.
 
     Args:
         constraints: name, alias or glob pattern -> layout, exchange name, or a `Choice` with options.
@@ -71,12 +77,17 @@ def plan(
         micro_batches: of a step and data coordinate, where the caller cuts them; a batch of the profile is one of them.
         allow: departures from exact among which the plan may choose, by the simulated step: ("lossy",) or none. What is
             named in constraints needs no other permission.
+        rule: "price", or "parallax": tables that are only read by row go by their owners, as many as its search finds,
+            everything else by all-reduce.
+        timed: of rule "parallax", searches over exchanges that a job timed, by table; the others go by forecast.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
     refuse_misread(constraints, lazy, schedule)
     refuse_other_allowed(allow)
+    priced = {"steps_by_run": steps_by_run, "micro_batches": micro_batches is not None, "allow": list(allow)}
+    refuse_with_rule(rule, {f"schedule {schedule}": owns_loop(schedule), **priced})
     case = Case(profile, topology, assumptions)
     if owns_loop(schedule):
         is_cut = SCHEDULES[schedule.name].is_cut
@@ -86,6 +97,14 @@ def plan(
             return with_expected(plan_staged(case, schedule, wished_tables(case, constraints, lazy)), case)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
+    if rule != PRICE:
+        question = _question(case, constraints, lazy)
+        forecast = {table.name: by_forecast(table, question) for table in searched_tables(question)}
+        made = plan_by_rule(
+            profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions,
+            searched={**forecast, **timed},
+        )  # fmt: skip
+        return with_expected(_prefetched(made, prefetch, case), case)
     is_free = not constraints and mean == "workers"  # what a schedule that owns the loop cannot honour
     may_take = is_free and steps_by_run and may_cut(case, micro_batches)
     try:
@@ -96,16 +115,20 @@ def plan(
         if not ways:
             raise
         return ways[0].told(case)
-    if prefetch is not False:
-        ahead = looking_ahead if prefetch else looking_ahead_by_price
-        plain = ahead(plain, profile, topology)
-    plain = with_expected(plain, case)
+    plain = with_expected(_prefetched(plain, prefetch, case), case)
     if not is_free or topology.workers == 1:
         return plain
     way = quickest(case, micro_batches) if may_take else None
     if way is not None and step_seconds(plain, case) >= WORTH * way.seconds:
         return way.told(case)
     return noted(plain, case, micro_batches)
+
+
+def _prefetched(made: Plan, prefetch: bool | None, case: Case) -> Plan:
+    if prefetch is False:
+        return made
+    ahead = looking_ahead if prefetch else looking_ahead_by_price
+    return ahead(made, case.profile, case.topology)
 
 
 def bucketings(
@@ -137,26 +160,41 @@ def plan_by_rule(
     topology: Topology,
     *,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Iterable[str] = (),
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
+    searched: Mapping[str, OwnerSearch] = NONE_SEARCHED,
 ) -> Plan:
     """Parallax's rule for every parameter; `constraints` as in `plan` outweigh it.
+
+    Args:
+        searched: how many owners a table gets; a table that is not in it has all workers.
 
     Raises:
         ValueError: as `plan`.
     """
-    question = _question(Case(profile, topology, assumptions), constraints)
+    question = _question(Case(profile, topology, assumptions), constraints, lazy)
     chosen, reasons = {}, {}
     for fact in question.trained:
         demanded, rule = question.wanted.get(fact.name), parallax(fact)
         if allows(demanded, rule):
-            chosen[fact.name] = candidate(fact, rule, question)
+            owned = searched[fact.name].choice if fact.name in searched else rule
+            chosen[fact.name] = candidate(fact, owned, question)
             reasons[fact.name] = "Parallax's rule: read by row only" if fact.shardable else "read whole"
         else:
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
     refuse_misfit(chosen, question)
-    return with_expected(with_prospect(_written(chosen, reasons, question, mean), question.case), question.case)
+    made = _written(chosen, reasons, question, mean)
+    made = replace(made, notes=(*made.notes, *(note(one, question) for one in searched.values())))
+    return with_expected(with_prospect(made, question.case), question.case)
+
+
+def tables_to_search(
+    case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str] = ()
+) -> tuple[SearchedTable, ...]:
+    """The tables of which rule "parallax" searches the number of owners; arguments as `plan`'s."""
+    return searched_tables(_question(case, constraints, lazy))
 
 
 def explain(

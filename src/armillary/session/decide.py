@@ -17,10 +17,12 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
 from armillary.planning.expected import with_expected
+from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.rivals import CHOSEN, at_once, best, rivals, with_look_ahead
+from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
@@ -33,6 +35,7 @@ from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.events import Decided
 from armillary.session.misfit import handed_in, refuse_unfit
+from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.trials import fastest
 from armillary.session.workload import Batch, Workload
@@ -55,7 +58,7 @@ class Wishes:
             with a schedule that owns the loop is never timed.
         look_ahead: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
         prefetch: whether the plan shall look ahead where none are timed; None: by price.
-        steps_by_run, micro_batches, allow: as in `plan`.
+        steps_by_run, micro_batches, allow, rule: as in `plan`; what the rule searches is timed in this job.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -71,10 +74,20 @@ class Wishes:
     steps_by_run: bool = False
     micro_batches: int | None = None
     allow: Sequence[str] = ()
+    rule: str = PRICE
 
     def __post_init__(self) -> None:
         refuse_misread(self.constraints, self.lazy, self.schedule)
         refuse_other_allowed(self.allow)
+        priced = {
+            "a plan that is given (--plan)": self.plan is not None,
+            f"schedule {self.schedule}": owns_loop(self.schedule),
+            "autotune (--trials)": self.trials > 1,
+            "steps_by_run": self.steps_by_run,
+            "micro_batches": self.micro_batches is not None,
+            "allow": list(self.allow),
+        }
+        refuse_with_rule(self.rule, priced)
 
     @property
     def owns_loop(self) -> bool:
@@ -132,9 +145,13 @@ def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
     topology = wishes.topology or measure(transport)
     found = wishes.profile or _profiled(subject, topology, transport)
 
+    def case() -> Case:
+        return Case(found, topology, assumptions_of(subject.optimizer))
+
+    owners = timed_owners(transport, wishes.rule, case, wishes.constraints, wishes.lazy)
     plans = {
         name: Plan.from_json(text)
-        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, wishes)).items()
+        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, wishes, owners)).items()
     }
     chosen = next(iter(plans.values()))
     if len(plans) > 1:
@@ -143,7 +160,9 @@ def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
     return Decided(found, topology, chosen)
 
 
-def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishes) -> dict[str, str]:
+def _planned(
+    subject: Subject, found: Profile, topology: Topology, wishes: Wishes, owners: Mapping[str, OwnerSearch]
+) -> dict[str, str]:
     """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
     _refuse_other_model(found, subject.model)
     if wishes.plan is not None:
@@ -154,7 +173,7 @@ def _planned(subject: Subject, found: Profile, topology: Topology, wishes: Wishe
         made = make_plan(
             found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
             prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run and is_one,
-            micro_batches=wishes.micro_batches, **wanted,
+            micro_batches=wishes.micro_batches, rule=wishes.rule, timed=owners, **wanted,
         )  # fmt: skip
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)

@@ -13,6 +13,7 @@ from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.planning.constraints import Constraint, names_of
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.provisional import blank_profile, provisional_plan
+from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.patience import Patience
@@ -56,6 +57,7 @@ def parallelize(
     steps_by_run: bool = False,
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
+    rule: str = PRICE,
     scaler: Any = None,
     report_after: float | None = 60.0,
     timeout: float = 600.0,
@@ -75,8 +77,8 @@ def parallelize(
     those that do not fit whole, schedules that own the loop and `autotune` need it.
 
     Args:
-        batches, loss, and all up to allow: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run`
-            and a `schedule` go with batches and loss.
+        batches, loss, and all up to rule: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run` and a
+            `schedule` go with batches and loss.
         scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
 
     Raises:
@@ -85,7 +87,7 @@ def parallelize(
     """
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow,
+        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
     )  # fmt: skip
     patience = Patience(report_after, timeout)
     if batches is None and loss is None:
@@ -170,6 +172,7 @@ def auto_plan(
     steps_by_run: bool = False,
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
+    rule: str = PRICE,
 ) -> Decided:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
     `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
@@ -185,13 +188,16 @@ def auto_plan(
             dataset and a sampler of torch's; else the plan's notes say what it would bring, as with False.
         autotune: how many of the best plans are timed in this job, on copies of the model for a dozen steps each; the
             fastest is taken, and its notes hold the figures. Fewer than 2: none.
+        rule: "price", or "parallax": tables that are only read by row go by their owners, the rest by all-reduce. How
+            many owners a table has, Parallax's search finds over exchanges that are timed in this job; the notes hold
+            the figures.
 
     Raises:
         ValueError: too few batches, or a constraint or schedule that cannot be honoured.
     """
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow,
+        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
     )  # fmt: skip
     return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), _over(wishes, batches))
 

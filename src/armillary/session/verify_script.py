@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.rule import PRICE
 from armillary.runtime.watch.probe import Loss
 from armillary.session.decide import Wishes, open_transport
 from armillary.session.feed import alike_ranks
@@ -31,6 +32,7 @@ def verify(
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Sequence[str] = (),
     schedule: Choice = SIMULTANEOUS,
+    rule: str = PRICE,
     steps: int = 5,
     seed: int = 0,
     exchanges: Sequence[str] | Literal["every"] = "every",
@@ -41,7 +43,8 @@ def verify(
     Args:
         batches: the same on every rank, as many as steps x workers; each is one worker's batch of one step.
         loss: loss(model, batch) -> scalar tensor, the mean over the batch.
-        plan: to be held to the truth; without, one is made as in `auto_plan` (`constraints`, `lazy`, `schedule`).
+        plan: to be held to the truth; without, one is made as in `auto_plan` (`constraints`, `lazy`,
+            `schedule`, `rule`).
         exchanges: to be forced besides, one after the other; () for none.
 
     Raises:
@@ -58,5 +61,5 @@ def verify(
             "verify: ranks draw other batches than rank 0; give every rank the same, unshuffled or "
             "shuffled by one seed: verify itself takes each worker's share"
         )
-    wishes = Wishes(constraints=constraints, lazy=lazy, plan=plan, schedule=schedule)
+    wishes = Wishes(constraints=constraints, lazy=lazy, plan=plan, schedule=schedule, rule=rule)
     return verify_workload(script, steps=steps, seed=seed, wishes=wishes, exchanges=exchanges)

@@ -1,7 +1,7 @@
 """A loop's first steps are watched under a provisional plan; then all ranks plan at one optimizer step, and move.
 
 The move computes nothing: values, optimizer state and gradients go where the plan wants them, bit for bit, over the
-same connections. (Parallax times its first iterations in the same way, to search partitions.)
+same connections. Where Parallax's rule is asked for, exchanges are timed at the move, to search the owners of tables.
 """
 
 import json
@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from armillary.exchanges.exchange import row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
+from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import plan as make_plan
+from armillary.planning.pricing import Case
 from armillary.planning.provisional import is_provisional
+from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.watch.loop_watch import LoopWatch, Told
@@ -30,6 +34,7 @@ from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.decide import Wishes, assumptions_of
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.misfit import misfit, refuse_on_every_rank
+from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.units import units_of
 
@@ -68,7 +73,9 @@ class Watched:
         here = loop.transport.within("the planning after the first steps")
         with here, loop.transport.unrecorded(), self._released(loop):
             everyones = loop.transport.share(self._told(loop.model))
-            plan = Plan.from_json(by_rank_zero(loop.transport, lambda: self._planned(loop, everyones).to_json()))
+            wishes, case = self.wishes, partial(self._case, loop, everyones)
+            timed = timed_owners(loop.transport, wishes.rule, case, wishes.constraints, wishes.lazy)
+            plan = Plan.from_json(by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed).to_json()))
             _move(loop, plan)
         if loop.rank == 0:
             print(plan)
@@ -104,19 +111,25 @@ class Watched:
             seen[name] = replace(one, refusals=(*one.refusals, fixed)) if fixed else one
         return replace(told, seen=seen)
 
-    def _planned(self, loop: UserLoop, everyones: list[Told]) -> Plan:
-        wishes, found = self.wishes, watched_profile(loop.model, everyones, self.topology.workers_per_node)
+    def _case(self, loop: UserLoop, everyones: list[Told]) -> Case:
+        found = watched_profile(loop.model, everyones, self.topology.workers_per_node)
+        return Case(found, self.topology, assumptions_of(loop.optimizer))
+
+    def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> Plan:
+        wishes = self.wishes
         prefetch = wishes.prefetch if wishes.prefetch is not None or loop.first.is_plain else False
         made = make_plan(
-            found, self.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
-            assumptions=assumptions_of(loop.optimizer), prefetch=prefetch, allow=wishes.allow,
+            case.profile, case.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
+            assumptions=case.assumptions, prefetch=prefetch, rule=wishes.rule, timed=timed,
+            allow=wishes.allow,
         )  # fmt: skip
         return replace(made, notes=(*made.notes, NOTE))
 
     def _takes(self, plan: Plan, loop: UserLoop) -> bool:
         """Whether the user would have wished for that plan, and it fits everywhere."""
-        asked = (self.wishes.constraints, self.wishes.lazy, self.wishes.allow)
-        is_free = not any(asked) and plan.mean == self.wishes.mean
+        wishes = self.wishes
+        asked = (wishes.constraints, wishes.lazy, wishes.allow)
+        is_free = not any(asked) and plan.mean == wishes.mean and wishes.rule == PRICE
         same_nodes = plan.workers_per_node == self.topology.workers_per_node
         if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
             return False

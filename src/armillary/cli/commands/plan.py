@@ -18,6 +18,7 @@ from armillary.cli.options import (
     Lazy,
     ProfileFile,
     Replicate,
+    Rule,
     Schedule,
     Seed,
     Set,
@@ -28,6 +29,7 @@ from armillary.cli.options import (
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.planning.rule import PRICE
 
 __all__ = ["plan_command"]
 
@@ -52,6 +54,7 @@ def plan_command(
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
     allow: Allow = [],  # noqa: B006
+    rule: Rule = PRICE,
     schedule: Schedule = SIMULTANEOUS.name,
     workers: Workers = None,
     out: Out = None,
@@ -68,6 +71,13 @@ def plan_command(
     from armillary.cli.plan import AskedPrint, plan_asked
 
     wanted = AskedPlan(
-        lazy, replicate, exchange, schedule, topology_file=topology_file, profile_file=profile_file, allow=allow
+        lazy,
+        replicate,
+        exchange,
+        schedule,
+        topology_file=topology_file,
+        profile_file=profile_file,
+        allow=allow,
+        rule=rule,
     )
     plan_asked(task, wanted, workers, seed, AskedPrint(out, json, verbose))

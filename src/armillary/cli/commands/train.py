@@ -20,6 +20,7 @@ from armillary.cli.options import (
     Lazy,
     PlanFile,
     Replicate,
+    Rule,
     Schedule,
     Seed,
     Set,
@@ -31,6 +32,7 @@ from armillary.cli.options import (
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.planning.rule import PRICE
 
 __all__ = ["train_command"]
 
@@ -79,6 +81,7 @@ def train_command(
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
     allow: Allow = [],  # noqa: B006
+    rule: Rule = PRICE,
     trials: Trials = 0,
     replan_every: ReplanEvery = 0,
     schedule: Schedule = SIMULTANEOUS.name,
@@ -101,6 +104,8 @@ def train_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.train import AskedRun, train_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials, allow=allow)
+    wanted = AskedPlan(
+        lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials, allow=allow, rule=rule
+    )
     run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, replan_every)
     train_asked(task, wanted, run, json, verbose)

@@ -17,6 +17,7 @@ from armillary.cli.options import (
     Lazy,
     PlanFile,
     Replicate,
+    Rule,
     Schedule,
     Seed,
     Set,
@@ -26,6 +27,7 @@ from armillary.cli.options import (
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.planning.rule import PRICE
 
 __all__ = ["verify_command"]
 
@@ -53,6 +55,7 @@ def verify_command(
     replicate: Replicate = [],  # noqa: B006
     exchange: Exchanges = [],  # noqa: B006
     allow: Allow = [],  # noqa: B006
+    rule: Rule = PRICE,
     schedule: Schedule = SIMULTANEOUS.name,
     workers: Workers = None,
     steps: Steps = 5,
@@ -69,5 +72,5 @@ def verify_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.verify import AskedVerification, verify_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, allow=allow)
+    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, allow=allow, rule=rule)
     verify_asked(task, wanted, AskedVerification(workers, steps, seed, one_batch), json)

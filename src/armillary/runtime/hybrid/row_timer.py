@@ -20,18 +20,20 @@ __all__ = ["row_seconds"]
 REPETITIONS = 5
 
 
-def row_seconds(transport: Transport, exchange: RowExchange, rows: int, row_numel: int, distinct: int) -> float:
+def row_seconds(
+    transport: Transport, exchange: RowExchange, rows: int, row_numel: int, dtype: torch.dtype, distinct: int
+) -> float:
     """Median seconds of one look-up and its push on the slowest rank; every rank must call it and gets the same number.
 
     Args:
-        rows, row_numel: of the table, float32. distinct: rows one rank reads.
+        rows, row_numel, dtype: of the table, on the CPU. distinct: rows one rank reads.
     """
     place = transport.place
     owned = exchange.ownership(rows, place)
     generator = torch.Generator().manual_seed(place.rank)
     drawn = torch.randint(rows, (max(1, distinct),), generator=generator)
     keys = owned.keys(drawn).unique()
-    shard = torch.zeros(owned.shard_rows(place.rank), row_numel)
+    shard = torch.zeros(owned.shard_rows(place.rank), row_numel, dtype=dtype)
     table = Table("trial", exchange, owned, shard)
     taken = []
     for _ in range(REPETITIONS + 1):
