@@ -1,5 +1,8 @@
 """What crosses may be rounded or thinned where the user says so: it is printed, held to its own truth, saved."""
 
+import re
+import warnings
+
 import pytest
 import torch
 from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
@@ -268,3 +271,41 @@ def test_what_waited_arrives_where_one_worker_goes_on_alone(crew, tmp_path, text
         assert float((got - exact).abs().max()) > 0.1  # something waits
     (got,) = crew(1).run(continued_alone, one, tmp_path, [3])
     torch.testing.assert_close(got, exact - slopes_of(0, 3), rtol=1e-12, atol=1e-12)
+
+
+def opened_under(rank, workers, saved, other, folder):
+    """Saved under one plan, loaded under another: what is said, and how much waits then and before."""
+    said, waiting = [], []
+    for number, plan in enumerate((saved, other)):
+        model = Slope()
+        run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=1.0), slope_loss)
+        if number:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                face.load(run, face.latest_checkpoint(folder))
+            said = [str(one.message) for one in caught]
+        else:
+            face.step(run, [slopes_of(rank, 0)])
+            face.save(run, folder)
+        states = [unit.state for unit in run.run._engine.executor.units]
+        waiting.append(sum(float(state["residual"].abs().sum()) for state in states if state))
+        face.step(run, [slopes_of(rank, 1)])
+        face.close(run)
+    return said, waiting
+
+
+OPENED = {  # what is said to be dropped; whether what waited is kept
+    ("low_rank(rank=2, start=0)", "low_rank(rank=1, start=0)"): ("nothing of the factor that", True),
+    ("threshold(small=0)", "quantize(bits=2)"): ("nothing of the age and limit that", True),
+    ("quantize(bits=2)", "all_reduce"): ("nothing of the residual that .* gradients that waited in it are lost", False),
+}
+
+
+@pytest.mark.parametrize(("saved", "other"), OPENED)
+def test_under_other_options_what_waited_is_kept_and_what_is_dropped_is_named(crew, tmp_path, saved, other):
+    given, (dropped, is_kept) = [slopes_of(0, 0), slopes_of(1, 0)], OPENED[saved, other]
+    plans = [face.plan_for(Slope(), slope_loss, given, 2, exchange={"*": Choice.parse(one)}) for one in (saved, other)]
+    (said, waiting), (quiet, _) = crew(2).run(opened_under, *plans, tmp_path)
+    assert len(said) == 1 and not quiet and re.search(dropped, said[0]) and "weight" in said[0]
+    assert ("lost" in said[0]) is not is_kept
+    assert waiting[0] > 0 and waiting[1] == (waiting[0] if is_kept else 0)

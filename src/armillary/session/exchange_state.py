@@ -6,8 +6,9 @@ another number the model is the mean that the rest of the checkpoint holds, and 
 exchange says.
 """
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.dense import Resharding
+from armillary.exchanges.residual import RESIDUAL
 from armillary.runtime.consensus import differing, kept_by_optimizer
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.dense_unit import DenseUnit
@@ -106,23 +108,33 @@ def fill_ranks(run: Job, saved: Saved, trouble: FirstError) -> None:
     with trouble.kept():
         if saved.workers == run.workers and saved.present:  # folders of format 1 say nothing of ranks
             _fill_replicas(run, saved)
-        left = dict.fromkeys(saved.exchange)
+        left = {name: {*entries} for name, entries in saved.exchange.items()}
         for unit in _dense(run):
             unit.begin_anew(run.transport.place)
             for number, name in enumerate(unit.bucket.layout.names):
-                left.pop(name, None)
                 for entry, stored in saved.exchange.get(name, {}).items():
-                    if entry in unit.state:
-                        how = unit.exchange.resharding.get(entry, "drop")
-                        _fill_entry(run, _of_parameter(unit, number, entry, unit.state[entry]), stored, how)
-                    else:
-                        left[name] = None
-        if left and run.rank == 0:
-            warnings.warn(
-                f"load: the exchanges of this plan keep nothing of what was saved for {', '.join(sorted(left))}; it is "
-                "dropped (gradients that waited in it are lost)",
-                stacklevel=2,
-            )
+                    if entry not in unit.state:
+                        continue
+                    into = _of_parameter(unit, number, entry, unit.state[entry])
+                    if math.prod(stored.shape[1:]) == into.numel():  # else its options say another length
+                        _fill_entry(run, into, stored, unit.exchange.resharding.get(entry, "drop"))
+                        left[name].discard(entry)
+        _warn_of(left, run.rank)
+
+
+def _warn_of(left: Mapping[str, Collection[str]], rank: int) -> None:
+    """left: by parameter, the entries that found no place."""
+    names = sorted(name for name, entries in left.items() if entries)
+    if not names or rank:
+        return
+    entries = sorted({entry for name in names for entry in left[name]})
+    is_lost = RESIDUAL in entries
+    lost = "gradients that waited in it are lost (attach the plan that it was saved under to keep them)"
+    warnings.warn(
+        f"load: the exchanges of this plan keep nothing of the {' and '.join(entries)} that was saved for "
+        f"{', '.join(names)}; it is dropped, and {lost if is_lost else 'gradients that waited are kept'}",
+        stacklevel=3,
+    )
 
 
 def _fill_entry(run: Job, into: Tensor, stored: StoredRows, how: Resharding) -> None:
