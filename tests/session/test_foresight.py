@@ -248,7 +248,7 @@ def test_files_of_another_run_are_refused(run_folder, scene):
 
 def test_a_broken_file_is_named(run_folder):
     (run_folder / "summary.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"summary.json is no summary file \(KeyError"):
+    with pytest.raises(ValueError, match=r"summary.json is no summary file: it lacks 'comparison'"):
         compare_run(run_folder, Band())
 
 
