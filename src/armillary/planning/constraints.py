@@ -18,6 +18,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
 __all__ = [
+    "LAYOUTS",
     "MAY_BE_ALLOWED",
     "Constraint",
     "allows",

@@ -26,6 +26,8 @@ from armillary.session.job import Job
 
 __all__ = ["fill_averages", "load"]
 
+HALF = "the run is now half loaded: load again"
+
 
 def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
@@ -58,14 +60,16 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
         _fill_model(run, saved.model, trouble)
         if named is not None:
             _fill_optimizer(run, named, trouble)
-        fill_ranks(run, saved, trouble)
         fill_averages(run, saved, trouble)
-    trouble.agree(transport, "the run is now half loaded: load again")
+    trouble.agree(transport, HALF)
     transport.step = saved.step
     run.forget_step()
     run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
-    run.loaded(saved.plan)
+    run.loaded(saved.plan)  # perhaps to that plan, whose exchanges take up what theirs had kept
+    with torch.no_grad():
+        fill_ranks(run, saved, trouble)
+    trouble.agree(transport, HALF)
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]

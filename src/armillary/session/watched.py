@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.exchange import row_exchanges
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.constraints import LAYOUTS, allows, names_of
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Case
-from armillary.planning.provisional import is_provisional
+from armillary.planning.provisional import blank_profile, is_provisional
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.watch import profiler
 from armillary.runtime.watch.loop_watch import LoopWatch, Told
-from armillary.runtime.watch.profiler import names_of
 from armillary.runtime.watch.watched_profile import watched_profile
 from armillary.schedules.registry import owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
@@ -106,7 +108,7 @@ class Watched:
 
     def _told(self, model: nn.Module) -> Told:
         told, seen = self.watch.told(), {}
-        for parameter, (name, *_) in names_of(model).items():
+        for parameter, (name, *_) in profiler.names_of(model).items():
             fixed, one = why_fixed(parameter), told.seen[name]
             seen[name] = replace(one, refusals=(*one.refusals, fixed)) if fixed else one
         return replace(told, seen=seen)
@@ -128,12 +130,26 @@ class Watched:
     def _takes(self, plan: Plan, loop: UserLoop) -> bool:
         """Whether the user would have wished for that plan, and it fits everywhere."""
         wishes = self.wishes
-        asked = (wishes.constraints, wishes.lazy, wishes.allow)
-        is_free = not any(asked) and plan.mean == wishes.mean and wishes.rule == PRICE
+        is_free = not wishes.lazy and plan.mean == wishes.mean and wishes.rule == PRICE
         same_nodes = plan.workers_per_node == self.topology.workers_per_node
         if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
             return False
-        return not any(loop.transport.share(_misfit(plan, loop)))
+        seen = blank_profile(parameter_facts(loop.model), self.topology)
+        return not any(loop.transport.share(_misfit(plan, loop))) and _is_wished(plan, wishes, seen)
+
+
+def _is_wished(plan: Plan, wishes: Wishes, seen: Profile) -> bool:
+    """Whether every parameter goes as is demanded of it, and departs from exactness only where that was named."""
+    patterns = sorted(wishes.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
+    demands = {name: wishes.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen)}
+    for group in plan.groups:
+        for constraint in map(demands.get, group.parameters):
+            is_named = constraint is not None and constraint not in LAYOUTS
+            entry = dense_exchanges().get(group.own_exchange.name) if is_named else None
+            permitted = {*wishes.allow, *(entry.departs if entry is not None else ())}
+            if not allows(constraint, group.own_exchange) or {*group.departures} - permitted:
+                return False
+    return True
 
 
 def _misfit(plan: Plan, loop: UserLoop) -> str:
@@ -165,7 +181,7 @@ def _show(table: RowTable, gradient: Tensor | None) -> None:
 
 def parameter_facts(model: nn.Module) -> list[ParameterFact]:
     """What is known of a model that nobody has run: gradients are taken to come against the model's order."""
-    named = names_of(model)
+    named = profiler.names_of(model)
     return [
         ParameterFact(
             name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), parameter.nbytes,
