@@ -69,15 +69,20 @@ def test_a_table_has_as_many_owners_as_the_fitted_times_ask_for_and_trains_as_on
 
 
 @pytest.mark.parametrize(
-    ("wanted", "is_searched"),
-    [({}, True), ({"words.*": "owned_rows"}, True), ({TABLE: armillary.Choice("owned_rows", {"owners": 2})}, False)],
+    ("wanted", "pinned"),
+    [
+        ({}, None),
+        ({"words.*": "owned_rows"}, None),
+        ({TABLE: armillary.Choice("owned_rows", {"owners": 2})}, {"owners": 2}),
+        ({TABLE: armillary.Choice("owned_rows")}, {}),  # all of them
+    ],
 )
-def test_what_the_user_spells_out_is_not_searched(wanted, is_searched):
+def test_what_the_user_spells_out_is_not_searched(wanted, pinned):
     batches = [word_batch(worker, 0) for worker in range(WORKERS)]
     plan = face.plan_for(made(Reader), word_loss, batches, WORKERS, exchange=wanted, rule="parallax")
-    assert any("searched over" in note for note in plan.notes) == is_searched
-    assert plan.group_of(TABLE).exchange.name == "owned_rows"
-    assert is_searched or plan.group_of(TABLE).exchange.options == {"owners": 2}
+    found = plan.group_of(TABLE).exchange
+    assert found.name == "owned_rows" and any("searched over" in note for note in plan.notes) == (pinned is None)
+    assert pinned is None or found.options == pinned
 
 
 def trial(rank, world, slow):
