@@ -1,10 +1,15 @@
 """A crew of rank processes, kept for many tests; a job is a plain function of (rank, world, *args)."""
 
+import contextlib
+import faulthandler
 import os
 import queue
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +24,14 @@ MOST_JOBS = (
 )
 
 
+def _stacks_of(process: int | None) -> Path:
+    """Where a rank writes what its threads are doing, when it is asked."""
+    return Path(tempfile.gettempdir()) / f"armillary-crew-{process}.stacks"
+
+
 def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, _stacks_of(os.getpid()).open("w"))  # also of a rank that hangs in C code
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -61,19 +72,29 @@ class Crew:
         for inbox in self.inboxes:
             inbox.put((job, args))
         replies: list[tuple[int, bool, Any]] = []
+        stacks: list[str] = []
         deadline = time.monotonic() + JOB_SECONDS
         while len(replies) < self.world:
             try:
                 replies.append(self.outbox.get(timeout=max(0.01, deadline - time.monotonic())))
             except queue.Empty:
+                late = sorted({*range(self.world)} - {rank for rank, _, _ in replies})
+                stacks = [f"rank {rank}, late:\n{self._stacks(rank)}" for rank in late]
                 self.disband()
                 break
             if not replies[-1][1]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        failed = [f"rank {rank}:\n{text}" for rank, fine, text in replies if not fine]
+        failed = [f"rank {rank}:\n{text}" for rank, fine, text in replies if not fine] + stacks
         assert not failed, "\n".join(failed)
-        assert not self.is_disbanded, f"ranks {sorted(reply[0] for reply in replies)} answered in {JOB_SECONDS} s"
         return [answer for _, _, answer in sorted(replies, key=lambda reply: reply[0])]
+
+    def _stacks(self, rank: int) -> str:
+        process = self.ranks[rank].pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+            time.sleep(0.5)
+        told = _stacks_of(process)
+        return told.read_text() if told.exists() else "gone"
 
     @property
     def is_worn(self) -> bool:
@@ -85,6 +106,7 @@ class Crew:
         self.is_disbanded = True
         for process in self.ranks:
             process.kill()
+            _stacks_of(process.pid).unlink(missing_ok=True)
 
     def dismiss(self) -> None:
         if self.is_disbanded:
@@ -95,3 +117,4 @@ class Crew:
             process.join(10)
             if process.is_alive():
                 process.kill()
+            _stacks_of(process.pid).unlink(missing_ok=True)
