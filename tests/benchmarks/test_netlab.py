@@ -105,7 +105,7 @@ def test_ranks_are_pinned_alike_and_only_where_it_is_asked_for(lab):
         finished = lab.run([sys.executable, "-S", "-c", asked], ranks_per_host=len(processors), **how)
         return [output.strip() for output in finished.outputs]
 
-    everywhere = " ".join(map(str, [os.SCHED_OTHER, *processors]))
+    everywhere = " ".join(map(str, [os.sched_getscheduler(0), *processors]))
     assert told() == [everywhere] * 3 * len(processors)
     assert told(pin=True) == [f"{os.SCHED_BATCH} {processor}" for processor in processors] * 3
 

@@ -23,13 +23,15 @@ def threads():
     return found
 
 
-def give(processors):
+def give(processors, policy=os.SCHED_OTHER):
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, processors)
+        os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 def looked_at(rank, world, allowed):
     """Before a transport, with its threads at work, and after it."""
+    policy = os.sched_getscheduler(0)
     give(allowed)
     before = threads()
     transport = Transport()
@@ -40,7 +42,7 @@ def looked_at(rank, world, allowed):
     transport.barrier()
     transport.close()
     after = threads()
-    give(HERE)
+    give(HERE, policy)
     return before, during, after
 
 

@@ -42,7 +42,7 @@ from armillary.runtime.channel import Pending
 from armillary.runtime.joined import can_join, joined, parted
 from armillary.runtime.messages import Messages, OutOfOrder
 from armillary.runtime.open_groups import OpenGroups
-from armillary.runtime.order import asked, disagreement
+from armillary.runtime.order import asked, disagreement, in_numbers, is_doubtful
 from armillary.runtime.pairwise import LONG_BYTES, Pairwise
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.process_group import start_process_group
@@ -288,12 +288,13 @@ class Transport:
             group = self.groups[request.scope, "cpu"][0]
             ranks = next(ranks for ranks in scopes if self.place.rank in ranks)
             scopes = [range(len(ranks))]
-        everyones: list[Any] = [None] * len(ranks)
+        mine, everyones = asked(self.sequence, label, request), [asked(0, "", request)] * len(ranks)
+        numbers = torch.empty(len(ranks), 1 + 2 * len(ranks), dtype=torch.int64)
         with self.waiting(f"comparison of requests for {label}"):
-            dist.all_gather_object(everyones, asked(self.sequence, label, request), group=group)
-        trouble = disagreement(everyones, scopes, ranks)
-        if trouble:
-            raise RuntimeError(f"ranks out of order: {trouble}")
+            dist.all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)
+            if is_doubtful(numbers, scopes):
+                dist.all_gather_object(everyones, mine, group=group)
+                raise RuntimeError(f"ranks out of order: {disagreement(everyones, scopes, ranks)}")
 
     def share(self, thing: Any) -> list[Any]:
         """Every rank's picklable `thing`, in rank order. For start-up and checkpoints, never inside a step."""
