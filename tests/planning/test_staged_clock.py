@@ -80,6 +80,31 @@ def test_replicas_side_by_side_pay_for_their_mean_at_the_end_of_a_step():
     assert found.step_seconds == pytest.approx(alone.step_seconds + reduced)
 
 
+def side_by_side(modules, mebibytes, **options):
+    """On two ranks whose link takes as long for a module's gradients as its backward takes."""
+    found = chain_of((100,) * modules, parameters=mebibytes << 18)
+    link = Link(0.0, (mebibytes << 20) / B)
+    topology = Topology(2, 1, link, link, 1 << 40)
+    made = plan(found, topology, assumptions=LINKS_ONLY, schedule=Choice("accumulation", options))
+    return made, simulate(made, Case(found, topology, LINKS_ONLY))
+
+
+def test_groups_leave_from_inside_the_backward_and_only_the_last_is_waited_for():
+    """One stage of four modules, each a bucket; and the same where a bucket holds all of it."""
+    made, found = side_by_side(4, 2, micro_batches=2)
+    assert [(group.name, group.parameters) for group in made.groups] == [
+        (f"stage 0, bucket {place}", (f"{name}.weight",)) for place, name in enumerate("dcba")
+    ]
+    assert found.sent_bytes == pytest.approx(forecast(made))
+    assert found.step_seconds == pytest.approx(2 * 4 * (F + B) + B, rel=1e-3)
+    launched = [flight.launch_seconds for flight in found.flights]
+    assert launched == pytest.approx([2 * 4 * (F + B) - turns * B for turns in (3, 2, 1, 0)], rel=1e-3)
+    flat = replace(made.groups[0], parameters=tuple(f"{name}.weight" for name in "dcba"))
+    case = Case(chain_of((100,) * 4, parameters=2 << 18), Topology(2, 1, *[Link(0.0, (2 << 20) / B)] * 2, 1 << 40))
+    whole = simulate(replace(made, groups=(flat,)), Case(case.profile, case.topology, LINKS_ONLY))
+    assert whole.step_seconds == pytest.approx(2 * 4 * (F + B) + 4 * B, rel=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, {"slack": 2, "clip_norm": 1.0}])
 def test_a_ring_has_no_bubble_and_sends_the_forecasts_bytes(options):
     """Every rank is busy all the time where links cost nothing; where they cost most, one of them is."""

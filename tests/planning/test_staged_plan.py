@@ -57,7 +57,7 @@ def test_the_picture_of_a_plan_is_the_schedule_of_the_options(name, processes, o
     assert parse(options_of(made).picture()) == schedule
     assert Plan.from_json(made.to_json()) == made
     assert options_of(Plan.from_json(made.to_json())) == options_of(made)
-    assert made.parameters == tuple(f"{name}.weight" for name in "abcd")
+    assert sorted(made.parameters) == [f"{name}.weight" for name in "abcd"]
     assert len(made.stages) == schedule.stages and made.workers == processes
     assert [group.stage for group in made.groups] == list(range(schedule.stages))
     assert f"schedule {made.schedule};" in str(made) and made.schedule.name == name

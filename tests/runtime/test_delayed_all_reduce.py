@@ -1,20 +1,16 @@
 """One step late by a collective: the user's plain loop, equal to the reference, gradients under way a whole step."""
 
-import random
-import threading
-import time
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from armillary.facts.collectives import AllReduce
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
 from armillary.runtime.transport import Transport
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.random_stream import seeded
+from at_a_table import Table, at_a_table
 from staged_models import OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights
 
 STEPS, DROP, CPU = 6, 2, torch.device("cpu")
@@ -133,64 +129,6 @@ def test_more_workers_differ_by_the_order_of_summing_only(crew):
         replies = crew(workers).run(job, cases)
         for place, wishes in enumerate(cases):
             holds(workers, wishes, [reply[place] for reply in replies], tolerance=1e-10)
-
-
-class Table:
-    """All-reduce between threads: the sum in worker order, ready when all have asked; asking never waits."""
-
-    def __init__(self, workers):
-        self.workers, self.asked, self.changed = workers, {}, threading.Condition()
-
-    def of(self, rank):
-        return Seat(self, rank)
-
-
-class Seat:
-    """One thread's place at the table; dawdles by its own dice."""
-
-    def __init__(self, table, rank):
-        self.table, self.rank, self.number, self.dice = table, rank, 0, random.Random(rank)
-        self.events = []
-
-    def start(self, request, label):
-        assert isinstance(request, AllReduce)
-        time.sleep(self.dice.random() * 0.001)
-        number, table = self.number, self.table
-        self.number += 1
-        self.events.append(("sent", label))
-        with table.changed:
-            table.asked.setdefault(number, {})[self.rank] = (label, request.tensor.clone())
-            table.changed.notify_all()
-
-        def wait():
-            with table.changed:
-                assert table.changed.wait_for(lambda: len(table.asked[number]) == table.workers, 20), f"{label} hangs"
-                shares = [table.asked[number][rank] for rank in range(table.workers)]
-            assert len({name for name, _ in shares}) == 1, f"ranks out of order: {shares}"
-            self.events.append(("waited", label))
-            return sum(flat for _, flat in shares)
-
-        return wait
-
-
-def at_a_table(workers, act):
-    """act(rank, seat) in as many threads; their answers in rank order. The first error is raised."""
-    table, answers, errors = Table(workers), [None] * workers, []
-
-    def sit(rank):
-        try:
-            answers[rank] = act(rank, table.of(rank))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=sit, args=(rank,)) for rank in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return answers
 
 
 @pytest.mark.parametrize("workers", [2, 4])

@@ -192,9 +192,9 @@ _add = StageWeights.add
 _init = StageWeights.__init__
 
 
-def one_micro_batch_short(self, stage, optimizer, micro_batches):
+def one_micro_batch_short(self, stage, optimizer, micro_batches, take=None):
     """Steps when all but one gradient have been added."""
-    _init(self, stage, optimizer, micro_batches - 1)
+    _init(self, stage, optimizer, micro_batches - 1, take)
 
 
 def scaled_and_back(self, name, gradient):

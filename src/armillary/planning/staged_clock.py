@@ -8,16 +8,18 @@ Departures: ranks of a node do not share its card; tables by row are not played.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Group, Plan
+from armillary.facts.stage import StageFact
+from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import Clock, Flight, Lane, Request, Span
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
-from armillary.planning.staged_tables import team_traffic
+from armillary.planning.staged_tables import reduced_bytes, team_traffic
 from armillary.schedules.instruction import Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import NORM_BYTES
@@ -32,10 +34,10 @@ WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 @dataclass(frozen=True)
 class _Stage:
     """Seconds of one micro-batch, and of the optimizer's step; bytes of what it passes on, of its weights, and of the
-    counts behind gradients that are summed on their way."""
+    counts behind gradients that are summed on their way. Pieces: of the backward, whose seconds they add up to."""
 
     forward: float
-    backward: float
+    backward: tuple[Piece, ...]
     update: float
     output_bytes: int
     weight_bytes: int
@@ -84,13 +86,15 @@ class _Play:
         self.stages = list(_stages(plan, case, self.options))
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
         self.flights: list[tuple[int, Flight]] = []  # with the sender
-        self.reduced: dict[tuple[int, int, int], Flight] = {}  # under way, by rank, step and stage
+        self.replicas = self.options.replicas(plan.workers)
+        self.reduced: dict[tuple[int, int, int], list[Flight]] = {}  # by rank, step and stage; those released
+        self.over = set[tuple[int, int, int]]()  # whose gradients are all there
         self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
 
     @property
     def _played(self) -> range:
         """Of replicas that do the same side by side the first is played."""
-        return range(self.plan.workers // self.options.replicas(self.plan.workers))
+        return range(self.plan.workers // self.replicas)
 
     def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
         schedule, clip = self.options.schedule(), self.options.clip
@@ -99,7 +103,7 @@ class _Play:
             rank,
             self._played if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
-            replicas=self.options.replicas(self.plan.workers),
+            replicas=self.replicas,
             one_queue=self.case.topology.backend != "gloo",
         )
         program, ends = list[Instruction](), list[int]()
@@ -149,30 +153,57 @@ class _Play:
             return False
         for (letter, _), time in zip(wanted, times, strict=True):
             clock.wait(f"stage {letter.stage}", time or 0.0)
-        if one.op in ("UPDATE", "NORM") and (number, one.step, one.stage) in self.reduced:
-            flight = self.reduced.pop((number, one.step, one.stage))
-            clock.wait(flight.group, flight.land_seconds)
-            self.flights.append((number, flight._replace(land_seconds=max(flight.land_seconds, clock.now_seconds))))
-        if one.op in ("F", "B"):
-            action, seconds = ("forward", stage.forward) if one.op == "F" else ("backward", stage.backward)
-            clock.work(f"stage {one.stage}", action, seconds)
+        if one.op in ("UPDATE", "NORM"):
+            for flight in self.reduced.pop((number, one.step, one.stage), ()):
+                clock.wait(flight.group, flight.land_seconds)
+                self.flights.append((number, flight._replace(land_seconds=max(flight.land_seconds, clock.now_seconds))))
+        if one.op == "F":
+            clock.work(f"stage {one.stage}", "forward", stage.forward)
+        elif one.op == "B":
+            self._backward(number, clock, one)
         elif one.op == "UPDATE":
             clock.work(f"stage {one.stage}", "update", stage.update)
         elif one.op == "REDUCE":
-            self.reduced[number, one.step, one.stage] = self._reduce(clock, one.stage)
+            key = number, one.step, one.stage
+            self.reduced[key] = []
+            self._release(number, clock, one, () if key in self.over else self._trained(one.stage))
         elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
             self._meet(number, one)
         return True
 
-    def _reduce(self, clock: Clock, stage: int) -> Flight:
-        """A mean over replicas sets out."""
-        group = next(group for group in self.plan.groups if group.stage == stage)
-        facts, replicas = self.stages[stage], self.options.replicas(self.plan.workers)
-        sent, seconds = team_traffic(facts.weight_bytes + facts.count_bytes, replicas, self.case.topology)
-        launch = clock.now_seconds
-        is_inside = self.case.topology.nodes == 1
-        request = Request(sent, seconds * is_inside, seconds * (not is_inside))
-        return Flight(group.name, "all-reduce", launch, clock.send(group.name, "all-reduce", [request]), sent)
+    def _backward(self, number: int, clock: Clock, one: Instruction) -> None:
+        """With the step's last micro-batch gradients become final, one after another."""
+        is_released = (number, one.step, one.stage) in self.reduced
+        waiting = self._trained(one.stage)
+        for piece in self.stages[one.stage].backward:
+            clock.work(f"stage {one.stage}", "backward", piece.seconds)
+            waiting.discard(piece.parameter or "")
+            if is_released and piece.parameter:
+                self._release(number, clock, one, waiting)
+        if is_released:
+            self._release(number, clock, one, ())
+        if one.micro_batch == self.options.micro_batches - 1:
+            self.over.add((number, one.step, one.stage))
+
+    def _trained(self, stage: int) -> set[str]:
+        return {name for group in self._groups(stage) for name in group.parameters}
+
+    def _groups(self, stage: int) -> list[Group]:
+        return [group for group in self.plan.groups if group.stage == stage]
+
+    def _release(self, number: int, clock: Clock, one: Instruction, waiting: Collection[str]) -> None:
+        """Means over replicas set out, in the plan's order, of the groups that wait for no gradient."""
+        gone = self.reduced[number, one.step, one.stage]
+        for group in self._groups(one.stage)[len(gone) :]:
+            if not set(waiting).isdisjoint(group.parameters):
+                return
+            facts = [self.case.profile.parameter(name) for name in group.parameters]
+            sent, seconds = team_traffic(reduced_bytes(facts), self.replicas, self.case.topology)
+            launch = clock.now_seconds
+            is_inside = self.case.topology.nodes == 1
+            request = Request(sent, seconds * is_inside, seconds * (not is_inside))
+            landed = clock.send(group.name, "all-reduce", [request])
+            gone.append(Flight(group.name, "all-reduce", launch, landed, sent))
 
     def _meet(self, number: int, one: Instruction) -> None:
         """One side has done its part; with both the letter moves."""
@@ -222,11 +253,16 @@ def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage
     for number, (first, end) in enumerate(pairwise([*starts, len(units)])):
         part, facts = units[first:end], _facts(plan, case, number)
         forward = sum(unit.forward_seconds for unit in part)
-        backward = sum(unit.backward_seconds for unit in part) + fill_seconds(facts, case)
         again = forward if plan.stages[number].residency.name == RECOMPUTE else 0.0
+        backward = (Piece("", again, None), *_backward_of(part, case), Piece("", fill_seconds(facts, case), None))
         weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
         update = dense_update_seconds(weights, case)
-        yield _Stage(forward, backward + again, update, part[-1].output_bytes, weights, counts)
+        yield _Stage(forward, backward, update, part[-1].output_bytes, weights, counts)
+
+
+def _backward_of(part: Sequence[StageFact], case: Case) -> Iterator[Piece]:
+    names = {unit.name for unit in part}
+    return (piece for piece in backward_pieces(case.profile) if piece.stage in names)
 
 
 def _facts(plan: Plan, case: Case, stage: int) -> list[ParameterFact]:

@@ -18,9 +18,10 @@ from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
+from armillary.planning.buckets import buckets, default_limits
 from armillary.planning.parallax import PLAIN
 from armillary.planning.pricing import Case, fill_seconds
-from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, table_groups, team_traffic
+from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced_bytes, table_groups, team_traffic
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
 from armillary.schedules.messages import NORM_BYTES
@@ -126,17 +127,20 @@ def _groups(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -
     if not facts:
         return
     layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
-    has_replicas = options.method.is_side_by_side or options.replicas(case.topology.workers) > 1
-    yield Group(
-        name=f"stage {j}",
-        parameters=tuple(fact.name for fact in facts),
-        layout=layout,
-        exchange=PLAIN["replicated"] if has_replicas else None,
-        stage=j,
-        departures=("stale",) * (subject.schedule.stale_share > 0) + ("uncoupled",) * bool(subject.schedule.uncoupled),
-        forecast=_forecast(j, subject, case),
-        reason=f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else ""),
-    )
+    replicas = options.replicas(case.topology.workers)
+    parts = buckets(facts, default_limits(case.topology.backend)) if replicas > 1 else [facts]
+    for place, part in enumerate(parts):
+        yield Group(
+            name=f"stage {j}" + (f", bucket {place}" if len(parts) > 1 else ""),
+            parameters=tuple(fact.name for fact in part),
+            layout=layout,
+            exchange=PLAIN["replicated"] if options.method.is_side_by_side or replicas > 1 else None,
+            stage=j,
+            departures=("stale",) * (subject.schedule.stale_share > 0)
+            + ("uncoupled",) * bool(subject.schedule.uncoupled),
+            forecast=_forecast(j, subject, part, case) + (Forecast() if place else _passed(j, subject, case)),
+            reason=f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else ""),
+        )
 
 
 def _stage_plan(j: int, subject: _Subject) -> StagePlan:
@@ -223,20 +227,30 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
         flops=sum(unit.forward_flops for unit in part),
         seconds=computed + fill_seconds(facts, case),
         weight_bytes=sum(fact.bytes for fact in facts),
-        count_bytes=sum(fact.bytes // max(1, fact.elements) for fact in facts),
+        count_bytes=reduced_bytes(facts) - sum(fact.bytes for fact in facts),
         activation_bytes=sum(unit.activation_bytes for unit in part),
         output_bytes=part[-1].output_bytes,
     )
 
 
-def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
-    """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
-    options, load, topology = subject.options, subject.stages[j], case.topology
+def _forecast(j: int, subject: _Subject, part: Sequence[ParameterFact], case: Case) -> Forecast:
+    """Of some parameters of a stage: mean over workers. Memory: the working copy, an older version where one is read,
+    gradient, state. Bytes and seconds: of their mean over replicas."""
+    options, topology, weight_bytes = subject.options, case.topology, sum(fact.bytes for fact in part)
     replicas = options.replicas(topology.workers)
     across = topology.workers // replicas
     held = options.method.copies(options, j, across, case.assumptions.optimizer_slots)
-    reduced, reduce_seconds = team_traffic(load.weight_bytes + load.count_bytes, replicas, topology)
+    sent, seconds = team_traffic(reduced_bytes(part), replicas, topology)
+    return Forecast(sent / across, weight_bytes * held, seconds)
+
+
+def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
+    """What a stage's messages take, mean over workers."""
+    options, load, topology = subject.options, subject.stages[j], case.topology
+    across = topology.workers // options.replicas(topology.workers)
     steps, messages = options.method.traffic(options, j)
+    if not messages:
+        return Forecast()
     below = subject.stages[j - 1].output_bytes if j else 0
     # behind gradients that are summed a count per parameter travels
     bytes_of: dict[str, int] = {
@@ -249,5 +263,4 @@ def _forecast(j: int, subject: _Subject, case: Case) -> Forecast:
         **dict.fromkeys(TOKENS, load.weight_bytes),
     }
     sent = sum(bytes_of[message.content] for message in messages) / steps / across
-    seconds = topology.link.seconds(sent, round(len(messages) / steps)) if messages else 0.0
-    return Forecast(sent + reduced / across, load.weight_bytes * held, seconds + reduce_seconds)
+    return Forecast(sent, 0.0, topology.link.seconds(sent, round(len(messages) / steps)))

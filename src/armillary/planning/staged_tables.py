@@ -27,7 +27,7 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["NO_TABLES", "TablePlan", "Wish", "table_groups", "team_traffic", "wished_tables"]
+__all__ = ["NO_TABLES", "TablePlan", "Wish", "reduced_bytes", "table_groups", "team_traffic", "wished_tables"]
 
 
 class Wish(NamedTuple):
@@ -130,6 +130,11 @@ def _forecast(fact: ParameterFact, wish: Wish, under: TablePlan) -> Forecast:
 
 def _bytes(legs: Iterable[Leg]) -> float:
     return sum(leg.link_bytes for leg in legs)
+
+
+def reduced_bytes(facts: Iterable[ParameterFact]) -> int:
+    """Of gradients that are added up over ranks, with a count for every parameter."""
+    return sum(fact.bytes + fact.bytes // max(1, fact.elements) for fact in facts)
 
 
 def team_traffic(nbytes: int, workers: int, topology: Topology) -> tuple[float, float]:

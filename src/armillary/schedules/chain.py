@@ -4,10 +4,11 @@ Note [Norms]. Where gradients are clipped by a norm over all stages, a stage add
 above, behind the last gradient of the step. The whole goes up again rank by rank, each ahead of the forward of the
 micro-batch that `messages.carrier` names.
 
-Note [Replicas]. A stage's mean over replicas is asked for behind its last backward (`REDUCE`) and waited for by its
-`UPDATE`, which comes as late as it may: before the first forward that reads what it makes, at the end of the step at
-the latest, or of the one after where every micro-batch reads old weights. What the rank does meanwhile hides it. Where
-squares travel, it is waited for at once.
+Note [Replicas]. A stage's gradients set out to their mean over replicas (`REDUCE`) from inside its last backward. Where
+a letter follows that backward, it goes first: another rank waits for it, and while that works the means have time. They
+are waited for by the stage's `UPDATE`, which comes as late as it may: before the first forward that reads what it
+makes, at the end of the step at the latest, or of the one after where every micro-batch reads old weights. What the
+rank does meanwhile hides them. Where squares of several stages travel, they are waited for at once.
 """
 
 from collections import deque
@@ -77,6 +78,8 @@ class Chain:
         """What a forward needs: weights, see Note [Replicas], and the norms that its rank knows, see Note [Norms]."""
         owner = self._workers[due.worker]
         if due.kind == "B":
+            if self._is_last(due) and not self._is_followed(due.stage):
+                self._reduce(due, owner)
             return
         self._make(due.stage, self._schedule.version(due.place))
         if due.stage != self._lowest[owner]:
@@ -101,7 +104,7 @@ class Chain:
             self._written.reads(self._letter(due, before), self._stages[before], owner, due.tick)
         if 0 <= after < self._schedule.stages and not (due.kind == "B" and after in alone):
             self._written.passes(self._letter(due, j), owner, self._stages[after], due.tick)
-        if due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1:
+        if self._is_last(due):
             self._finish(due, owner)
 
     def end_step(self, steps: int) -> None:
@@ -123,8 +126,8 @@ class Chain:
 
     def _finish(self, due: Due, owner: int) -> None:
         """A stage has all its gradients of a step."""
-        if self._replicas > 1:
-            self._do("REDUCE", due, owner)
+        if self._is_followed(due.stage):
+            self._reduce(due, owner)
         if due.stage in self._served:
             self._do("PUSH", due, self._written.rank)
         if not self._has_norms:
@@ -140,6 +143,18 @@ class Chain:
                 return
             self._summed[j] += 1
             self._add_norm(self._waiting.pop((due.step, j)), due.tick)
+
+    def _is_last(self, due: Due) -> bool:
+        """Whether a stage has all its gradients of a step after that."""
+        return due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1
+
+    def _is_followed(self, j: int) -> bool:
+        """Whether a letter to another rank follows a stage's backward."""
+        return j > 0 and self._stages[j - 1] != self._stages[j] and j - 1 not in self._schedule.uncoupled
+
+    def _reduce(self, due: Due, owner: int) -> None:
+        if self._replicas > 1:
+            self._do("REDUCE", due, owner)
 
     def _make(self, j: int, version: int) -> None:
         """The stage is stepped until that version is there, as far as its gradients are."""

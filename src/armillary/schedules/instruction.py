@@ -6,7 +6,8 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
     F, B              forward and backward of a stage for a micro-batch
     SEND, RECEIVE     a letter to a peer: started; room made for one of a peer's
     OVER              a letter sent is waited for; its tensors may go
-    REDUCE            a stage's mean gradients of a step are averaged over the ranks that hold the stage
+    REDUCE            a stage's gradients of a step are averaged over the ranks that hold the stage, group by group:
+                      each from now on as soon as it is final, from inside the B that follows if one does
     SUM               gradients of a stage from another rank join those here
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
     UNSHARD           the next version of a stage's weights comes from another rank

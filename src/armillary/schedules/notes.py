@@ -38,7 +38,7 @@ def notes_on(planned: Planned) -> tuple[str, ...]:
         who = "processes" if replicas == planned.workers else f"replicas of {planned.workers // replicas} processes"
         notes.append(
             f"{replicas} {who}, each with {options.micro_batches} micro-batches of its own a step: a stage's gradients "
-            f"are averaged over them when they are complete, behind what the process does until its weights are wanted"
+            f"are averaged over them as they come, behind what the process does until its weights are wanted"
         )
     return tuple(notes)
 

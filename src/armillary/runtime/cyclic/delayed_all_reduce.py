@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.delayed_step import Options, options_of, step_with
-from armillary.runtime.cyclic.twin_bucket import Requests, TwinBucket
+from armillary.runtime.cyclic.twin_bucket import TwinBucket
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.when_final import when_final
 

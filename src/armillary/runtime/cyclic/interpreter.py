@@ -79,6 +79,7 @@ class Interpreter:
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
         self.micro_batches = sorted({action.micro_batch for action in here})
         self._stages = {stage.index: stage for stage in stages if stage.index in {action.stage for action in here}}
+        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
         ranks = schedule.micro_batches // max(1, len(self.micro_batches))
         self._sums = {j: StageSums(weights.flat, ranks) for j, weights in self._weights.items()}
@@ -123,7 +124,12 @@ class Interpreter:
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
-        return StageWeights(stage, step, len(self.micro_batches))
+        reducer = self._reducers[stage.index]
+        return StageWeights(stage, step, len(self.micro_batches), None if reducer is None else reducer.put)
+
+    def _is_late(self, j: int) -> bool:
+        """Whether a stage's update is wanted only when the next step's gradients are there."""
+        return min(ages[j] for ages in self.schedule.staleness) > 0
 
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[StepLosses]:
         """Hands in one training step: per micro-batch, what the first stage reads and what the last one's loss wants.
@@ -212,14 +218,20 @@ class Interpreter:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         means = weights.complete(step, micro_batch, landed.beside)
         if means is not None:
-            self._sums[j].put(step, means)
+            reducer = self._reducers[j]
+            if reducer is None:
+                self._sums[j].put(step, means)
+            else:
+                reducer.close(step)
         self._forget(j)
         self._course.observe(one, flight.version, self._flights.keys())
 
     def _reduce(self, one: Instruction) -> None:
-        sums = self._sums[one.stage]
-        own, parameters = sums.own(one.step), self._weights[one.stage].parameters
-        sums.expect(one.step, self._seat.team.start_mean(parameters, own, one.stage))
+        """Groups leave from now on, as their gradients become final."""
+        reducer = self._reducers[one.stage]
+        assert reducer is not None
+        reducer.release(one.step)
+        self._sums[one.stage].expect(one.step, partial(reducer.mean, one.step))
 
     def _join(self, one: Instruction) -> None:
         assert one.letter is not None

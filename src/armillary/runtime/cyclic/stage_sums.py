@@ -34,16 +34,13 @@ class StageSums:
         self._own[step] = means
 
     def expect(self, step: int, mean: Callable[[], Means]) -> None:
-        """They are on their way; `mean` waits for them."""
+        """Their mean over replicas is on its way; `mean` waits for it."""
         self._coming[step] = mean
 
     def _landed(self, step: int) -> None:
         if step in self._coming:
-            self._own[step] = self._coming.pop(step)()
-
-    def own(self, step: int) -> Means:
-        """They are taken away."""
-        return self._own.pop(step)
+            found = self._coming.pop(step)()
+            self._own[step] = {p: found[p] for p in self._flat.parameters if p in found}
 
     def join(self, step: int, came: Flats) -> None:
         """Gradients of another rank, or the sum of several, with what is here."""

@@ -19,10 +19,10 @@ from armillary.exchanges.exchange import Place as Rank
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
 from armillary.facts.collectives import Program
+from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.delayed_step import Options, step_with
 from armillary.runtime.cyclic.row_versions import RowVersions
 from armillary.runtime.cyclic.row_visit import Desk, Visit
-from armillary.runtime.cyclic.twin_bucket import Requests
 from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
 from armillary.runtime.hybrid.table import RowTable
 from armillary.schedules.schedule import Place

@@ -2,24 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from armillary.exchanges.parcel import parted
-from armillary.facts.collectives import AllReduce, Request
+from armillary.facts.collectives import AllReduce
+from armillary.runtime.channel import Requests
 from armillary.runtime.hybrid.bucket import Bucket
 
-__all__ = ["Requests", "TwinBucket"]
+__all__ = ["TwinBucket"]
 
 Wait = Callable[[], Any]
-
-
-class Requests(Protocol):
-    """This process's connection to its peers."""
-
-    def start(self, request: Request, label: str) -> Wait:
-        """Sends a request on its way; what is returned waits for the answer."""
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ the kernel, which clears as many pages anew at every step (46,000 of them, 78 of
 The model's own parameters always hold the newest version. Buffers are not versioned.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,16 @@ __all__ = ["Means", "StageWeights"]
 
 Weights = Mapping[str, Tensor]  # by the stage's own parameter names
 Means = Mapping[nn.Parameter, Tensor]  # gradients, in the order of the stage's parameters
+Take = Callable[[int, nn.Parameter, Tensor], None]  # step, parameter, mean gradient
 
 
 class StageWeights:
     """Begins with version 0; `expect`, `add` and `complete` collect the gradients of a step in micro-batch order,
     `advance` makes a version."""
 
-    def __init__(self, stage: Stage, step: RemediedStep, micro_batches: int) -> None:
-        self._stage, self._step, self._micro_batches = stage, step, micro_batches
+    def __init__(self, stage: Stage, step: RemediedStep, micro_batches: int, take: Take | None = None) -> None:
+        """take: gets each mean as soon as it is final, instead of `complete`; it copies what it gets."""
+        self._stage, self._step, self._micro_batches, self._take = stage, step, micro_batches, take
         named = stage.module.named_parameters()  # rows of tables have versions of their own, see `row_versions.py`
         self._parameters = {name: p for name, p in named if not isinstance(p, TableHandle)}
         self.flat = FlatStage(self._parameters)
@@ -89,6 +91,9 @@ class StageWeights:
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds one gradient, by the stage's own name; a parameter that was not used gets none."""
         if name not in self._sums:
+            if self._micro_batches == 1 and self._take is not None:  # nothing is added to it
+                self._take(self._summing, self._parameters[name], gradient)
+                return
             self._sums[name] = gradient
             self._first.append(name)
             self._last_means.pop(name, None)
@@ -97,9 +102,12 @@ class StageWeights:
         if self._added == self._micro_batches - 1:  # divided while the processor still has it at hand
             self._sums[name].div_(self._micro_batches)
             self._divided.add(name)
+            if self._take is not None:
+                self._take(self._summing, self._parameters[name], self._sums.pop(name))
 
     def complete(self, step: int, micro_batch: int, beside: Iterable[Tensor | None] = ()) -> Means | None:
-        """The micro-batch has given all. Returns the step's mean gradients, for `advance`, if it was the last.
+        """The micro-batch has given all. Returns the step's mean gradients, for `advance`, if it was the last; those
+        that `take` has got are not among them.
 
         Args:
             beside: what else the same backward has made, and what it was given.
@@ -110,15 +118,14 @@ class StageWeights:
         if self._added < self._micro_batches:
             return None
         means = self._means()
+        if self._take is not None:
+            for parameter, mean in means.items():
+                self._take(self._summing, parameter, mean)
+            means = {}
         self._summing, self._added = self._summing + 1, 0
         self._sums.clear()
         self._divided.clear()
         return means
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Of the stage, by its own names, tables left out."""
-        return self._parameters
 
     def advance(self, gradients: Means, options: Options) -> None:
         """Steps the optimizer with the gradients of step `newest`: version `newest` + 1 is there then."""

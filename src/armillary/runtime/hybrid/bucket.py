@@ -25,8 +25,8 @@ def layout_beside(
 
 
 class Bucket:
-    """Begins a backward empty (`reset`), takes each gradient as it appears (`deposit`), gives back the mean
-    (`withdraw`). Of a group that exchanges weights it takes those instead (`weigh_in`, `weigh_out`)."""
+    """Begins a backward empty (`reset`), takes each gradient as it appears (`deposit`, `put`), gives back the mean
+    (`withdraw`, `means`). Of a group that exchanges weights it takes those instead (`weigh_in`, `weigh_out`)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout | None = None):
         self.parameters = list(parameters)
@@ -48,17 +48,20 @@ class Bucket:
 
     def deposit(self, index: int, scale: float) -> None:
         """Puts scale * gradient of that parameter in its place; its `.grad` becomes the view."""
-        parameter, view = self.parameters[index], self.views[index]
-        gradient = parameter.grad
-        assert gradient is not None
+        parameter = self.parameters[index]
+        assert parameter.grad is not None
+        self.put(index, parameter.grad, scale)
+        parameter.grad = self.views[index]
+
+    def put(self, index: int, gradient: Tensor, scale: float) -> None:
+        """Puts scale * gradient in that parameter's place."""
+        view = self.views[index]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if gradient.data_ptr() == view.data_ptr():
-            if scale != 1:
-                view.mul_(scale)
-        else:
+        if gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient.detach(), scale, out=view)
-            parameter.grad = view
+        elif scale != 1:
+            view.mul_(scale)
         self.waiting.discard(index)
 
     def seal(self, scale: float, counts: bool = True, part: float = 1.0) -> Parcel:
@@ -81,9 +84,15 @@ class Bucket:
 
     def withdraw(self, result: Parcel) -> None:
         """Takes what the exchange gave: `.grad` of every parameter that some rank used becomes final."""
+        means = self.means(result)
+        for parameter in self.parameters:
+            parameter.grad = means.get(parameter)
+
+    def means(self, result: Parcel) -> dict[nn.Parameter, Tensor]:
+        """Takes what the exchange gave: of every parameter that some rank used, its final gradient."""
         self._keep(result)
-        for parameter, view, used in zip(self.parameters, self.views, result.used.tolist(), strict=True):
-            parameter.grad = view if used > 0 else None
+        kept = zip(self.parameters, self.views, result.used.tolist(), strict=True)
+        return {parameter: view for parameter, view, used in kept if used > 0}
 
     def weigh_in(self) -> Parcel:
         """The weights, to be sent."""

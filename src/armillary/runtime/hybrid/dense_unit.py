@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.parcel import Parcel, State
@@ -22,13 +22,15 @@ __all__ = ["DenseUnit", "dense_unit"]
 
 @dataclass(eq=False)
 class DenseUnit:
-    """leaves: whether its gradients leave in the backward that goes on."""
+    """leaves: whether its gradients leave in the backward that goes on. spare: a second bucket, if what one backward
+    sends is still under way in the next: they take turns."""
 
     name: str
     bucket: Bucket
     exchange: DenseExchange
     state: State = field(default_factory=dict)
     leaves: bool = True
+    spare: Bucket | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -42,8 +44,14 @@ class DenseUnit:
                 self.bucket.flat.zero_()
             self.state = self.exchange.begin(self.bucket.layout, place, weights)
 
+    def double(self) -> None:
+        """From now on what a backward sends lands when the next one is over."""
+        self.spare = Bucket(self.bucket.parameters, self.bucket.layout)
+
     def open(self, steps: int) -> None:
         """A backward begins, of the step after which so many are complete."""
+        if self.spare is not None:
+            self.bucket, self.spare = self.spare, self.bucket
         self.leaves = self.exchange.carries == "gradient" and self.exchange.due(steps)
         self.bucket.reset()
 
@@ -56,13 +64,24 @@ class DenseUnit:
 
     def take_gradients(self, moved: Moved) -> None:
         """The result has landed: `.grad` becomes final."""
+        self.bucket.withdraw(self._landed(moved, self.bucket))
+
+    def means(self, moved: Moved, bucket: Bucket) -> dict[nn.Parameter, Tensor]:
+        """The result has landed: the final gradients, of the parameters that some rank used.
+
+        Args:
+            bucket: that was sent.
+        """
+        return bucket.means(self._landed(moved, bucket))
+
+    def _landed(self, moved: Moved, bucket: Bucket) -> Parcel:
         result, _ = moved
         if result.sick:
-            for view in self.bucket.views:  # not what lies between them, which the next parcel holds too
+            for view in bucket.views:  # not what lies between them, which the next parcel holds too
                 view.fill_(float("nan"))
-            result = result.answered(self.bucket.values, result.tail)
+            result = result.answered(bucket.values, result.tail)
         self._commit(moved)
-        self.bucket.withdraw(result)
+        return result
 
     def take_weights(self, moved: Moved) -> None:
         """The result has landed: it replaces the weights."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from armillary.facts.collectives import Program, Request
+from armillary.runtime.channel import Requests
 from armillary.runtime.transport import Transport, Wait
 
 __all__ = ["Flight", "advance_together", "carry_all", "see_through"]
@@ -36,19 +37,23 @@ class Flight:
             self.result, self.left = stop.value, 0  # it may end early, where nothing has to cross
             return None
 
-    def advance(self, transport: Transport) -> None:
+    def begin(self, requests: Requests) -> None:
+        """Makes the first request."""
+        self._go_on(requests)
+
+    def advance(self, requests: Requests) -> None:
         """Waits for the answer and makes the next request, if there is one to make."""
         if self.left > 0 and self.wait is not None:
-            self._go_on(transport)
+            self._go_on(requests)
 
-    def land(self, transport: Transport) -> Any:
+    def land(self, requests: Requests) -> Any:
         while self.wait is not None:
-            self._go_on(transport)
+            self._go_on(requests)
         return self.result
 
-    def _go_on(self, transport: Transport) -> None:
+    def _go_on(self, requests: Requests) -> None:
         request = self.ask()
-        self.wait = None if request is None else transport.start(request, self.label)
+        self.wait = None if request is None else requests.start(request, self.label)
 
 
 def advance_together(flights: Sequence[Flight], transport: Transport) -> None:
@@ -61,11 +66,11 @@ def advance_together(flights: Sequence[Flight], transport: Transport) -> None:
         flight.wait = wait
 
 
-def see_through(flights: Sequence[Flight], transport: Transport) -> None:
+def see_through(flights: Sequence[Flight], requests: Requests) -> None:
     """Makes the last requests of all of them, which are then only waited for."""
     while any(flight.left > 0 for flight in flights):
         for flight in flights:
-            flight.advance(transport)
+            flight.advance(requests)
 
 
 def carry_all(flights: Sequence[Flight], transport: Transport) -> list[Any]:

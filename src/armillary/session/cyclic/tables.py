@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_row, row_exchanges
 from armillary.facts.plan import Group, Plan
+from armillary.runtime.channel import Requests
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
-from armillary.runtime.cyclic.twin_bucket import Requests
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable

@@ -6,12 +6,16 @@ A schedule that registers no engine of its own goes this way.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from armillary.exchanges.exchange import Place
+import torch
+from torch import nn
+
+from armillary.exchanges.exchange import Place, build_dense
 from armillary.facts.mesh import DATA
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.team import Team, alone
+from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.schedules.chain import ranks_of_stages
 from armillary.schedules.lowering import is_relayed
 from armillary.session.cyclic.own_stages import OwnStages
@@ -31,7 +35,7 @@ class InterpretedEngine:
         schedule, tables, place = parts.course.schedule, parts.tables.by_stage, parts.transport.place
         self.parts, self.teller, self._own = parts, None, None
         if parts.options.method.is_side_by_side:
-            seat = side_by_side(schedule, Team(place, parts.channel), tables)
+            seat = side_by_side(schedule, Team(place, parts.channel, groups=_groups(parts, place)), tables)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
             together = parts.plan.mesh.sharing_data(place.rank)
@@ -68,7 +72,27 @@ def _team(parts: Parts) -> Team:
     if replicas == 1:
         return alone()
     parts.transport.open_axis(DATA, mesh.members(DATA))
-    return Team(Place(mesh.data_coordinate(place.rank), replicas), parts.channel, DATA)
+    own = Place(mesh.data_coordinate(place.rank), replicas)
+    return Team(own, parts.channel, DATA, _groups(parts, own))
+
+
+def _groups(parts: Parts, place: Place) -> dict[int, list[DenseUnit]]:
+    """What is averaged over replicas, by stage; what mixes dtypes or devices travels apart.
+
+    Args:
+        place: of this rank among the replicas.
+    """
+    named, found = dict(parts.job.model.named_parameters()), dict[int, list[DenseUnit]]()
+    for group in parts.plan.groups:
+        if group.exchange is None or group.layout == "row_sharded":
+            continue
+        kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+        for name in group.parameters:
+            kinds.setdefault((named[name].dtype, named[name].device), {})[name] = named[name]
+        exchange = build_dense(group.exchange.name, **group.exchange.options)
+        units = [dense_unit(group.name, members, exchange, place) for members in kinds.values()]
+        found.setdefault(group.stage, []).extend(units)
+    return found
 
 
 def engine_of(schedule: str) -> Callable[[Parts], Engine]:
