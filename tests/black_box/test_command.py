@@ -97,9 +97,16 @@ def test_a_schedule_is_trained_by_two_ranks_and_resumes_to_the_same_weights(tmp_
 def test_verify_ends_with_zero_where_ranks_and_one_process_agree_and_with_three_where_not(tmp_path):
     fair = face.command_in_job(2, "verify", MINE, "--steps", "2", "--json", folder=tmp_path)
     assert [one.code for one in fair] == [0, 0] and json.loads(fair[0].out)["is_equal"] is True
+    assert json.loads(fair[0].out)["idle"] == [] and json.loads(fair[0].out)["acted"]
     false = ("verify", "vision", "--set", "norm='batch'", "--steps", "2", "--one-batch")
     ended = face.command_in_job(2, *false, folder=tmp_path)
     assert [one.code for one in ended] == [3, 3] and "NOT equal" in ended[0].out
+
+
+def test_verify_ends_with_one_where_a_mechanism_of_the_plan_never_acted(tmp_path):
+    asked = ("verify", "vision", "--exchange", "quantize=*", "--steps", "2")
+    (alone,) = face.command_in_job(1, *asked, folder=tmp_path)  # one rank sends nothing
+    assert alone.code == 1 and "NOT exercised: quantize(bits=8): residuals sent" in alone.out
 
 
 @pytest.mark.parametrize("text", ["pipeline(slack=1)", "zero_ring"])

@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 from armillary.cli.granted import wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
-from armillary.cli.refusal import UNEQUAL
+from armillary.cli.refusal import FAILED, UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -60,10 +60,10 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         )
         if rank() == 0:
             if is_json:
-                print(as_json({**vars(found), "is_equal": found.is_equal}), flush=True)
+                print(as_json({**vars(found), "is_equal": found.is_equal, "idle": found.idle}), flush=True)
             else:
                 put(console_here(), found.page())
         transport.barrier()  # a rank that leaves with an exit code ends the others
-        return 0 if found.is_equal else UNEQUAL
+        return UNEQUAL if not found.is_equal else FAILED if found.idle else 0
 
     run_in_workers(asked.workers, prepare, body)

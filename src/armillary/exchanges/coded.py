@@ -19,12 +19,12 @@ from torch import Tensor
 
 from armillary.codecs.codec import CODECS, Codec, Draw, Options, build_codec
 from armillary.codecs.codec import Entry as CodecEntry
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved
 from armillary.exchanges.exchange import DENSE, Entry
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, Span, alone, gaps_of, kept_back, owed, without_gaps
+from armillary.exchanges.residual import RESIDUAL, Span, alone, gaps_of, kept_back, owed, was_owed, without_gaps
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
@@ -58,6 +58,7 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
         resharding={RESIDUAL: "sum", ROUNDS: "same"}, work=way.work, align=codec.align,
         counts={ROUNDS: lambda shape: 1}, refuses=way.refuses,
         says=codec.says if feedback else f"{codec.says}; what is left out is lost".removeprefix("; "),
+        mechanisms=way.mechanisms,
     )  # fmt: skip
 
 
@@ -79,6 +80,12 @@ class _Way:
         tiles = layout.numel // self.codec.align
         begins = [tiles * rank // workers * self.codec.align for rank in range(workers)]
         return list(pairwise([*begins, layout.numel]))
+
+    def mechanisms(self, workers: int) -> Mechanisms:
+        found: Mechanisms = {"exchanges coded": lambda pushed: int(pushed.workers > 1)}
+        if self.is_scattered(workers):
+            found = {**found, "sums coded again": lambda pushed: int(pushed.workers > 1)}
+        return {**found, "residuals sent": was_owed} if self.feedback else found
 
     def draw(self, state: State, piece: int) -> Draw:
         """The same on all ranks, another in every round and for every piece."""

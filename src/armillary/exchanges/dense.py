@@ -18,12 +18,24 @@ from armillary.facts.collectives import Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
 
-__all__ = ["DenseExchange", "Moved", "Resharding", "exact_sum"]
+__all__ = ["DenseExchange", "Mechanisms", "Moved", "Pushed", "Resharding", "exact_sum"]
 
 Resharding = Literal["sum", "mean", "same", "drop"]
 Moved = tuple[Parcel, State]
 Shape = tuple[int, ...]
 PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
+
+
+class Pushed(NamedTuple):
+    """A push of one rank that has landed: what the state was before, and is after."""
+
+    layout: Layout
+    workers: int
+    before: State
+    after: State
+
+
+Mechanisms = Mapping[str, Callable[[Pushed], int]]  # how often each acted in a push
 
 
 def exact_sum(parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
@@ -49,6 +61,10 @@ def _no_work(layout: Layout, topology: Topology) -> float:
     return 0.0
 
 
+def _exchanged(workers: int) -> Mechanisms:
+    return {"exchanges": lambda pushed: 1}
+
+
 class DenseExchange(NamedTuple):
     """How the parcels of one group become what every worker goes on with. Exact and without state but for what it says.
 
@@ -72,6 +88,8 @@ class DenseExchange(NamedTuple):
     align: tensors begin at a multiple of so many numbers.
     refuses(layout): why it cannot carry such a group; empty where it can.
     says: what its options come to, where they do not say it themselves.
+    mechanisms(workers): what it does among so many, in words; what never acts where it is verified is not called
+        verified.
     """
 
     push: Callable[[Parcel, State, Place], Program[Moved]]
@@ -89,6 +107,7 @@ class DenseExchange(NamedTuple):
     counts: Mapping[str, Callable[[Shape], int]] = MappingProxyType({})
     refuses: Callable[[Layout], str] = _nothing_refused
     says: str = ""
+    mechanisms: Callable[[int], Mechanisms] = _exchanged
 
     @property
     def is_guarded(self) -> bool:

@@ -12,6 +12,7 @@ of it: when it is worth pricing (`offers`), what it asks of the links (`legs`), 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -70,6 +71,10 @@ class Staying(NamedTuple):
     is_void: Callable[[], bool]
 
 
+def _looked_up(pulled: int, pushed: int) -> Mapping[str, int]:
+    return {"rows looked up": pulled, "rows with gradients": pushed}
+
+
 class RowExchange(NamedTuple):
     """How the rows of one table, and the gradients of those rows, cross the workers.
 
@@ -86,6 +91,8 @@ class RowExchange(NamedTuple):
     pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay
         put until they are read; those rows; the others. None where there is no such program.
     early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
+    mechanisms(pulled, pushed): what it does with rows, in words, and how often: of so many rows that this rank looked
+        up, and so many whose gradients it got.
     part(ticket, said, heard): the ticket in two, of the rows that are not chosen and of those that are: `said` of the
         rows this rank serves, `heard` of those it asked for, bool in the ticket's order. None unless a push makes one
         request.
@@ -101,6 +108,7 @@ class RowExchange(NamedTuple):
     pull_early: Callable[..., Program[Pulled]] | None = None
     early_legs: Callable[[RowTraffic, float, float], EarlyLegs] | None = None
     part: Callable[[Any, Tensor, Tensor], tuple[Any, Any]] | None = None
+    mechanisms: Callable[[int, int], Mapping[str, int]] = _looked_up
 
     def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
         """Payload bytes per rank and step, pull and push together, mean over ranks."""
@@ -126,6 +134,8 @@ class Entry(NamedTuple):
     departs: in what it is not exact, words of `facts/departure.py`; it is then taken only where it is demanded.
     costs: one sentence on what that does.
     mildness: how much of the values one push leaves out, beside other methods: the least is the mildest.
+    soon: by option, the most with which everything it does is done in a few steps of a small model; `verify` lowers
+        such options to that.
     """
 
     make: Callable[..., Any]
@@ -135,6 +145,11 @@ class Entry(NamedTuple):
     departs: tuple[str, ...] = ()
     costs: str = ""
     mildness: int = 0
+    soon: Mapping[str, int] = MappingProxyType({})
+
+    def hurried(self, options: Options) -> Options:
+        """These options, lowered."""
+        return {**options, **{name: min(options.get(name, most), most) for name, most in self.soon.items()}}
 
 
 DENSE: Registry[Entry] = Registry("dense exchange", "armillary.exchanges")
@@ -149,13 +164,15 @@ def dense_exchange(
     departs: tuple[str, ...] = (),
     costs: str = "",
     mildness: int = 0,
+    soon: Mapping[str, int] = MappingProxyType({}),
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of dense exchanges under its own name; arguments as in `Entry`.
 
     Raises:
         ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
     """
-    return partial(_register, DENSE, (examples or ({},), offers, owner_option, checked(departs), costs, mildness))
+    fields = (examples or ({},), offers, owner_option, checked(departs), costs, mildness, soon)
+    return partial(_register, DENSE, fields)
 
 
 def row_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:

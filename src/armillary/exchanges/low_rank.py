@@ -18,12 +18,12 @@ from torch import Tensor
 
 from armillary.codecs.tiles import scale_bytes, working
 from armillary.exchanges.coded import why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Moved, Shape
+from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed, Shape
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
 from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -36,7 +36,7 @@ FACTOR, AGE = "factor", "age"  # by parameter: the right factor (alternating: th
 @dense_exchange(
     {"rank": 1, "start": 0}, {"rank": 1, "start": 1}, {"rank": 1, "start": 0, "alternate": True},
     offers=lambda fact, topology: [{"rank": 4}], departs=("lossy",),
-    costs="gradients of matrices are cut to a low rank; what is left out is sent later", mildness=4,
+    costs="gradients of matrices are cut to a low rank; what is left out is sent later", mildness=4, soon={"start": 2},
 )  # fmt: skip
 def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseExchange:
     """
@@ -58,6 +58,7 @@ def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseE
         most_bytes=way.most_bytes if start or alternate else None,
         work=lambda layout, topology: layout.numel * (6.0 + rank / 2) * (topology.workers > 1),
         counts={FACTOR: way.factor_numbers, AGE: lambda shape: 1}, refuses=why_not_numbers,
+        mechanisms=way.mechanisms,
         says=f"rank {rank}; vectors and small matrices go whole, as does everything in the first {start} steps",
     )  # fmt: skip
 
@@ -117,6 +118,17 @@ class _Way:
         """The spans of what is sent as it is."""
         spans = zip(layout.spans, layout.shapes, strict=True)
         return [span for span, shape in spans if not self.is_low(shape)]
+
+    def mechanisms(self, workers: int) -> Mechanisms:
+        def is_early(pushed: Pushed) -> bool:
+            return float(pushed.before[AGE].max()) < self.start
+
+        def orthonormalised(pushed: Pushed) -> int:
+            return 0 if is_early(pushed) or pushed.workers == 1 else len(self.matrices(pushed.layout))
+
+        found: Mechanisms = {"factors orthonormalised": orthonormalised, "residuals sent": was_owed}
+        whole: Mechanisms = {"exchanges sent whole at the start": lambda pushed: is_early(pushed)}
+        return {**whole, **found} if self.start else found
 
     def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
         numbers = sum(map(self.factor_numbers, layout.shapes))

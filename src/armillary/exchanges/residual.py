@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import Moved
+from armillary.exchanges.dense import Moved, Pushed
 from armillary.exchanges.parcel import Parcel, State
 from armillary.facts.layout import Layout
 
-__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "owed", "without_gaps"]
+__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "owed", "was_owed", "without_gaps"]
 
 RESIDUAL = "residual"
 Span = tuple[int, int]  # first and last number, the last not included
@@ -39,6 +39,11 @@ def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:
     """The next residual: what was owed and not sent; zeros between tensors, whatever was sent for them."""
     residual = without_gaps(lost, gaps_of(parcel.layout))
     return residual if parcel.scale == 1 else residual / parcel.scale
+
+
+def was_owed(pushed: Pushed) -> int:
+    """1 where an earlier push had left something out, which this one sent."""
+    return int(pushed.workers > 1 and bool(pushed.before[RESIDUAL].any()))
 
 
 def gaps_of(layout: Layout) -> list[Span]:

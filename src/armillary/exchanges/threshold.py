@@ -25,12 +25,12 @@ from armillary.codecs.threshold import (
     sparse_bytes,
 )
 from armillary.exchanges.coded import why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -45,7 +45,7 @@ RUNAWAY = 4  # times the share that is meant to pass
 @dense_exchange(
     {"sparsity": 0.9, "small": 4}, {"sparsity": 0.5, "lifespan": 3, "small": 0},
     offers=lambda fact, topology: [{"sparsity": 0.99}], departs=("lossy",),
-    costs="gradients below a threshold wait until they have grown", mildness=5,
+    costs="gradients below a threshold wait until they have grown", mildness=5, soon={"lifespan": 3, "small": 8},
 )  # fmt: skip
 def threshold(sparsity: float = 0.99, lifespan: int = 1000, small: int = 256) -> DenseExchange:
     """
@@ -66,7 +66,7 @@ def threshold(sparsity: float = 0.99, lifespan: int = 1000, small: int = 256) ->
         rule.push, 2, rule.sent_bytes, rule.legs, rule.oracle, rule.begin,
         resharding={RESIDUAL: "sum", LIMIT: "mean", AGE: "same"}, most_bytes=rule.most_bytes,
         work=lambda layout, topology: layout.numel * (8.0 + 4 * topology.workers) * (topology.workers > 1),
-        counts={LIMIT: lambda shape: 1, AGE: lambda shape: 1}, refuses=why_not_numbers,
+        counts={LIMIT: lambda shape: 1, AGE: lambda shape: 1}, refuses=why_not_numbers, mechanisms=rule.mechanisms,
     )  # fmt: skip
 
 
@@ -95,6 +95,17 @@ class _Rule:
         if is_fresh and int(kept_above(values, limit).sum()) <= RUNAWAY * self.target(len(values)):
             return limit
         return quantile(values, self.sparsity).to(limit)
+
+    def mechanisms(self, workers: int) -> Mechanisms:
+        def refreshed(pushed: Pushed) -> int:
+            return int((pushed.before[LIMIT] != pushed.after[LIMIT]).sum())
+
+        def kept(pushed: Pushed) -> int:
+            is_large = torch.tensor([end - begin >= self.small for begin, end in pushed.layout.spans])
+            is_same = (pushed.before[LIMIT] == pushed.after[LIMIT]) & (pushed.before[LIMIT] > 0)
+            return int((is_same & is_large).sum()) * (pushed.workers > 1)
+
+        return {"thresholds refreshed": refreshed, "thresholds kept": kept, "residuals sent": was_owed}
 
     def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
         none = torch.zeros(len(layout.names), dtype=torch.float64)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from armillary.facts.table import Page, Table, page_text
 
-__all__ = ["TOLERANCE", "Difference", "Verdict", "Verification"]
+__all__ = ["TOLERANCE", "Acted", "Difference", "Verdict", "Verification"]
 
 TOLERANCE = 1e-10
 
@@ -31,8 +31,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Acted:
+    """How many times, over all ranks and groups, a mechanism of an exchange of that plan acted."""
+
+    plan: str
+    exchange: str
+    mechanism: str
+    times: int
+
+
+@dataclass(frozen=True)
 class Verification:
-    """What came of it. note: why less is claimed than could be."""
+    """What came of it. note: why less is claimed than could be. lowered: options that are not as they were asked for,
+    so that all that they put off happens in a few steps."""
 
     workload: str
     workers: int
@@ -40,10 +51,17 @@ class Verification:
     tolerance: float
     differences: tuple[Difference, ...]
     note: str = ""
+    acted: tuple[Acted, ...] = ()
+    lowered: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
         return all(one.verdict != "differs" for one in self.differences)
+
+    @property
+    def idle(self) -> tuple[Acted, ...]:
+        """Mechanisms that never acted, of which equality says nothing."""
+        return tuple(one for one in self.acted if not one.times)
 
     def page(self) -> Page:
         """What it prints: the verdict, a row for every plan, then every parameter that differs."""
@@ -57,6 +75,15 @@ class Verification:
         parts: list[str | Table] = [words, _by_plan(judged)]
         for exchange in dict.fromkeys(one.exchange for one in judged if one.departs):
             parts.append(f"NOT exact, held to its own oracle instead of one process: {exchange}")
+        parts += [f"lowered, so that all of it happens in a few steps: {one}" for one in self.lowered]
+        if self.acted:
+            rows = [(one.plan, one.exchange, one.mechanism, f"{one.times:,}") for one in self.acted]
+            parts.append(Table(("plan", "exchange", "what it did", "times"), rows, (0, 1, 2)))
+        for one in self.idle:
+            parts.append(
+                f"NOT exercised: {one.exchange}: {one.mechanism}: never on {self.workers} workers in {self.steps} "
+                "steps; verify on more workers or steps, or a model that asks for it"
+            )
         if differing := [one for one in judged if one.verdict == "differs"]:
             rows = [(one.parameter, one.plan, one.exchange, f"{one.difference:.1e}") for one in differing]
             parts.append(Table(("differs", "plan", "exchange", "difference"), rows, (0, 1, 2)))

@@ -3,12 +3,15 @@
 The one process is plain PyTorch over the same per-worker batches (`reference/serial`), which knows no exchange and no
 runtime. In float64 the two must agree to rounding. Every exchange is forced in turn, so that not only the one a plan
 happens to choose is held to it. What departs from exact is held to its own oracle instead (see `truths.py`).
+
+What an exchange puts off (a warm start, a lifespan) is lowered, and a plan is trained until all that its exchanges do
+was done twice, or for `LONGER` times the steps: what never happened was compared with nothing (see `mechanisms.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +21,22 @@ from armillary.facts.plan import Choice, Plan
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.schedules.registry import owns_loop
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes, decide, open_transport, subject_of
+from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
+from armillary.session.mechanisms import Acts, acts_of, hurried, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
 from armillary.session.truths import Truth, departs, one_process, replicas, seeded_loss
-from armillary.session.verification import TOLERANCE, Difference, Verdict, Verification
+from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.verify_schedule import verify_schedule
 from armillary.session.workload import Workload
 
 __all__ = ["verify_workload"]
+
+TWICE = 2
+LONGER = 4
 
 
 def verify_workload(
@@ -62,24 +69,37 @@ def verify_workload(
     if owns_loop(decided.plan.schedule):
         if global_batch is not None:
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-        return verify_schedule(double, decided.plan, steps, seed, every_bit)
-    plans = {"planned": decided.plan}
+        return verify_schedule(double, hurried(decided.plan), steps, seed, every_bit)
+    plans = {"planned": hurried(decided.plan)}
     exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
     names = exact if exchanges == "every" else exchanges
     plans |= {name: forced(decided.profile, Choice(name), decided.plan.workers_per_node) for name in names}
     plans = _distinct(plans)
-    transport = open_transport()
-    one, places = (double, transport.place.workers) if global_batch is None else (InDouble(global_batch), 1)
-    serial = by_rank_zero(transport, lambda: one_process(one, places, steps, seed))
-    truths = {
-        name: by_rank_zero(transport, partial(replicas, double, plan, steps, seed)) if departs(plan) else serial
-        for name, plan in plans.items()
-    }
-    transport.close()
-    differences: list[Difference] = []
+    one, places = (double, decided.plan.workers) if global_batch is None else (InDouble(global_batch), 1)
+    serial: dict[int, Truth] = {}  # by steps
+    differences, acted, longest = list[Difference](), list[Acted](), steps
     for name, plan in plans.items():
-        differences += _compare(double, name, plan, truths[name], (steps, seed))
-    return Verification(workload.name, decided.plan.workers, steps, TOLERANCE, tuple(differences))
+        trained = _train(double, plan, steps, seed)
+        transport, taken = trained.run._transport, trained.steps
+        if departs(plan):
+            truth = by_rank_zero(transport, partial(replicas, double, plan, taken, seed))
+        else:
+            if taken not in serial:
+                serial[taken] = by_rank_zero(transport, partial(one_process, one, places, taken, seed))
+            truth = serial[taken]
+        differences += _compare(trained.run, name, truth)
+        acted += [Acted(name, *key, times) for key, times in trained.acts.items()]
+        longest = max(longest, taken)
+    lowered = _lowered(decided.plan, plans["planned"])
+    return Verification(
+        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), lowered
+    )
+
+
+def _lowered(asked: Plan, plan: Plan) -> tuple[str, ...]:
+    pairs = zip(asked.groups, plan.groups, strict=True)
+    found = [f"{was.exchange} to {now.exchange}" for was, now in pairs if was.exchange != now.exchange]
+    return tuple(dict.fromkeys(found))
 
 
 def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
@@ -93,11 +113,9 @@ def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
     return distinct
 
 
-def _compare(
-    workload: Workload, name: str, plan: Plan, truth: Truth, steps_seed: tuple[int, int]
-) -> Iterator[Difference]:
-    run = _train(workload, plan, *steps_seed)
-    found = dict(_whole(run))
+def _compare(run: Run, name: str, truth: Truth) -> Iterator[Difference]:
+    """Ends the run."""
+    found, plan = dict(_whole(run)), run.plan
     mine = [_relative(found[parameter], truth.of(run.rank)[parameter]) for parameter in plan.parameters]
     largest = run._transport.agree_largest(mine)
     run.close(gather=False)
@@ -110,18 +128,32 @@ def _compare(
         yield Difference(parameter, name, str(group.exchange), difference, verdict, is_other)
 
 
-def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> Run:
+class _Trained(NamedTuple):
+    run: Run
+    acts: Acts
+    steps: int
+
+
+def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> _Trained:
+    """For so many steps; longer while something happened less than twice and there are steps to take."""
     torch.manual_seed(seed)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
     run = attach(plan, model, optimizer, check_order=True)
+    mine, acts = watched(run), Acts()
     feed = Feed(workload, (run.rank, run.workers), seed)
-    for step, batch in enumerate(islice(feed, steps)):
+    most, taken = max(steps, min(LONGER * steps, workload.steps)), 0
+    for step, batch in enumerate(islice(feed, most)):
         optimizer.zero_grad(set_to_none=True)
         seeded_loss(workload, model, (stream_seed(seed, step, run.rank), batch)).backward()
         optimizer.step()
+        taken = step + 1
+        if taken >= steps:
+            acts = acts_of(run._transport.share(mine))
+            if min(acts.values(), default=TWICE) >= TWICE:
+                break
     run._engine.finish()
-    return run
+    return _Trained(run, acts, taken)
 
 
 def _whole(run: Run) -> Iterator[tuple[str, Tensor]]:

@@ -28,11 +28,12 @@ from armillary.session.cyclic.tables import table_groups
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
+from armillary.session.mechanisms import Acts, acts_of, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 from armillary.session.truths import ROUNDING
-from armillary.session.verification import TOLERANCE, Difference, Verdict, Verification
+from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["verify_schedule"]
@@ -81,7 +82,7 @@ def verify_schedule(
         ValueError: the schedule, the model or the loss do not fit.
     """
     case = _Case(workload, plan, steps, seed)
-    whole, run = _train(case)
+    whole, run, counted = _train(case)
     truths = by_rank_zero(run.transport, lambda: _truths(case))
     truth = truths.states[run.rank if len(truths.states) == run.workers else 0]
     tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
@@ -95,6 +96,7 @@ def verify_schedule(
     options = case.options
     tolerance = 0.0 if is_exact and _is_summed_in_order(run) else TOLERANCE
     note = "" if is_exact or not _is_summed_in_order(run) else NOT_REPEATABLE
+    acts = acts_of(run.transport.share(counted))
     whole.close(gather=False)
     differences = []
     for name, difference in zip(truth, largest, strict=True):
@@ -102,7 +104,8 @@ def verify_schedule(
         if tolerance and name in truths.quiet:
             verdict = "no gradient"
         differences.append(Difference(name, _said(options), options.name, difference, verdict))
-    return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences), note)
+    acted = tuple(Acted(_said(options), *key, times) for key, times in acts.items())
+    return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted)
 
 
 def _is_summed_in_order(run: OwnedLoop) -> bool:
@@ -121,7 +124,7 @@ def _said(options: ScheduleOptions) -> str:
     return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
-def _train(case: _Case) -> tuple[Run, OwnedLoop]:
+def _train(case: _Case) -> tuple[Run, OwnedLoop, Acts]:
     torch.manual_seed(case.seed)
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
@@ -130,6 +133,7 @@ def _train(case: _Case) -> tuple[Run, OwnedLoop]:
     whole = attach(case.plan, model, optimizer, loss=case.workload.loss, example=example, seed=case.seed)
     run = whole._engine
     assert isinstance(run, OwnedLoop)
+    acts = watched(whole)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
     feeds = [Feed(case.workload, (micro_batch, count), case.seed) for micro_batch in run.micro_batches]
     for step in range(case.steps):
@@ -141,7 +145,7 @@ def _train(case: _Case) -> tuple[Run, OwnedLoop]:
         whole.step([next(feed) for feed in feeds])
         scheduler.step()
     run.drain()
-    return whole, run
+    return whole, run, acts
 
 
 class _Truths(NamedTuple):

@@ -1,0 +1,89 @@
+"""How often each mechanism of a plan acted while it was verified: what never did was not held to anything.
+
+An exchange says in words what it does, and tells of a push what of that it did (`DenseExchange.mechanisms`,
+`RowExchange.mechanisms`). Here it is added up, over groups of one exchange and over ranks.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
+from armillary.exchanges.exchange import dense_exchanges
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.place import Place
+from armillary.facts.choice import Choice
+from armillary.facts.collectives import Program
+from armillary.facts.plan import Plan
+from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.executor import RowUnit
+from armillary.runtime.hybrid.table import RowTable
+from armillary.session.run import Run
+
+__all__ = ["Acts", "acts_of", "hurried", "watched"]
+
+Acts = Counter[tuple[str, str]]  # by exchange and mechanism
+
+
+def hurried(plan: Plan) -> Plan:
+    """The plan with every start, lifespan and size limit of its exchanges lowered as far as they say."""
+    known = dense_exchanges()
+    for group in plan.groups:
+        if group.exchange is not None and group.exchange.name in known:
+            lowered = known[group.exchange.name].hurried(group.exchange.options)
+            plan = plan.with_group(replace(group, exchange=Choice(group.exchange.name, dict(lowered))))
+    return plan
+
+
+def watched(run: Run) -> Acts:
+    """Counts from now on what this rank's groups do."""
+    acts, groups = Acts(), {group.name: str(group.exchange) for group in run.plan.groups}
+    for unit in run._engine.units:
+        exchange = groups.get(unit.name, "")
+        if isinstance(unit, DenseUnit):
+            told = unit.exchange.mechanisms(run.workers)
+            acts.update({(exchange, mechanism): 0 for mechanism in told})
+            unit.exchange = _told_of_pushes(unit.exchange, exchange, told, acts)
+        elif isinstance(unit, RowUnit):
+            _tell_of_rows(unit.table, exchange, acts)
+    return acts
+
+
+def acts_of(everyones: Sequence[Mapping[tuple[str, str], int]]) -> Acts:
+    """Added up over ranks."""
+    found = Acts()
+    for one in everyones:
+        found.update(one)
+    return found
+
+
+def _told_of_pushes(exchange: DenseExchange, name: str, told: Mechanisms, acts: Acts) -> DenseExchange:
+    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+        moved = yield from exchange.push(parcel, state, place)
+        pushed = Pushed(parcel.layout, place.workers, state, moved[1])
+        acts.update({(name, mechanism): times(pushed) for mechanism, times in told.items()})
+        return moved
+
+    return exchange._replace(push=push)
+
+
+def _tell_of_rows(table: RowTable, name: str, acts: Acts) -> None:
+    exchange, read, take = table.exchange, table.reads, table.exchange.push
+
+    def note(pulled: int, pushed: int) -> None:
+        acts.update({(name, what): times for what, times in exchange.mechanisms(pulled, pushed).items()})
+
+    def reads(one: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows, inverse = read(one, ids)
+        note(len(rows), 0)
+        return rows, inverse
+
+    def push(gradients: Sequence[Tensor], *rest: Any) -> Program[tuple[Tensor, Tensor]]:
+        note(0, sum(map(len, gradients)))
+        return take(gradients, *rest)
+
+    table.reads, table.exchange = reads, exchange._replace(push=push)
+    note(0, 0)
