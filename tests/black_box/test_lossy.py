@@ -221,9 +221,15 @@ def test_the_command_line_takes_what_the_plan_prints_and_verifies_it(tmp_path):
     assert said.code == 0 and "quantize(bits=8)" in said.out and "lossy (NOT exact" in said.out, said
 
 
-@pytest.mark.parametrize("text", ["quantize(bits=8)", "threshold(sparsity=0.9)"])
+COMPARED = (
+    "quantize(bits=8)", "threshold(sparsity=0.9)", "low_rank(rank=2, start=3)",
+    "low_rank(rank=2, start=1, alternate=True)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", COMPARED)
 def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path, text):
-    """Exactly where the code has a fixed length; within 30 % where the data decide."""
+    """Exactly where the code has a fixed length, a start or takes turns; within 30 % where the data decide."""
     for is_within, sent in crew(2).run(compared, shelf, Choice.parse(text), str(tmp_path / "run")):
         assert is_within and sent > 0
 

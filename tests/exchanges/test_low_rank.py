@@ -94,6 +94,43 @@ def test_bytes_are_those_of_the_factors_and_of_what_goes_whole():
         )
 
 
+@pytest.mark.parametrize("text", ["low_rank(rank=2, start=2)", "low_rank(rank=2, start=3, alternate=True)"])
+def test_the_bytes_of_every_push_are_known_before(text):
+    exchange, topology = built(text), Topology(3, 1, LINK, LINK, 1 << 30)
+    states, most = begun(exchange, 3), exchange.most_bytes(LAYOUT, topology)
+    for push in range(7):
+        _, states, sent = pushed(exchange, gradients(3, push), states)
+        assert exchange.bytes_after(LAYOUT, topology, push) == pytest.approx(sent) and sent[0] <= most[0] * 1.001
+
+
+def used_by_nobody(was, state):
+    """What the runtime makes of a push in which nobody used the first matrix."""
+    numbers = {"residual": 24 * 16, "factor": 2 * 24, "age": 1}
+    return {name: torch.cat([was[name][: numbers[name]], value[numbers[name] :]]) for name, value in state.items()}
+
+
+def crossed(exchange, ages):
+    """How much of a sum of rank 2 is missing after the push in which both of its factors were summed, if nobody used
+    the matrix in the pushes that are not in `ages`."""
+    generator = torch.Generator().manual_seed(4)
+    thin = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (24, 16)]
+    values, states = torch.zeros(2, LAYOUT.numel, dtype=torch.float64), begun(exchange, 2)
+    for push in range(max(ages) + 1):
+        values[:, : 24 * 16] = (thin[0] @ thin[1].T).view(-1) if push in ages else 0
+        residuals = [{**state, "residual": 0 * state["residual"]} for state in states]
+        out, after, _ = pushed(exchange, values, residuals)
+        states = after if push in ages else [used_by_nobody(*pair) for pair in zip(states, after, strict=True)]
+    return float((out[0] - values.sum(0)).norm() / values.sum(0).norm())
+
+
+def test_a_matrix_that_a_push_did_not_use_goes_on_from_its_own_factor(monkeypatch):
+    exchange = built("low_rank(rank=2, start=0, alternate=True)")
+    assert crossed(exchange, (0, 1)) < 1e-9 and crossed(exchange, (0, 2)) < 1e-9 and crossed(exchange, (1, 4)) < 1e-9
+    by_the_groups = lambda self, state, matrix: not self.is_left(int(state["age"].max()))  # noqa: E731
+    monkeypatch.setattr(low_rank_file._Way, "is_turned", by_the_groups)
+    assert crossed(exchange, (0, 2)) > 0.1
+
+
 def test_what_is_at_right_angles_is_as_torch_finds_it_and_what_vanishes_is_no_number_gone():
     columns = torch.randn(9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted, upper = torch.linalg.qr(columns)

@@ -84,6 +84,7 @@ class DenseExchange(NamedTuple):
     due(steps): whether to push in the step after which so many are complete (1: the first). If not, nothing is
         requested, and the optimizer gets this rank's own gradient.
     most_bytes: as sent_bytes, what is never exceeded; None: what is expected is what is sent.
+    bytes_after(layout, topology, pushes): sent_bytes of the push after so many, where they are not all alike.
     work(layout, topology): numbers that the processor reads and writes per push, besides packing.
     align: tensors begin at a multiple of so many numbers.
     refuses(layout): why it cannot carry such a group; empty where it can.
@@ -102,6 +103,7 @@ class DenseExchange(NamedTuple):
     carries: Literal["gradient", "weights"] = "gradient"
     due: Callable[[int], bool] = _every_step
     most_bytes: Callable[[Layout, Topology], list[float]] | None = None
+    bytes_after: Callable[[Layout, Topology, int], list[float]] | None = None
     work: Callable[[Layout, Topology], float] = _no_work
     align: int = 1
     counts: Mapping[str, Callable[[Shape], int]] = MappingProxyType({})

@@ -55,7 +55,7 @@ def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseE
     return DenseExchange(
         way.push, 1 if alternate else 2, way.sent_bytes, way.legs, way.oracle, way.begin,
         resharding={RESIDUAL: "sum", FACTOR: "same", AGE: "same"},
-        most_bytes=way.most_bytes if start or alternate else None,
+        most_bytes=way.most_bytes if start or alternate else None, bytes_after=way.bytes_after,
         work=lambda layout, topology: layout.numel * (6.0 + rank / 2) * (topology.workers > 1),
         counts={FACTOR: way.factor_numbers, AGE: lambda shape: 1}, refuses=why_not_numbers,
         mechanisms=way.mechanisms,
@@ -155,8 +155,13 @@ class _Way:
         return torch.cat(found)
 
     def is_left(self, age: int) -> bool:
-        """Whether in this push, where factors take turns, the left one is summed."""
+        """Whether in that push, where factors take turns, the left one is summed."""
         return (age - self.start) % 2 == 0
+
+    def is_turned(self, state: State, matrix: _Matrix) -> bool:
+        """Whether the right factor is what is known in the end: always, but where it is the left one's turn. A matrix
+        takes turns by its own age, since its factor stays where a push found it unused."""
+        return not self.alternate or not self.is_left(int(state[AGE][matrix.number]))
 
     def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
         if place.workers == 1:
@@ -169,7 +174,7 @@ class _Way:
         left, right = list[Tensor](), list[Tensor]()  # factors of every matrix: to be summed; known
         for one in matrices:
             matrix = one.of(full).to(dtype)
-            if self.alternate and not self.is_left(age):
+            if self.alternate and self.is_turned(state, one):
                 known = orthonormal(self.known(state, layout, one, one.rows, age))
                 left, right = [*left, matrix.T @ known], [*right, known]
             else:
@@ -189,8 +194,8 @@ class _Way:
             total = yield AllReduce(torch.cat([factor.reshape(-1) for factor in left]))
             pieces = total.split([factor.numel() for factor in left])
             factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
-        is_turned = not self.alternate or not self.is_left(age)  # what was summed is the right factor
         for one, own, summed, known in zip(matrices, left, factors, right, strict=True):
+            is_turned = self.is_turned(state, one)
             sent, out = (known @ own.T, known @ summed.T) if is_turned else (own @ known.T, summed @ known.T)
             one.of(result).copy_(out)
             one.of(lost).copy_(one.of(full).to(dtype) - sent)
@@ -213,7 +218,7 @@ class _Way:
         factors, matrices = [], self.matrices(layout) if is_low else []
         for one in matrices:
             own = [one.of(values).to(dtype) for values in full]
-            is_turned = self.alternate and not self.is_left(age)
+            is_turned = self.alternate and self.is_turned(states[0], one)
             known = self.known(states[0], layout, one, one.rows if is_turned else one.cols, age)
             if self.alternate:
                 known = orthonormal(known)
@@ -245,6 +250,18 @@ class _Way:
 
     def sent_bytes(self, layout: Layout, topology: Topology) -> list[float]:
         return [self._bytes(sum(self.requests(layout)), layout, topology)] * topology.workers
+
+    def bytes_after(self, layout: Layout, topology: Topology, pushes: int) -> list[float]:
+        """Where every matrix is used in every push."""
+        matrices = self.matrices(layout)
+        numbers = sum(b - a for a, b in self.whole(layout)) + layout.tail
+        if pushes < self.start:
+            numbers = sum(b - a for a, b in layout.spans) + layout.tail
+        elif self.alternate:
+            numbers += self.rank * sum(one.rows if self.is_left(pushes) else one.cols for one in matrices)
+        else:
+            numbers = int(sum(self.requests(layout)))
+        return [self._bytes(numbers, layout, topology)] * topology.workers
 
     def most_bytes(self, layout: Layout, topology: Topology) -> list[float]:
         whole = sum(b - a for a, b in layout.spans) + layout.tail

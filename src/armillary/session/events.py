@@ -120,7 +120,7 @@ class Ended:
     metrics are of the steps since then. peak_bytes: of tensors in the fullest moment of a watched step, on the largest
     worker: those held between steps, and those made in it. resident_bytes: of the largest worker's process at its peak,
     apart from what it held before training besides the plan's tensors; at least these, since a process may give back
-    what it held before.
+    what it held before. from_step: after which the figures begin.
     """
 
     steps: int
@@ -132,6 +132,7 @@ class Ended:
     samples_per_second: float
     peak_bytes: float
     resident_bytes: float
+    from_step: int = 0
 
 
 Event = Decided | Resumed | Warned | Progress | Evaluated | Replanned | Saved | Ended

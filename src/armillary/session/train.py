@@ -307,7 +307,9 @@ class Training:
         usual = statistics.median(self.step_seconds or [seconds / steps])
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
-        ended = Ended(self.step, metrics, simple, comparison, self.forecast, usual, rate, peak, resident)
+        ended = Ended(
+            self.step, metrics, simple, comparison, self.forecast, usual, rate, peak, resident, self.plan_step
+        )
         if self.run.rank == 0:
             keep_end(self.settings.folder, ended, trace, self.workload, self.decided.plan)
         yield ended

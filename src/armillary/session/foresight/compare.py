@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.facts.layout import layout_of
 from armillary.facts.plan import SIMULTANEOUS, Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
@@ -94,12 +95,14 @@ class _Summary:
     peak_bytes: float
     resident_bytes: float
     step_seconds: float
+    steps: range
 
     @classmethod
     def load(cls, path: Path) -> "_Summary":
         found = json.loads(path.read_text())
-        said = (found[name] for name in ("peak_bytes", "resident_bytes", "step_seconds"))
-        return cls(found["comparison"], Forecast(**found["forecast"]), *said)
+        said = {name: found[name] for name in ("comparison", "peak_bytes", "resident_bytes", "step_seconds")}
+        steps = range(found.get("from_step", 0), found["steps"])
+        return cls(forecast=Forecast(**found["forecast"]), steps=steps, **said)
 
 
 def compare_run(folder: Path, band: Band) -> Compared:
@@ -111,7 +114,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
     _refuse_other_plan(folder, plan, trace, summary)
-    forecast, step = _forecast(folder, plan)
+    forecast, step = _forecast(folder, plan, summary.steps)
     spent = _median_seconds(trace, {name: group.name for group in plan.groups for name in group.parameters})
     pairs = []
     for line in summary.comparison:
@@ -152,14 +155,15 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
 
 
-def _forecast(folder: Path, plan: Plan) -> tuple[dict[str, Forecast], Forecast]:
+def _forecast(folder: Path, plan: Plan, steps: range) -> tuple[dict[str, Forecast], Forecast]:
     """By group, and of the step."""
     held = {group.name: group.forecast for group in plan.groups}
     if plan.schedule.name != SIMULTANEOUS.name:
         return held, plan.forecast
     topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
-    played = simulate(plan, Case(profile, topology.of(plan.workers), assumptions_behind(plan)))
-    sent, flown = _sent_bytes(plan, played), played.in_flight_seconds
+    case = Case(profile, topology.of(plan.workers), assumptions_behind(plan))
+    played = simulate(plan, case)
+    sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
     forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
     return forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds)
@@ -177,6 +181,26 @@ def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
     return {**planned, LOOK_UPS: look_ups}
 
 
+def _bytes_by_push(plan: Plan, case: Case, steps: range) -> dict[str, float]:
+    """A step, by group, in the mean over these steps: of groups whose pushes are not all alike."""
+    found = {}
+    for group in plan.groups:
+        if _is_dense(group.exchange):
+            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
+            if exchange.bytes_after is not None and steps:
+                facts = [case.profile.parameter(name) for name in group.parameters]
+                layout = layout_of(facts, exchange.align, exchange.is_guarded)
+                due = [step + 1 for step in range(steps.stop) if exchange.due(step + 1)]
+                pushes = [number for number, step in enumerate(due) if step > steps.start]
+                sent = [exchange.bytes_after(layout, case.topology, number) for number in pushes]
+                found[group.name] = sum(map(sum, sent)) / plan.workers / len(steps)
+    return found
+
+
+def _is_dense(choice: Choice | None) -> bool:
+    return choice is not None and choice.name in dense_exchanges()
+
+
 def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, float]:
     """Of a step, by group; requests that are of no group go together."""
     steps: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -188,9 +212,10 @@ def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, floa
 
 def _is_decided(choice: Choice | None) -> bool:
     """Whether the data decide how much such an exchange sends."""
-    if choice is None or choice.name not in dense_exchanges():
+    if choice is None or not _is_dense(choice):
         return False
-    return build_dense(choice.name, **choice.options).most_bytes is not None
+    exchange = build_dense(choice.name, **choice.options)
+    return exchange.most_bytes is not None and exchange.bytes_after is None
 
 
 def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
