@@ -1,12 +1,14 @@
 """What `verify` says it held to the truth did happen: it counts, lowers what comes late, and says what never was."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from armillary import Choice
 from armillary.cli.find import find, small
+from armillary.cli.verify import code_of
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.session.decide import Wishes
 from armillary.session.verify import verify_workload
@@ -57,6 +59,7 @@ def test_a_code_that_is_never_made_is_not_called_verified(crew):
     (found,) = crew(1).run(verify_by, "quantize(bits=8)")
     assert found.is_equal and {one.mechanism for one in found.idle} == set(times_of(found))
     assert "NOT exercised: quantize(bits=8): exchanges coded: never on 1 workers in 20 steps" in str(found)
+    assert code_of(found) == 1 and code_of(replace(found, acted=())) == 0
 
 
 def test_a_matrix_that_is_too_small_for_its_rank_is_not_called_verified(crew):

@@ -12,10 +12,11 @@ from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.decide import Wishes
 from armillary.session.kernel_mode import ask_for_repeatable
+from armillary.session.verification import Verification
 from armillary.session.verify import verify_workload
 from armillary.session.workload import Workload
 
-__all__ = ["AskedVerification", "verify_asked"]
+__all__ = ["AskedVerification", "code_of", "verify_asked"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class _Ready(NamedTuple):
     task: Workload
     wishes: Wishes
     joined: Workload | None
+
+
+def code_of(found: Verification) -> int:
+    """What the process ends with."""
+    if not found.is_equal:
+        return UNEQUAL
+    return FAILED if found.idle else 0
 
 
 def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerification, is_json: bool) -> NoReturn:
@@ -64,6 +72,6 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
             else:
                 put(console_here(), found.page())
         transport.barrier()  # a rank that leaves with an exit code ends the others
-        return UNEQUAL if not found.is_equal else FAILED if found.idle else 0
+        return code_of(found)
 
     run_in_workers(asked.workers, prepare, body)

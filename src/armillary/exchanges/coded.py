@@ -166,7 +166,8 @@ class _Way:
             out = self.meant(total, spans, states[0])
             for worker, (a, b) in enumerate(spans):
                 lost[worker][a:b] += (total - out)[a:b]
-        kept = [torch.where(is_real, one, torch.zeros_like(one)) / parcels[0].scale for one in lost]
+        sound = [is_real & one.isfinite() for one in lost]
+        kept = [torch.where(*one, torch.zeros(())) / parcels[0].scale for one in zip(sound, lost, strict=True)]
         return [one.answered(out, tail) for one in parcels], list(map(self.after, states, kept))
 
     def lengths(self, layout: Layout, workers: int) -> list[int]:

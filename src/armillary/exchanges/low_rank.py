@@ -152,7 +152,7 @@ class _Way:
         for matrix, factor in zip(matrices, factors, strict=True):
             missing = self.factor_numbers(layout.shapes[matrix.number]) - factor.numel()
             found.append(torch.nn.functional.pad(factor.reshape(-1), (0, missing)))
-        return torch.cat(found)
+        return torch.cat(found).nan_to_num_(0.0, 0.0, 0.0)  # of sums that overflowed nothing is gone on from
 
     def is_left(self, age: int) -> bool:
         """Whether in that push, where factors take turns, the left one is summed."""
@@ -231,7 +231,11 @@ class _Way:
                 one.of(rest).copy_(matrix - (known @ share.T if is_turned else share @ known.T))
         factor = self.kept(layout, matrices, factors) if matrices else states[0][FACTOR]
         after = [
-            {RESIDUAL: rest / scale, FACTOR: factor.clone(), AGE: state[AGE] + 1}
+            {
+                RESIDUAL: torch.where(rest.isfinite(), rest, torch.zeros_like(rest)) / scale,
+                FACTOR: factor.clone(),
+                AGE: state[AGE] + 1,
+            }
             for rest, state in zip(lost, states, strict=True)
         ]
         return [one.answered(result, tail) for one in parcels], after

@@ -1,7 +1,8 @@
 """What earlier pushes of a group left out: added to what the next one sends, so that no gradient is lost.
 
 Over all steps, what came out and what is left add up to what went in. A residual is kept in the units of gradients; a
-GradScaler's scale is a power of two, so nothing is lost where it changes.
+GradScaler's scale is a power of two, so nothing is lost where it changes. What overflows on the way is not kept: its
+result is not finite, so that step is skipped, and the next begins with what is sound.
 
 Source: 1-bit SGD (Seide et al., 2014), and error feedback as DoubleSqueeze (Tang et al., 2019) has it.
 """
@@ -36,8 +37,8 @@ def alone(parcel: Parcel, state: State) -> Moved:
 
 
 def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:
-    """The next residual: what was owed and not sent; zeros between tensors, whatever was sent for them."""
-    residual = without_gaps(lost, gaps_of(parcel.layout))
+    """The next residual: what was owed and not sent; zeros between tensors, whatever was sent for them. In place."""
+    residual = without_gaps(lost, gaps_of(parcel.layout)).nan_to_num_(0.0, 0.0, 0.0)
     return residual if parcel.scale == 1 else residual / parcel.scale
 
 

@@ -9,6 +9,7 @@ taken anew after 1, 2, 4, ... pushes too, since gradients change most at the beg
 four times the share would pass.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class _Rule:
         is_fresh = not is_due(age, self.lifespan)
         if is_fresh and int(kept_above(values, limit).sum()) <= RUNAWAY * self.target(len(values)):
             return limit
-        return quantile(values, self.sparsity).to(limit)
+        return quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0)
 
     def mechanisms(self, workers: int) -> Mechanisms:
         def refreshed(pushed: Pushed) -> int:
@@ -149,10 +150,12 @@ class _Rule:
                     limit = 0.0
                 elif is_many or is_due(age, self.lifespan):
                     limit = float(quantile(values, self.sparsity))
+                    limit = limit if limit < math.inf else 0.0
                 sent[begin:end] = torch.where(sizes >= limit, values, torch.zeros_like(values))
                 limits[number] = limit / scale
             total = total + sent
-            after.append({RESIDUAL: (full - sent) / scale, LIMIT: limits, AGE: state[AGE] + 1})
+            lost = torch.where((full - sent).isfinite(), full - sent, torch.zeros_like(full))
+            after.append({RESIDUAL: lost / scale, LIMIT: limits, AGE: state[AGE] + 1})
         return [one.answered(total, tail) for one in parcels], after
 
     def _bytes(self, layout: Layout, topology: Topology, code: int) -> list[float]:
