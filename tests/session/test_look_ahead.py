@@ -1,6 +1,7 @@
 """Look-ahead changes nothing: trained with it and without, every number is the same bit for bit, whatever loops do."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -309,12 +310,18 @@ def state_of(run, model, optimizer):
     return found
 
 
+@cache
+def without(rank, workers, *case):
+    """Kept in the rank: several kinds of look-ahead are held to it. All ranks of a crew have had the same cases."""
+    return train(rank, workers, *case, "none")
+
+
 def with_and_without(rank, workers, *case):
     """(names that differ, look-ups with gradient by a round of their own without and with look-ahead)."""
     *case, look_ahead = case
     torch.set_default_dtype(torch.float64)  # tells more orders of addition apart than it hides
     try:
-        plain, before = train(rank, workers, *case, "none")
+        plain, before = without(rank, workers, *case)
         ahead, after = train(rank, workers, *case, look_ahead)
     finally:
         torch.set_default_dtype(torch.float32)
