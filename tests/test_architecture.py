@@ -89,13 +89,14 @@ def test_only_named_files_touch_the_network():
             assert me in NETWORK[part], f"{me} must not import {name}"
 
 
-COMMANDS = ("train", "plan", "compare", "measure", "simulate", "verify")
+COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
 
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
     "runtime/cut/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
+    "session/foresight/twin_page.py": {"armillary.session.foresight.plot_twin"},
     "cli/scaling.py": {"armillary.session.foresight.plot_scaling"},
     "cli/entry.py": {"armillary.cli.main"},  # brings typer and rich, an extra
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
@@ -152,6 +153,8 @@ LONG = {
     "plan_command",
     "simulate_command",
     "train_command",
+    "twin",
+    "twin_command",
     "verify",
     "verify_command",
 }

@@ -117,7 +117,7 @@ COMMANDS = typer.main.get_command(app).commands
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_their_options_exist(page):
     for command, rest in re.findall(
-        r"\barmillary (train|plan|compare|measure|simulate|verify)\b([^`\n]*)", PAGES[page]
+        r"\barmillary (train|plan|compare|measure|simulate|twin|verify)\b([^`\n]*)", PAGES[page]
     ):
         known = {
             option for parameter in COMMANDS[command].params for option in parameter.opts + parameter.secondary_opts

@@ -31,11 +31,14 @@ def test_the_library_brings_neither_the_tracer_nor_a_drawing_library_nor_a_comma
     assert not found & set(NOT_BY_THE_LIBRARY)
 
 
+COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
 ANSWERED_AT_ONCE = {
     ("--help",): "Workloads: language_model",
     ("--version",): "armillary 0.",
     ("trian",): "Did you mean 'train'",
-    **{(name, "--help"): "Exit codes" for name in ("train", "plan", "compare", "measure", "simulate", "verify")},
+    **{
+        (name, "--help"): "Exit codes" for name in ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
+    },
     ("train", "--stepz", "3"): "--steps",
     ("plan", "langauge_model"): "did you mean 'language_model'?",
     ("verify", "nowhere.py"): "no file nowhere.py",
@@ -59,7 +62,7 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
     text = " ".join(said.replace("\u2502", " ").split())
     for arguments, expected in ANSWERED_AT_ONCE.items():
         assert expected in text, arguments
-    assert said.count("ended with 0") == 8 and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - 8
+    assert said.count("ended with 0") == 9 and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - 9
     assert not found & set(NOT_BY_HELP)
 
 

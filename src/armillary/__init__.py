@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         plan,
         profile,
         simulate,
+        twin,
         verify,
     )
 
@@ -45,6 +46,7 @@ __all__ = [
     "plan",
     "profile",
     "simulate",
+    "twin",
     "verify",
 ]
 

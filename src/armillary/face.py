@@ -10,6 +10,7 @@ from armillary.session.attach import attach
 from armillary.session.decide import assumptions_of
 from armillary.session.every import CheckpointEvery
 from armillary.session.foresight.simulate import simulate
+from armillary.session.foresight.twin import twin
 from armillary.session.parallelize import auto_plan, measure, parallelize
 from armillary.session.run import Run
 from armillary.session.verify_script import verify
@@ -31,5 +32,6 @@ __all__ = [
     "plan",
     "profile",
     "simulate",
+    "twin",
     "verify",
 ]

@@ -71,3 +71,20 @@ def test_a_parameter_that_nobody_used_has_no_gradient():
     replicas.step([2.0, 4.0], call)
     assert [float(model.weight.grad) for model in replicas.models] == [3.0, 3.0]
     assert replicas.models[0].never.grad is None
+
+
+def test_one_model_stands_for_all_workers_that_are_kept_alike_and_only_for_those():
+    alike = Replicas(Line(), half, 3, [Shared(("weight", "never"), build_dense("all_reduce"))])
+    apart = Replicas(Line(), half, 3, [Shared(("weight", "never"), meeting(2))])
+    assert len(set(map(id, alike.models))) == len(alike.optimizers) == 1 and len(alike.models) == 3
+    assert len(set(map(id, apart.models))) == len(apart.optimizers) == 3
+
+
+def test_another_may_answer_than_the_oracle():
+    def doubled(exchange, parcels, states):
+        total = sum(parcel.values for parcel in parcels) * 2
+        return [parcel.answered(total, parcel.tail) for parcel in parcels], list(states)
+
+    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), build_dense("all_reduce"))], doubled)
+    replicas.step([2.0, 4.0], call)
+    assert float(replicas.models[1].weight.grad) == 6.0

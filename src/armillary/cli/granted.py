@@ -1,5 +1,6 @@
 """What was asked on the command line, turned into what the library takes: workloads, wishes, and facts from files."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from armillary.cli.find import find, small
@@ -14,7 +15,7 @@ from armillary.session.decide import Wishes
 from armillary.session.folder import read_kept
 from armillary.session.workload import Workload
 
-__all__ = ["read_plan", "read_profile", "read_topology", "schedule_of", "wishes_of", "workload_of"]
+__all__ = ["constraints_of", "read_plan", "read_profile", "read_topology", "schedule_of", "wishes_of", "workload_of"]
 
 
 def workload_of(asked: AskedWorkload) -> Workload:
@@ -25,6 +26,24 @@ def workload_of(asked: AskedWorkload) -> Workload:
     return find(asked.name, {**(small(asked.name) if asked.is_small else {}), **asked.settings})
 
 
+def constraints_of(exchanges: Sequence[str], replicate: Sequence[str] = ()) -> dict[str, Constraint]:
+    """What was typed as --exchange and --replicate.
+
+    Raises:
+        ValueError: one is not of the form that is wanted, or names no exchange.
+    """
+    constraints: dict[str, Constraint] = dict.fromkeys(replicate, "replicated")
+    for wish in exchanges:
+        way, equals, pattern = wish.rpartition("=")
+        if not (way and equals and pattern):
+            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
+        choice = Choice.parse(way)
+        constraints[pattern] = choice if choice.options else choice.name
+    for pattern, constraint in constraints.items():
+        refuse_unknown(pattern, constraint)
+    return constraints
+
+
 def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     """
     Args:
@@ -33,15 +52,7 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     Raises:
         ValueError: a file cannot be read, a wish is not of the form that is wanted, or two exclude one another.
     """
-    constraints: dict[str, Constraint] = dict.fromkeys(asked.replicate, "replicated")
-    for wish in asked.exchanges:
-        way, equals, pattern = wish.rpartition("=")
-        if not (way and equals and pattern):
-            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
-        choice = Choice.parse(way)
-        constraints[pattern] = choice if choice.options else choice.name
-    for pattern, constraint in constraints.items():
-        refuse_unknown(pattern, constraint)
+    constraints = constraints_of(asked.exchanges, asked.replicate)
     plan = None if asked.plan_file is None else read_plan(asked.plan_file)
     if plan is not None and (constraints or asked.lazy or asked.allow):
         raise ValueError(

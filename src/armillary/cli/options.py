@@ -15,8 +15,8 @@ from armillary.planning.rule import PRICE
 
 __all__ = [
     "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
-    "IsSmall", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule", "Schedule", "Seed", "Set", "TopologyFile",
-    "Trials", "Verbose", "Workers", "WorkloadName",
+    "Gbit", "IsSmall", "LatencyUs", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule", "Schedule", "Seed", "Set",
+    "TopologyFile", "Trials", "Verbose", "Workers", "WorkloadName",
 ]  # fmt: skip
 
 # The panels of --help.
@@ -150,6 +150,13 @@ Workers = Annotated[
         show_default=False,
         rich_help_panel=RUN,
     ),
+]
+
+Gbit = Annotated[
+    float, typer.Option(help="Without --topology: speed of a worker's link in Gbit/s.", rich_help_panel=RUN)
+]
+LatencyUs = Annotated[
+    float, typer.Option(help="Without --topology: latency of a message in microseconds.", rich_help_panel=RUN)
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)]

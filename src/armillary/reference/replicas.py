@@ -2,6 +2,7 @@
 
 A group's exchange says what N workers end up with (`oracle`), states included; everything else is a plain loop. No
 request is made and no runtime is imported, so it cannot share their faults. What no group holds is averaged exactly.
+Where exchanges keep all workers' weights alike, one model and one optimizer stand for all.
 """
 
 import copy
@@ -17,10 +18,12 @@ from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
 from armillary.facts.layout import Layout
 
-__all__ = ["Replicas", "Shared"]
+__all__ = ["Answer", "Replicas", "Shared", "by_oracle"]
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
+Gradients = Sequence[dict[str, Tensor | None]]  # by worker and name
+Answer = Callable[[DenseExchange, Sequence[Parcel], Sequence[State]], tuple[list[Parcel], list[State]]]
 
 
 class Shared(NamedTuple):
@@ -30,8 +33,16 @@ class Shared(NamedTuple):
     exchange: DenseExchange
 
 
+def by_oracle(
+    exchange: DenseExchange, parcels: Sequence[Parcel], states: Sequence[State]
+) -> tuple[list[Parcel], list[State]]:
+    """What all workers get of their parcels, and their next states, as the exchange says of itself."""
+    return exchange.oracle(parcels, states)
+
+
 class Replicas:
-    """`models` and `optimizers`, one of each per worker; `states` of every group, by group and worker."""
+    """`models`, one per worker, or one and the same for all; `optimizers`, one per model that there is; `states` of
+    every group, by group and worker."""
 
     def __init__(
         self,
@@ -39,14 +50,18 @@ class Replicas:
         optimizer: Callable[[nn.Module], Optimizer],
         workers: int,
         groups: Sequence[Shared],
+        answer: Answer = by_oracle,
     ):
         """
         Args:
             model: with the values that training begins with; it is copied.
+            answer: who says what exchanges give; their oracles, if nothing else is said.
         """
-        self.models = [copy.deepcopy(model) for _ in range(workers)]
-        self.optimizers = [optimizer(one) for one in self.models]
-        self.groups, self.steps = list(groups), 0
+        are_alike = all(group.exchange.keeps_replicas_alike for group in groups)
+        copies = [copy.deepcopy(model) for _ in range(1 if are_alike else workers)]
+        self.models = copies * (workers if are_alike else 1)
+        self.optimizers = [optimizer(one) for one in copies]
+        self.groups, self.steps, self.answer = list(groups), 0, answer
         self.named = [{n: p for n, p in one.named_parameters() if p.requires_grad} for one in self.models]
         self.layouts = [self._layout(group) for group in self.groups]
         self.states: list[list[State]] = []
@@ -67,20 +82,21 @@ class Replicas:
         before_step: Callable[[nn.Module], object] | None = None,
     ) -> list[float]:
         """One training step over `batches`, one per worker; returns each worker's loss. Arguments as in `serial`."""
-        workers, losses = len(self.models), []
+        workers, losses, gradients = len(self.models), [], list[dict[str, Tensor | None]]()
         total = sum(weights) if weights is not None else 0.0
         parts = [1.0 / workers] * workers if weights is None else [weight / (total or 1.0) for weight in weights]
-        for model, optimizer, batch in zip(self.models, self.optimizers, batches, strict=True):
-            optimizer.zero_grad(set_to_none=True)
+        for model, named, batch in zip(self.models, self.named, batches, strict=True):
+            model.zero_grad(set_to_none=True)
             value = loss(model, batch)
             value.backward()
             losses.append(float(value.detach()))
+            gradients.append({name: parameter.grad for name, parameter in named.items()})
         with torch.no_grad():
             for number, group in enumerate(self.groups):
                 if group.exchange.carries == "gradient" and group.exchange.due(self.steps + 1):
-                    self._exchange_gradients(number, parts)
-            self._average_the_rest(parts)
-        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                    self._exchange_gradients(number, gradients, parts)
+            self._average_the_rest(gradients, parts)
+        for model, optimizer in zip(self.models, self.optimizers, strict=False):
             if before_step is not None:
                 before_step(model)
             optimizer.step()
@@ -101,13 +117,12 @@ class Replicas:
             found[name] = total / len(self.models)
         return found
 
-    def _exchange_gradients(self, number: int, parts: Sequence[float]) -> None:
+    def _exchange_gradients(self, number: int, gradients: Gradients, parts: Sequence[float]) -> None:
         layout, parcels = self.layouts[number], []
-        for named, part in zip(self.named, parts, strict=True):
-            gradients = [named[name].grad for name in layout.names]
-            values = [None if gradient is None else gradient.to_dense() * part for gradient in gradients]
-            parcels.append(_parcel(layout, values))
-        for worker, result in enumerate(self._moved(number, parcels)):
+        for theirs, part in zip(gradients, parts, strict=True):
+            found = [theirs[name] for name in layout.names]
+            parcels.append(_parcel(layout, [None if one is None else one.to_dense() * part for one in found]))
+        for worker, result in enumerate(self._moved(number, parcels)[: len(self.optimizers)]):
             is_sick = any(float(parcel.sick) for parcel in parcels)
             for place, (name, (begin, end)) in enumerate(zip(layout.names, layout.spans, strict=True)):
                 parameter = self.named[worker][name]
@@ -128,7 +143,7 @@ class Replicas:
     def _moved(self, number: int, parcels: list[Parcel]) -> list[Parcel]:
         """The results; states go on, but for what may not: of a sick step, and of what nobody used."""
         layout, before = self.layouts[number], self.states[number]
-        results, after = self.groups[number].exchange.oracle(parcels, before)
+        results, after = self.answer(self.groups[number].exchange, parcels, before)
         if any(float(parcel.sick) for parcel in parcels):
             return results
         for was, state in zip(before, after, strict=True):
@@ -140,11 +155,11 @@ class Replicas:
         self.states[number] = after
         return results
 
-    def _average_the_rest(self, parts: Sequence[float]) -> None:
+    def _average_the_rest(self, gradients: Gradients, parts: Sequence[float]) -> None:
         shared = {name for group in self.groups for name in group.parameters}
         for name in self.named[0].keys() - shared:
-            gradients = [named[name].grad for named in self.named]
-            there = [g.to_dense() * part for g, part in zip(gradients, parts, strict=True) if g is not None]
+            found = [(theirs[name], part) for theirs, part in zip(gradients, parts, strict=True)]
+            there = [gradient.to_dense() * part for gradient, part in found if gradient is not None]
             for named in self.named:
                 named[name].grad = torch.stack(there).sum(0) if there else None
 

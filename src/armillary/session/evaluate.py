@@ -9,7 +9,7 @@ from torch import nn
 
 from armillary.runtime.transport import Transport
 
-__all__ = ["Measure", "Shown", "evaluated"]
+__all__ = ["Measure", "Shown", "evaluated", "evaluating"]
 
 Measure = Callable[[nn.Module, Any], Mapping[str, float]]
 
@@ -40,7 +40,7 @@ def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str,
     """
     mine: dict[str, float] = {}
     with run.transport.unrecorded(), run.newest():
-        with _evaluating(run.model), torch.no_grad():
+        with evaluating(run.model), torch.no_grad():
             for batch in batches:
                 for name, value in measure(run.model, batch).items():
                     mine[name] = mine.get(name, 0.0) + value
@@ -56,8 +56,8 @@ def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str,
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module is put back into the mode it was in."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model judges instead of training; every module is put back into the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -29,27 +29,29 @@ class Script:
         batches: Iterable[Batch],
         loss: Callable[[nn.Module, Batch], Tensor],
         steps: int,
+        who: str = "verify",
     ) -> None:
         """
         Args:
             batches: the same on every rank; of step s, worker w of n takes the one numbered s * n + w.
+            who: asks, for errors.
 
         Raises:
             ValueError: the optimizer holds a parameter that the model does not have.
         """
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"verify: takes one optimizer, got a {type(optimizer).__name__}; make one of them, with groups of "
+                f"{who}: takes one optimizer, got a {type(optimizer).__name__}; make one of them, with groups of "
                 "parameters"
             )
-        self.steps, self.loss = steps, loss
+        self.steps, self.loss, self.who = steps, loss, who
         self._model, self._optimizer = model, optimizer
         self._source, self._drawn = iter(batches), list[Batch]()
         self._places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(model.parameters())}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if strangers := sum(parameter not in self._places for parameter in held):
             raise ValueError(
-                f"verify: {strangers} of the {len(held)} tensors of the optimizer are not parameters of the model; "
+                f"{who}: {strangers} of the {len(held)} tensors of the optimizer are not parameters of the model; "
                 "make the optimizer over model.parameters()"
             )
 
@@ -87,8 +89,8 @@ class Script:
                 self._drawn.append(next(self._source))
             except StopIteration:
                 raise ValueError(
-                    f"verify: batches gave {len(self._drawn)}, which does not do for {self.steps} steps of {workers} "
-                    f"batches each; give {self.steps * workers}, or ask for fewer steps"
+                    f"{self.who}: batches gave {len(self._drawn)}, which does not do for {self.steps} steps of "
+                    f"{workers} batches each; give {self.steps * workers}, or ask for fewer steps"
                 ) from None
         return self._drawn[number]
 

@@ -13,7 +13,9 @@ from armillary.cli.options import (
     AskedWorkload,
     Corpus,
     Data,
+    Gbit,
     IsSmall,
+    LatencyUs,
     ProfileFile,
     Schedule,
     Set,
@@ -40,12 +42,6 @@ Count = Annotated[
         show_default=False,
         rich_help_panel=RUN,
     ),
-]
-Gbit = Annotated[
-    float, typer.Option(help="Without --topology: speed of a worker's link in Gbit/s.", rich_help_panel=RUN)
-]
-LatencyUs = Annotated[
-    float, typer.Option(help="Without --topology: latency of a message in microseconds.", rich_help_panel=RUN)
 ]
 Scaling = Annotated[
     bool,

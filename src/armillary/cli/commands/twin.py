@@ -1,0 +1,82 @@
+"""`armillary twin`: what an exchange that is not exact does to the loss, beside what it does to the seconds."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.options import (
+    OUTPUT,
+    RUN,
+    Allow,
+    AsJson,
+    AskedWorkload,
+    Corpus,
+    Data,
+    Exchanges,
+    Gbit,
+    IsSmall,
+    LatencyUs,
+    Set,
+    TopologyFile,
+    WorkloadName,
+)
+from armillary.cli.refusal import refusing
+
+__all__ = ["twin_command"]
+
+Count = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Simulate this many workers. (default: those of --topology; 4)",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
+]
+Steps = Annotated[int, typer.Option(help="Train both for this many optimizer steps.", rich_help_panel=RUN)]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Train both under N seeds: initial values, data order, dropout.", rich_help_panel=RUN
+    ),
+]
+Out = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Folder for twin.json and the picture twin.png.", rich_help_panel=OUTPUT)
+]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on after the seeds that twin.json in --out holds.", rich_help_panel=RUN),
+]
+
+
+def twin_command(
+    workload: WorkloadName,
+    options: Set = [],  # noqa: B006  typer copies it
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    data: Data = "",
+    exchange: Exchanges = [],  # noqa: B006
+    allow: Allow = [],  # noqa: B006
+    topology_file: TopologyFile = None,
+    workers: Count = None,
+    gbit: Gbit = 1.0,
+    latency_us: LatencyUs = 100.0,
+    steps: Steps = 300,
+    seeds: Seeds = 3,
+    out: Out = Path(),
+    resume: Resume = False,
+    json: AsJson = False,
+) -> None:
+    """Train WORKLOAD exactly and by --exchange side by side, in this one process, and show the gap in the loss.
+
+    Both take the same batches. The gap is shown at equal steps and at equal forecast seconds on these links, with the
+    point where the curves cross. The links are those of --topology, or assumed. Workers are simulated.
+    """
+    with refusing():
+        task = AskedWorkload(workload, options, corpus, small, data)
+    from armillary.cli.twin import AskedTwin, twin_asked
+
+    twin_asked(
+        task, AskedTwin(exchange, allow, topology_file, workers, gbit, latency_us, steps, seeds), out, resume, json
+    )

@@ -1,0 +1,181 @@
+"""Two trainings on paper: the gap in words, what a step takes, losses at equal steps and seconds; and as files."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from armillary.facts.profile_table import bytes_text, seconds_text
+from armillary.facts.table import Page, Part, Table, page_text
+from armillary.session.folder import open_folder
+from armillary.session.foresight.gap import Gap, Sides, Turn
+from armillary.session.pictures import can_draw
+
+__all__ = ["Sent", "Twin"]
+
+MANY = 3  # turns that are told one by one
+AHEAD = {True: "ahead (lower loss)", False: "behind (higher loss)"}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a worker sends in a step by the exchanges that depart: as forecast, and as counted."""
+
+    forecast_bytes: float
+    counted_bytes: float
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Two trainings beside one another, the exact one and its twin, which is not exact. It prints.
+
+    Args of note:
+        subject: in words, what was trained and how; by which one training is told from another.
+        sent: None where the twin is exact after all.
+        notes: what else a reader must know, such as the links.
+    """
+
+    subject: str
+    workers: int
+    sides: Sides
+    sent: Sent | None
+    notes: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON; a number that is not finite is None."""
+        sides = self.sides
+        found: dict[str, Any] = _plain(
+            {
+                "subject": self.subject,
+                "workers": self.workers,
+                "steps": sides.last_step,
+                "seeds": sides.seeds,
+                "gap_at_steps": [asdict(one) for one in sides.at_steps],
+                "gap_at_seconds": [asdict(one) for one in sides.at_seconds],
+                "crossings_seconds": [turn.seconds for turn in sides.turns[1:]],
+                "reached": None if sides.reached is None else asdict(sides.reached),
+                "departing": None if self.sent is None else asdict(self.sent),
+                "notes": self.notes,
+                "knots": sides.steps,
+                "exact": asdict(sides.exact),
+                "twin": asdict(sides.other),
+            }
+        )
+        return found
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Writes twin.json, which holds every loss, and twin.png, if matplotlib is installed; their paths.
+
+        Raises:
+            ValueError: the folder cannot be written.
+        """
+        open_folder(Path(folder))
+        text, picture = Path(folder) / "twin.json", Path(folder) / "twin.png"
+        text.write_text(json.dumps(self.facts()) + "\n")
+        if not can_draw(picture):
+            return [text]
+        from armillary.session.foresight.plot_twin import plot_twin
+
+        plot_twin(self.sides, self.title, self.notes).savefig(picture)
+        return [text, picture]
+
+    @property
+    def title(self) -> str:
+        return f"{self.subject}, {self.sides.seeds} seed{'s' if self.sides.seeds > 1 else ''}"
+
+    def page(self) -> Page:
+        """What it prints."""
+        sides, name = self.sides, self.sides.other.name
+        parts: list[Part] = [f"{self.title}. {self._verdict()}", self._forecasts()]
+        spread = "spread: of the gap, over seeds" if sides.seeds > 1 else "of one seed no spread is known"
+        parts += [f"held-out loss at equal steps; {spread}", self._rows_at_steps()]
+        if rows := sides.at_seconds:
+            parts += ["held-out loss at equal forecast seconds on these links", self._rows_at_seconds(rows)]
+        parts.append(self._crossing())
+        if self.sent is not None:
+            counted, forecast = bytes_text(self.sent.counted_bytes), bytes_text(self.sent.forecast_bytes)
+            parts.append(f"{name} sent {counted} a worker and step, counted; {forecast} were forecast")
+        return (*parts, *self.notes)
+
+    def __str__(self) -> str:
+        return page_text(self.page())
+
+    def _verdict(self) -> str:
+        sides, last = self.sides, self.sides.at_steps[-1]
+        speed = f"a step is forecast to take {seconds_text(sides.other.step_seconds)} instead of "
+        speed += f"{seconds_text(sides.exact.step_seconds)} ({sides.faster:.2f}x)"
+        if sides.trouble:
+            return f"NOT finite: {sides.trouble}; {speed}"
+        spread = "" if last.spread is None else f" (spread {last.spread:.2g})"
+        words = f"After equal steps the held-out loss is {last.other:.5g}, that of the exact plan {last.exact:.5g}: "
+        words += f"gap {_signed(last.gap)}{spread}; {speed}"
+        if (both := sides.reached) is not None:
+            words += (
+                f"; a loss of {both.loss:.5g}, which both reach, takes it {_seconds(both.other_seconds)} instead of "
+                f"{_seconds(both.exact_seconds)} ({both.exact_seconds / both.other_seconds:.2f}x)"
+            )
+        return words
+
+    def _forecasts(self) -> Table:
+        rows, steps = [], self.sides.last_step
+        for which, one in (("exact", self.sides.exact), ("twin", self.sides.other)):
+            step = (seconds_text(one.step_seconds), bytes_text(one.sent_bytes))
+            rows.append((which, one.name, *step, _seconds(one.step_seconds * steps)))
+        return Table(("forecast", "exchanges", "a step", "sent a worker", f"{steps} steps"), rows, (0, 1))
+
+    def _rows_at_steps(self) -> Table:
+        rows = [(f"{one.at:.0f}", *_cells(one)) for one in self.sides.at_steps]
+        return Table(("step", "exact", "twin", "gap", "spread"), rows, ())
+
+    def _rows_at_seconds(self, found: Sequence[Gap]) -> Table:
+        rows = []
+        for one in found:
+            steps = (f"{one.at / side.step_seconds:.0f}" for side in (self.sides.exact, self.sides.other))
+            rows.append((_seconds(one.at), *steps, *_cells(one)))
+        return Table(("after", "exact steps", "twin steps", "exact", "twin", "gap", "spread"), rows, ())
+
+    def _crossing(self) -> str:
+        """Who is ahead when, at equal seconds."""
+        sides = self.sides
+        if sides.trouble:
+            return "no crossing is looked for where a loss is not finite"
+        end, turns = sides.end_seconds, sides.turns
+        if not turns:
+            return f"at equal seconds the gap is 0 throughout, to {_seconds(end)}"
+        return f"at equal seconds the twin is {', '.join(_told(turns, end))}"
+
+
+def _told(turns: Sequence[Turn], end: float) -> Iterator[str]:
+    if len(turns) == 1:
+        yield f"{AHEAD[turns[0].is_ahead]} throughout, from {_seconds(turns[0].seconds)} to {_seconds(end)}"
+        return
+    if len(turns) > MANY:
+        yield f"now ahead, now behind: the curves cross {len(turns) - 1} times, last at {_seconds(turns[-1].seconds)}"
+        turns = turns[-1:]
+    for one, after in pairwise(turns):
+        yield f"{AHEAD[one.is_ahead]} until the curves cross at {_seconds(after.seconds)}"
+    yield f"then {AHEAD[turns[-1].is_ahead]} to {_seconds(end)}"
+
+
+def _plain(thing: Any) -> Any:
+    if isinstance(thing, Mapping):
+        return {name: _plain(value) for name, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [_plain(item) for item in thing]
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
+
+
+def _cells(gap: Gap) -> tuple[str, ...]:
+    spread = "-" if gap.spread is None else f"{gap.spread:.2g}"
+    return f"{gap.exact:.5g}", f"{gap.other:.5g}", _signed(gap.gap), spread
+
+
+def _signed(gap: float) -> str:
+    return f"{gap:+.2g}" if gap else "0"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"

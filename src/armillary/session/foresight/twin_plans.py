@@ -1,0 +1,140 @@
+"""The two plans that are trained side by side, for one model on one kind of machines: the exact one and its twin.
+
+The exact one is planned by price under those wishes that are exact. The twin's honours all of them. Both are played
+against a clock, which gives their seconds.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.facts.departure import DEPARTURES
+from armillary.facts.plan import Plan
+from armillary.facts.topology import Topology
+from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
+from armillary.planning.planner import SIMULTANEOUS
+from armillary.planning.planner import plan as make_plan
+from armillary.planning.pricing import Case
+from armillary.planning.simulator import simulate
+from armillary.reference.replicas import Shared
+from armillary.runtime.watch.profiler import profile
+from armillary.session.decide import assumptions_of, subject_of
+from armillary.session.foresight.gap import Side, Sides, knots
+from armillary.session.foresight.scaling import PROFILED_WORKERS
+from armillary.session.foresight.twin_page import Sent, Twin
+from armillary.session.workload import Workload
+
+__all__ = ["Asked", "Both", "Losses", "planned"]
+
+
+class Asked(NamedTuple):
+    """How both are trained; the workers of the topology are simulated."""
+
+    topology: Topology
+    steps: int
+    seeds: int
+    constraints: Mapping[str, Constraint]
+    allow: Collection[str] = ()
+
+    def words(self) -> str:
+        """By which one training is told from another; seeds are not, since each is a training of its own."""
+        wishes = [f"{wish}={pattern}" for pattern, wish in self.constraints.items()]
+        wishes += [f"allow {departure}" for departure in self.allow]
+        return f"{', '.join(wishes)}; {self.topology.workers} workers, {self.steps} steps"
+
+    def refuse(self) -> None:
+        """
+        Raises:
+            ValueError: nothing could be compared so.
+        """
+        if self.topology.workers < 2:
+            raise ValueError("twin: with 1 worker nothing crosses, so both would be the same; want at least 2")
+        for name, value in (("steps", self.steps), ("seeds", self.seeds)):
+            if value < 1:
+                raise ValueError(f"twin: want at least 1 of {name}, got {value}")
+        refuse_misread(self.constraints, (), SIMULTANEOUS)
+        refuse_other_allowed(self.allow)
+        if not (self.constraints or self.allow):
+            raise ValueError(
+                "twin: nothing is asked to differ from the exact plan; name an exchange that does (--exchange "
+                "'CHOICE=*', or constraints={'*': Choice.parse('CHOICE')}), or allow lossy ones (--allow lossy)"
+            )
+
+
+class Losses(NamedTuple):
+    """Of one seed, held out, by knot; and what a worker's exchanges that depart sent in a step."""
+
+    exact: tuple[float, ...]
+    other: tuple[float, ...]
+    departing_bytes: float
+
+
+class Both(NamedTuple):
+    """The two plans for the same machines, as sides without losses yet; and the twin's exchanges that depart.
+
+    departing_bytes: of theirs, as forecast. departures: in what the twin is not exact.
+    """
+
+    exact: Side
+    other: Side
+    departing: tuple[Shared, ...]
+    departing_bytes: float
+    departures: tuple[str, ...]
+
+    def twin(self, subject: str, asked: Asked, losses: Sequence[Losses], notes: Sequence[str] = ()) -> Twin:
+        """With the losses of every seed. subject: in words, what was trained and how."""
+        sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if self.departing else None
+        exact = replace(self.exact, losses=tuple(one.exact for one in losses))
+        other = replace(self.other, losses=tuple(one.other for one in losses))
+        said = tuple(f"{word}: {DEPARTURES[word]}" for word in self.departures)
+        return Twin(subject, asked.topology.workers, Sides(exact, other, knots(asked.steps)), sent, (*said, *notes))
+
+
+def planned(workload: Workload, asked: Asked) -> Both:
+    """Profiles the model here, as a worker of one core, and plans and simulates both.
+
+    Raises:
+        ValueError: a wish cannot be granted on this model and these machines.
+    """
+    seen, threads = min(asked.topology.workers, PROFILED_WORKERS), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        subject = subject_of(workload, seed=0)
+        found = profile(subject.model, subject.draw(seen), subject.loss, workers=seen)
+    finally:
+        torch.set_num_threads(threads)
+    case = Case(found, asked.topology, assumptions_of(subject.optimizer))
+    exactly = {pattern: wish for pattern, wish in asked.constraints.items() if not _departs(wish)}
+    plans = [
+        make_plan(found, asked.topology, constraints=wishes, assumptions=case.assumptions, allow=allow)
+        for wishes, allow in ((exactly, ()), (asked.constraints, asked.allow))
+    ]
+    departing = tuple(_departing(plans[1]))
+    named = {name for group in departing for name in group.parameters}
+    nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))
+    exact, other = (_side(one, case) for one in plans)
+    return Both(exact, other, departing, nbytes, plans[1].departures)
+
+
+def _side(plan: Plan, case: Case) -> Side:
+    played, departing = simulate(plan, case), plan.departures
+    ways = [str(group.exchange) for group in plan.groups if group.departures or not departing]
+    return Side(", ".join(dict.fromkeys(ways)), played.step_seconds, sum(played.sent_bytes.values()))
+
+
+def _departs(wish: Constraint) -> bool:
+    name, entries = wish if isinstance(wish, str) else wish.name, dense_exchanges()
+    return name in entries and bool(entries[name].departs)
+
+
+def _departing(plan: Plan) -> list[Shared]:
+    entries, found = dense_exchanges(), []
+    for group in plan.groups:
+        choice = group.own_exchange
+        if choice.name in entries and entries[choice.name].departs:
+            found.append(Shared(group.parameters, build_dense(choice.name, **choice.options)))
+    return found
