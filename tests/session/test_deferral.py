@@ -10,7 +10,7 @@ import torch
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
 from scenes import Mixed, batch_of, loss, plan_for
-from session.test_look_ahead import STEPS, ahead_of, batches_of, plain_step
+from session.test_look_ahead import STEPS, ahead_of, batches_of, plain_step, waiting_of
 
 
 class Counting(torch.optim.SGD):
@@ -49,7 +49,7 @@ def train(rank, workers, way, look_ahead):
     has_waited = 0
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
-        has_waited += len(run._engine.executor.deferral.waiting)
+        has_waited += waiting_of(run)
     shards = {name: table.shard.clone() for name, table in run._engine.tables.items()}
     run.close()
     return shards, has_waited
@@ -92,7 +92,7 @@ def keep_the_model_alone(rank, workers):
     with closing(run.batches(batches_of(rank, ""))) as batches:
         for step, batch in zip(range(STEPS - 1), batches, strict=False):
             plain_step(run, model, optimizer, batch, step)
-            has_waited += len(run._engine.executor.deferral.waiting)
+            has_waited += waiting_of(run)
     run._engine.finish()
     run._engine.detach()
     gone = [weakref.ref(run), weakref.ref(optimizer)]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
+from armillary.exchanges.announcement import announcement_bytes
+from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
 from beside import plan_of
@@ -49,6 +50,12 @@ def count_rounds(run):
 
     run._engine.executor.look_ups._pull = counted
     return made
+
+
+def waiting_of(run):
+    """How many tables' gradients wait now."""
+    delay = getattr(run._engine.executor.prefetch, "delay", None)
+    return len(getattr(delay, "waiting", ()))
 
 
 def plain_step(run, model, optimizer, batch, step):
@@ -540,7 +547,7 @@ def test_counted_bytes_are_those_of_the_formula(crew, look_ahead):
     plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, look_ahead)
     headers = len(READS) * (STEPS - UNFORESEEN) * HEADER_BYTES * (workers - 1)
     rounds = STEPS + 1 + STEPS + len(READS) * UNFORESEEN  # of the loop and its end, of backwards, of look-ups
-    outlooks = rounds * outlook_bytes(5) * (workers - 1)
+    outlooks = rounds * announcement_bytes(5) * (workers - 1)
     staying = sum(sum(away) for _, away in ahead) if look_ahead != "ids" else 0
     resting = sum(sum(away[:-1]) for _, away in ahead) if look_ahead == "gradients" else 0
     before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
@@ -565,9 +572,9 @@ def test_rows_that_would_move_are_refused_before_the_first_step(crew):
 def send_early(rank, workers, loop):
     """(rows sent before a step, rows sent again since they had moved), by table."""
     run, model, optimizer = started("owned_rows", "sgd", "rows", workers)
-    ahead, early, again = run._engine.executor.look_ups.look_ahead, {}, {}
+    ahead, early, again = run._engine.executor.prefetch, {}, {}
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
-        for one in ahead.now.earlies:
+        for one in ahead.now.look_ups:
             counted = again if one.is_void else early
             counted[one.table.name] = counted.get(one.table.name, 0) + len(one.sent)
         loop(run, model, optimizer, batch, step)
@@ -590,16 +597,16 @@ def test_rows_that_moved_after_all_are_sent_again(crew):
 def wait(rank, workers):
     """(rows of which gradients waited, rows that no rank reads in the next batch), by step and table."""
     run, model, optimizer = started("owned_rows", "sgd", "gradients", workers)
-    deferral, waited, rests = run._engine.executor.deferral, {}, {}
-    split = deferral.split
+    delay, waited, rests = run._engine.executor.prefetch.delay, {}, {}
+    split = delay._split
 
-    def counted(table, gradients, tickets, resting):
-        now, others = split(table, gradients, tickets, resting)
+    def counted(table, gradients, tickets, unused):
+        now, others = split(table, gradients, tickets, unused)
         assert [len(one) for one in now] == [sum(ticket.asked) for ticket in others]
         waited[step, table.name] = sum(map(len, gradients)) - sum(map(len, now))
         return now, others
 
-    deferral.split = counted
+    delay._split = counted
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
         if UNFORESEEN <= step < STEPS - 1:
@@ -628,7 +635,7 @@ def leave_while_gradients_wait(rank, workers, way, folder, look_ahead):
             path = run.save(f"{folder}/{look_ahead}")
         if step == 7:
             break
-    waiting = len(run._engine.executor.deferral.waiting)
+    waiting = waiting_of(run)
     if way == "load":
         run.load(path)
     run._engine.finish()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from armillary.cli.find import find, small
-from armillary.exchanges.look_up import HEADER_BYTES, outlook_bytes
+from armillary.exchanges.announcement import announcement_bytes
+from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.planning.look_ahead import looking_ahead
@@ -158,7 +159,7 @@ def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp
     assert again[-1].metrics == whole[-1].metrics
     trace = Trace.load(Path(broken) / "trace.json")
     asked = {record.sent_bytes for mine in trace.ranks for record in mine if record.group == "look-ups"}
-    assert asked == {HEADER_BYTES + outlook_bytes(2)}  # as headers are where two tables look ahead
+    assert asked == {HEADER_BYTES + announcement_bytes(2)}  # as headers are where two tables look ahead
 
 
 def test_four_workers_have_the_loss_curve_of_one_on_the_same_global_batches(crew, tmp_path):

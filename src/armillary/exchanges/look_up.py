@@ -7,11 +7,8 @@ idle. So a rank that never reads a table never blocks the rest, and evaluation o
 The header every rank sends to every other carries the wish, how many rows it wants of the receiver, whether their
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
 their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
-tables nobody learns from, and leave them alone as one process does. With look-ahead it also says which of the look-ups
-that were foreseen it has made, since those need no round, and of which of the next batch it sent rows that moved. And
-where tables look ahead every header ends with an outlook: which look-ups the sender expects to make two batches from
-now, how many bytes of rows they bring, and how many rows of the receiver each will want. So counts need no message of
-their own.
+tables nobody learns from, and leave them alone as one process does. More columns may ride on the headers, as many in
+every round and on every rank; a round does not read them.
 """
 
 from collections.abc import Sequence
@@ -28,26 +25,12 @@ from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.topology import Topology
 
-__all__ = [
-    "FIRST_COUNT",
-    "FLAGS",
-    "FORESEEN",
-    "HEADER_BYTES",
-    "Round",
-    "State",
-    "Table",
-    "Wish",
-    "foreseen_of_each",
-    "look_up",
-    "outlook_bytes",
-    "outlook_columns",
-    "round_leg",
-]  # fmt: skip
+__all__ = ["FIELDS", "FLAGS", "HEADER_BYTES", "STEP", "Round", "State", "Table", "Wish", "look_up", "round_leg"]
 
-HEADER_BYTES = 7 * 8  # seven float64: exact for every integer below 2**53
+FIELDS = 5  # columns of a header
+STEP = 3  # which of them is the sender's step
+HEADER_BYTES = FIELDS * 8  # float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
-FIRST_COUNT = 2  # column of an outlook, after the bits and the bytes of rows that the sender expects
-FORESEEN = 52  # look-ups of a batch that may be foreseen: their bits travel in one float64
 State = Literal["idle", "finished", "asking"]  # of a rank that wishes for no table
 _IDLE = 0
 _CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2}
@@ -70,9 +53,7 @@ class Wish(NamedTuple):
         (it wants a value of a whole table, of which every rank tells a part).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
-    foreseen: bits of the foreseen look-ups this rank has made (see `runtime/hybrid/look_ahead.py`); moved: of those of
-        the next batch for which it has sent rows that moved since.
-    outlook: (ranks, n) float64, what each rank is told besides; n is the same on all ranks and in all rounds.
+    extra: (ranks, n) float64, what rides on the header to each rank.
     """
 
     table: int | State
@@ -81,9 +62,7 @@ class Wish(NamedTuple):
     step: int
     weight: float = 1.0
     flags: int = 0
-    foreseen: int = 0
-    moved: int = 0
-    outlook: Tensor | None = None
+    extra: Tensor | None = None
 
 
 class Round(NamedTuple):
@@ -91,8 +70,7 @@ class Round(NamedTuple):
 
     table: index of the table that was served, or None when no rank wished for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
-    weights: the weight each rank declared; foreseen, moved: the bits each sent. flags: those of all ranks together,
-        when no rank wished for a table. outlook: (ranks, n), what each rank told this one besides.
+    weights: the weight each rank declared. flags: those of all ranks together, when no rank wished for a table.
     """
 
     table: int | None
@@ -100,15 +78,12 @@ class Round(NamedTuple):
     mine: bool
     needs_gradient: bool
     weights: tuple[float, ...]
-    foreseen: tuple[int, ...]
-    moved: tuple[int, ...]
-    outlook: Tensor
     flags: int = 0
 
 
-def round_leg(rounds: float, topology: Topology, foreseen: int = 0) -> Leg:
-    """The headers of so many rounds, where that many tables look ahead."""
-    nbytes = HEADER_BYTES + outlook_bytes(foreseen)
+def round_leg(rounds: float, topology: Topology, extra_bytes: int = 0) -> Leg:
+    """The headers of so many rounds, on each of which so many bytes ride."""
+    nbytes = HEADER_BYTES + extra_bytes
     return Leg("everyone", rounds * nbytes * (topology.workers - 1), rounds)
 
 
@@ -123,19 +98,17 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     if isinstance(wish.table, int):
         asked = tuple(tables[wish.table].ownership.counts(wish.keys))
     mine = torch.tensor(
-        [[code, wish.needs_gradient, count, wish.step, wish.weight, wish.foreseen, wish.moved] for count in asked],
-        dtype=torch.float64,
+        [[code, wish.needs_gradient, count, wish.step, wish.weight] for count in asked], dtype=torch.float64
     )
     ones = (1,) * place.workers
-    told = mine if wish.outlook is None else torch.cat([mine, wish.outlook], 1)
+    told = mine if wish.extra is None else torch.cat([mine, wish.extra], 1)
     heard = yield AllToAll(told, ones, ones, is_even=True)
-    headers, outlook = heard[:, : mine.shape[1]].tolist(), heard[:, mine.shape[1] :]
+    headers = heard[:, :FIELDS].tolist()
     columns = list(zip(*headers, strict=True))
     wanted = [int(code) for code in columns[0]]
-    said = (columns[4], tuple(map(int, columns[5])), tuple(map(int, columns[6])), outlook)
     if max(wanted) <= _IDLE:
-        _refuse_out_of_step(wanted, [int(step) for step in columns[3]])
-        return Round(None, None, False, False, *said, reduce(or_, map(int, columns[2])))
+        _refuse_out_of_step(wanted, [int(step) for step in columns[STEP]])
+        return Round(None, None, False, False, columns[4], reduce(or_, map(int, columns[2])))
     # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])
@@ -143,22 +116,7 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     asks = (headers[place.rank][0], headers[place.rank][1]) == chosen
     keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
     pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
-    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, *said)
-
-
-def foreseen_of_each(tables: int) -> int:
-    """How many look-ups of each of so many tables may be foreseen in one batch."""
-    return min(4, FORESEEN // max(1, tables))
-
-
-def outlook_columns(tables: int) -> int:
-    """Numbers of the outlook for each rank, where so many tables look ahead: bits, bytes, a count for each look-up."""
-    return FIRST_COUNT + min(tables, FORESEEN) * foreseen_of_each(tables) if tables else 0
-
-
-def outlook_bytes(tables: int) -> int:
-    """The same in every header."""
-    return 8 * outlook_columns(tables)
+    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, columns[4])
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

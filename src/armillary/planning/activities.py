@@ -7,6 +7,7 @@ what is on which link and what on the processor. The pieces add up to the foreca
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.look_up import round_leg
@@ -62,7 +63,7 @@ def activities(group: Group, case: Case, foreseen: int = 0, pays: bool = True) -
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
         work = row_work(facts[0], choice, group.is_lazy, case, group.look_ahead, pays)
-        rounds = [round_leg(leg.messages, topology, foreseen) for leg in work.headers]
+        rounds = [round_leg(leg.messages, topology, announcement_bytes(foreseen)) for leg in work.headers]
         headers = _requests(rounds, rounds, topology)
         pull = _requests(work.legs.pull, work.even_legs.pull, topology)
         push = _requests(work.legs.push, work.even_legs.push, topology)

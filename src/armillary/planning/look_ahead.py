@@ -9,8 +9,9 @@ many rows stay put is taken from the profile (`traffic.staying_share`): those th
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from armillary.exchanges.announcement import PREDICTED, announcement_bytes
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
-from armillary.exchanges.look_up import FORESEEN, round_leg
+from armillary.exchanges.look_up import round_leg
 from armillary.facts.group import LookAhead
 from armillary.facts.plan import Forecast, Group, Plan
 from armillary.facts.profile import Profile
@@ -99,7 +100,7 @@ def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:
 
 def _foreseeable(plan: Plan) -> list[str]:
     """The groups that could look ahead, which are none if any does."""
-    return [] if plan.looks_ahead else [group.name for group in plan.groups if _can_be_early(group)][:FORESEEN]
+    return [] if plan.looks_ahead else [group.name for group in plan.groups if _can_be_early(group)][:PREDICTED]
 
 
 def _can_be_early(group: Group) -> bool:
@@ -149,7 +150,7 @@ def _spoken(groups: Sequence[Group], foreseen: int, case: Case) -> Forecast:
     for group in pulled:
         fact = case.profile.parameter(group.parameters[0])
         for header in row_work(fact, group.own_exchange, group.is_lazy, case, group.look_ahead).headers:
-            grown.append((round_leg(header.messages, case.topology, foreseen), header))
+            grown.append((round_leg(header.messages, case.topology, announcement_bytes(foreseen)), header))
     more, less = [idle, *(leg for leg, _ in grown)], [leg for _, leg in grown]
     sent = sum(leg.link_bytes for leg in more) - sum(leg.link_bytes for leg in less)
     return Forecast(sent, 0.0, leg_seconds(more, case.topology) - leg_seconds(less, case.topology))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.exchange import DenseExchange, Place, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
@@ -272,7 +273,7 @@ def row_update_seconds(work: RowWork, case: Case) -> float:
 def idle_leg(topology: Topology, tables: int = 1, foreseen: int = 0) -> Leg:
     """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many.
     foreseen: how many of them look ahead."""
-    return round_leg(math.ceil(tables / FLAGS), topology, foreseen)
+    return round_leg(math.ceil(tables / FLAGS), topology, announcement_bytes(foreseen))
 
 
 def idle_round(topology: Topology, tables: int = 1) -> Forecast:

@@ -82,7 +82,7 @@ def refuse_reads(tables: Iterable[RowTable], optimizer: Optimizer, why: str) -> 
 
     for table in tables:
         table.reads = table.tells = refuse
-        table.deferring = None
+        table.leave_be()
         table.parameter.grad = None
         for group in optimizer.param_groups:
             group["params"][:] = [there for there in group["params"] if there is not table.parameter]

@@ -45,8 +45,7 @@ def row_tensors(
 ) -> list[RowTensor]:
     """Collective. Widest dtype first, which keeps files aligned. held: see `row_update.py`."""
     for table in tables.values():
-        if table.deferring is not None:
-            table.deferring.catch_up()
+        table.catches_up()
     found = []
     states = {name: table_state(table, optimizer, held.get(name, {})) for name, table in tables.items()}
     mine = {name: {entry: rows.dtype for entry, rows in state.rows.items()} for name, state in states.items()}

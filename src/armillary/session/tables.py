@@ -37,7 +37,6 @@ def make_table(
     has_window = group.is_lazy or (steps_by_row(stepper, options) and leaves_untouched_rows(stepper, options))
     fields: dict[str, Any] = {
         "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
-        "look_ahead": group.look_ahead,
         "reads": _unattached, "norms": _unattached,
     }  # fmt: skip
     if shard is None:

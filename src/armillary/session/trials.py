@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.untouched import untouched
 from armillary.session.attach import attach_over
+from armillary.session.prefetch import steps_to_learn
 from armillary.session.run import Run
-from armillary.session.source import WATCHED_DRAWS
 from armillary.session.train_job import TrainJob
 
 __all__ = ["fastest"]
@@ -137,7 +136,7 @@ def _running(
     mine, stepper = copy.deepcopy((model, optimizer))
     run = attach_over(transport, plan, TrainJob(mine, stepper, check_data=False), owns_transport=False)
     steps = _steps(run, mine, stepper, loss, batches)
-    learned = WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0  # steps of which nothing is foreseen yet
+    learned = steps_to_learn(plan)
     for _ in range(learned + WARM_STEPS):
         next(steps)
     return run, steps

@@ -14,6 +14,7 @@ from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.transport import Transport
 from armillary.session.first_batches import FirstBatches
+from armillary.session.prefetch import prefetch_of
 from armillary.session.tables import make_table, put_handle
 from armillary.session.train_job import TrainJob
 
@@ -61,4 +62,5 @@ def units_of(
             units.append(dense_unit(group.name, members, exchange, transport.place))
     scaler = job.scaler
     scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
-    return Units(Executor(units, transport, plan.mean, first.compare, scale), held, handles)
+    prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], job.optimizer, transport)
+    return Units(Executor(units, transport, plan.mean, first.compare, scale, prefetch), held, handles)

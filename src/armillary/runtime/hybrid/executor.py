@@ -23,6 +23,7 @@ from armillary.facts.collectives import Program, summed
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.flight import Flight, advance_together, carry_all, see_through
 from armillary.runtime.hybrid.look_ups import LookUps
+from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.runtime.transport import Transport
@@ -56,6 +57,7 @@ class Executor:
     mean: Literal["workers", "weights"] = "workers"
     on_settled: Callable[[], None] = lambda: None
     loss_scale: Callable[[], float] = lambda: 1.0
+    prefetch: Prefetch = field(default_factory=NoPrefetch)
     is_syncing: bool = True
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
@@ -73,10 +75,10 @@ class Executor:
         self.norms = TableNorms(self.tables, self.transport)
         for table in self.tables:
             table.norms = self.norms.of
-        self.look_ups = LookUps(self.tables, self.transport, self.on_rows)
-        self.deferral = self.look_ups.deferral
+        self.look_ups = LookUps(self.tables, self.transport, self.on_rows, self.prefetch)
         for table in self.tables:
-            table.deferring = self.deferral
+            table.joins, table.catches_up = self.prefetch.join, self.prefetch.finish
+            table.meets = self.look_ups.meet
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
             table.tells = self.look_ups.everyones
         self.removals: list[Callable[[], None]] = []
@@ -185,8 +187,7 @@ class Executor:
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight)
-            if self.deferral.waiting:  # of a backward after which the loop got no batch
-                self.deferral.catch_up()
+            self.prefetch.begin_push()
             self.part = self._part() if self.mean == "weights" else 1.0
         for flight in self.flights:
             flight.advance(self.transport)
@@ -207,11 +208,9 @@ class Executor:
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0
-        resting = [look_up.resting.land(self.transport) for look_up in table.pending if look_up.resting is not None]
-        may_wait = len(resting) == len(table.pending) and table.name not in self.deferral.unstepped
+        look_ups = table.pending
         gradients, tickets = table.take_gradients(self.scale * self.part)
-        if may_wait and self.deferral.defers(table):
-            gradients, tickets = self.deferral.split(table, gradients, tickets, resting)
+        gradients, tickets = self.prefetch.hold(table, look_ups, gradients, tickets)
         push = table.exchange.push(gradients, tickets, table.ownership, table.place)
         return push, table.exchange.push_requests
 
@@ -226,7 +225,7 @@ class Executor:
             self._launch(self.leaving[len(self.flights)])
         with torch.no_grad():
             see_through(self.flights, self.transport)
-            self.deferral.arrive()
+            self.prefetch.end_push()
             for unit, flight in zip(self.leaving, self.flights, strict=True):
                 self._take_home(unit, flight.land(self.transport))
         self.flights = []
@@ -253,12 +252,10 @@ class Executor:
         rows, sums = result
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
-            self.deferral.unstepped.add(unit.table.name)
 
     def after_step(self) -> None:
         self.transport.step += 1
         self.is_settled = False
-        self.deferral.unstepped.clear()
         self.weight = 1.0
         self._meet()
 

@@ -37,7 +37,7 @@ _ELEMENTWISE.add("_amp_foreach_non_finite_check_and_unscale_")
 class NormSource(Protocol):
     """What the gradient needs of the table behind it.
 
-    epoch: gradients it has had. join: adds to `gradient` what waits for the same step (`deferral.py`).
+    epoch: gradients it has had. join: adds to `gradient` what is under way for the same step.
     """
 
     name: str

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FLAGS, Round, State, Wish, look_up
+from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, Round, State, Wish, look_up
 from armillary.facts.collectives import gathered
-from armillary.runtime.hybrid.deferral import Deferral
 from armillary.runtime.hybrid.flight import Flight, advance_together
-from armillary.runtime.hybrid.look_ahead import LookAhead
+from armillary.runtime.hybrid.prefetch import Prefetch
 from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
@@ -28,20 +27,22 @@ __all__ = ["LookUps"]
 class LookUps:
     """on_gradient(table): called when a look-up's rows have their gradient (inside backward)."""
 
-    def __init__(self, tables: Sequence[RowTable], transport: Transport, on_gradient: Callable[[RowTable], None]):
+    def __init__(
+        self,
+        tables: Sequence[RowTable],
+        transport: Transport,
+        on_gradient: Callable[[RowTable], None],
+        prefetch: Prefetch,
+    ):
         self.tables = list(tables)
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
-        self.deferral = Deferral(transport, lambda: self.serve_until("idle"))
-        self.look_ahead = LookAhead(self.pulled, transport, self.deferral)
+        self.prefetch = prefetch
         self.samples = RowSamples()
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
         self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
-        self.foreseen: tuple[int, ...] = (0,) * transport.place.workers
-        self.moved = self.foreseen
-        self.outlook = torch.empty(0)  # (ranks, n): what each rank said last of the batch to come
         self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +66,7 @@ class LookUps:
         needs_gradient = learns and not self.is_phantom
         if needs_gradient and table.is_pulled:
             self.samples.take(self.transport.step, table.name, keys, inverse)
-        waiting = self.look_ahead.take(table, keys) if needs_gradient else None
+        waiting = self.prefetch.take(table, keys) if needs_gradient else None
         if waiting is None:
             with torch.no_grad():
                 rows = self._fetch(table, keys, needs_gradient)
@@ -78,10 +79,10 @@ class LookUps:
         return rows, inverse
 
     def deal_anew(self) -> None:
-        """Tables have other owners: what was foreseen and sampled speaks of the old ones. Every rank must call it."""
+        """Tables have other owners: what was predicted and sampled speaks of the old ones. Every rank must call it."""
         self.served = [table.as_served() for table in self.pulled]
         self.samples.forget()
-        self.look_ahead.forget()
+        self.prefetch.forget()
 
     def _fetch(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
         if table.is_pulled:
@@ -133,15 +134,14 @@ class LookUps:
                 return rows
 
     def _round(self, wish: Wish) -> Round:
-        """The first round after a turn of the loop takes along which of the rows asked for early stay put."""
-        program = look_up(wish._replace(outlook=self.look_ahead.outlook), self.served, self.transport.place)
+        rider = self.prefetch.ride(isinstance(wish.table, str))
+        program = look_up(wish._replace(extra=rider.columns), self.served, self.transport.place)
         opening = Flight(program, "look-ups", 0)
-        advance_together([opening, *self.look_ahead.masks()], self.transport)
+        advance_together([opening, *rider.flights], self.transport)
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
-        if wanted:
-            self.deferral.see_to_reads(headers[:, 3].tolist())
+        self.prefetch.hear(headers[:, FIELDS:], headers[:, STEP].tolist() if wanted else ())
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: Round = self.transport.complete(program, label, headers)
         self._remember(outcome, wish)
@@ -175,7 +175,13 @@ class LookUps:
     def meet_in_backward(self, weight: float) -> None:
         """Every rank is in its backward: no rank will look up for it any more."""
         self.serve_until("idle", weight)
-        self.look_ahead.close(self.foreseen)
+        self.prefetch.seal()
+
+    def meet(self, table: RowTable) -> None:
+        """All of a table's rows are looked at or set, on every rank, while some may still be reading."""
+        if self.prefetch.is_holding(table):
+            self.serve_until("idle")
+            self.prefetch.finish()
 
     def everyones(self, table: RowTable, part: Tensor) -> Tensor:
         """Collective: what every rank has computed of its rows, (ranks, *part.shape), on the CPU."""
@@ -189,24 +195,12 @@ class LookUps:
         for values of a whole table; learns what they declare."""
         nothing = torch.empty(0, dtype=torch.int64)
         self.learned = []
-        foreseen, moved = self.look_ahead.made, self.look_ahead.moved
         for first in range(0, len(self.pulled), FLAGS):
             spoken_of = self.pulled[first : first + FLAGS]
             mine = sum(table.is_learned << place for place, table in enumerate(spoken_of))
-            outcome = self._serve(
-                Wish(
-                    state,
-                    nothing.to(spoken_of[0].shard.device),
-                    False,
-                    self.transport.step,
-                    weight,
-                    mine,
-                    foreseen,
-                    moved,
-                )
-            )
-            self.weights, self.foreseen, self.moved = outcome.weights, outcome.foreseen, outcome.moved
-            self.outlook = outcome.outlook
+            device = spoken_of[0].shard.device
+            outcome = self._serve(Wish(state, nothing.to(device), False, self.transport.step, weight, mine))
+            self.weights = outcome.weights
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
     def _serve(self, wish: Wish) -> Round:

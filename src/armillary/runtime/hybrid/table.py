@@ -10,7 +10,7 @@ lazy otherwise.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from torch.autograd.graph import get_gradient_edge
 from armillary.exchanges.exchange import Place, RowExchange
 from armillary.exchanges.look_up import Table
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.facts.group import LookAhead
-from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.gradient_handle import GradientHandle
 
 __all__ = ["LookUp", "RowTable"]
@@ -36,7 +34,6 @@ class LookUp:
     ticket: Any
     has_gradient: bool = False
     is_pushed: bool = False  # its gradients have left; more of them could not follow
-    resting: Flight | None = None  # brings which of its rows no rank reads in the next batch (`deferral.py`)
 
     @property
     def is_awaited(self) -> bool:
@@ -47,12 +44,8 @@ class LookUp:
         return will_run
 
 
-class Deferring(Protocol):
-    """What a table asks of its run's `Deferral`."""
-
-    def catch_up(self) -> None: ...
-    def join(self) -> None: ...
-    def meet(self) -> None: ...
+def _nothing(*_: Any) -> None:
+    """Nothing is under way, and nobody asks."""
 
 
 def _refuse_values(table: "RowTable", part: Tensor) -> NoReturn:
@@ -64,10 +57,12 @@ def _refuse_values(table: "RowTable", part: Tensor) -> NoReturn:
 
 @dataclass(eq=False)
 class RowTable:
-    """State of one table on one rank. Set by the executor:
+    """State of one table on one rank. Set by who runs it:
 
     reads: answers look-ups. norms: computes the global gradient norms. tells: gives every rank's part of a reduction.
-    deferring: brings in what waits or is under way.
+    joins, catches_up, meets: bring in gradients under way, before the gradient is looked at; before the rows are, by
+        all ranks at once; and before the rows are, while others may still look up. Collective if any are.
+    on_written: told when rows were written to, see `put_back` and `swap_rows`.
     """
 
     name: str
@@ -80,8 +75,10 @@ class RowTable:
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
     tells: Callable[["RowTable", Tensor], Tensor] = _refuse_values
-    deferring: Deferring | None = None
-    look_ahead: LookAhead = "none"  # what of its pulls and pushes leaves at another time (see `look_ahead.py`)
+    joins: Callable[[], None] = _nothing
+    catches_up: Callable[[], None] = _nothing
+    meets: Callable[["RowTable"], None] = _nothing
+    on_written: Callable[["RowTable", Tensor | None, int], None] = _nothing
     pending: list[LookUp] = field(default_factory=list)
     averages: dict[str, Tensor] = field(default_factory=dict)  # moving ones of the shard's rows, by their keys
 
@@ -91,7 +88,6 @@ class RowTable:
         self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
         self.window_rows: Tensor | None = None  # local rows that the window holds
         self.epoch = 0  # gradients there have been
-        self.forget_moves()
 
     @classmethod
     def owning(cls, whole: Tensor, exchange: RowExchange, place: Place, **fields: Any) -> "RowTable":
@@ -106,11 +102,6 @@ class RowTable:
                 else whole.detach()[:0].clone()
             )
         return cls(shape=whole.shape, exchange=exchange, place=place, shard=shard, **fields)
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether rows that stay put go before a step."""
-        return self.look_ahead in ("rows", "gradients")
 
     @property
     def is_pulled(self) -> bool:
@@ -138,8 +129,7 @@ class RowTable:
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{self.name}: its values are asked for inside a backward; ask before it, or after it")
-        if self.deferring is not None and self.look_ahead == "gradients":
-            self.deferring.meet()
+        self.meets(self)
         return self.shard.detach()
 
     def everyones(self, part: Tensor) -> Tensor:
@@ -147,8 +137,7 @@ class RowTable:
         return self.tells(self, part) if self.is_pulled else part.unsqueeze(0)
 
     def load(self, whole: Tensor) -> None:
-        if self.deferring is not None and self.look_ahead == "gradients":
-            self.deferring.meet()
+        self.meets(self)
         self.shard.copy_(self.part_of(whole.detach().to(self.shard.dtype)))
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -163,7 +152,7 @@ class RowTable:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Gradient of the rows the optimizer holds here, as a plain tensor; without what was deferred."""
+        """Gradient of the rows the optimizer holds here, as a plain tensor; without what is under way."""
         held = self.parameter.grad
         return held.kept if isinstance(held, GradientHandle) else held
 
@@ -178,11 +167,14 @@ class RowTable:
 
     def join(self) -> None:
         """Whoever asks for the gradient gets all of it."""
-        if self.deferring is not None:
-            self.deferring.join()
+        self.joins()
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None
+
+    def leave_be(self) -> None:
+        """Whoever brought its gradients in is gone."""
+        self.joins = self.catches_up = self.meets = self.on_written = _nothing
 
     # What the executor does.
     @property
@@ -231,36 +223,21 @@ class RowTable:
             self.shard = self.parameter.detach()
         if gradient is not None:
             self.show_gradient(gradient)
-        self.forget_moves()
-
-    # What moved since rows were sent before a step.
-    def forget_moves(self) -> None:
-        self.moved, self.version = torch.empty(0, dtype=torch.int64), self.shard._version
 
     def put_back(self, rows: Tensor, values: Tensor) -> None:
         """A step has moved these local rows: (k,), (k, *row shape)."""
-        is_known = self.shard._version == self.version
+        before = self.shard._version
         self.shard.index_copy_(0, rows, values)
-        if is_known:  # nothing else has written to the shard
-            self.version = self.shard._version
-        if self.sends_early:
-            self.moved = torch.cat([self.moved.to(rows), rows]).unique()
-
-    def have_moved(self, rows: Tensor) -> bool:
-        """Whether any of these local rows has, since `forget_moves`."""
-        if not len(rows) or (self.shard._version == self.version and not len(self.moved)):
-            return False
-        return self.shard._version != self.version or bool(torch.isin(rows, self.moved).any())
+        self.on_written(self, rows, before)
 
     def swap_rows(self, rows: Tensor) -> None:
         """The shard and `rows`, (local rows, *row shape), change values. Once they are back, none has moved."""
-        is_known = self.shard._version == self.version
+        before = self.shard._version
         for one, other in zip(self.shard.split(SWAPPED_ROWS), rows.split(SWAPPED_ROWS), strict=True):
             kept = one.clone()
             one.copy_(other)
             other.copy_(kept)
-        if is_known:
-            self.version = self.shard._version
+        self.on_written(self, None, before)
 
     def deposit(self, rows: Tensor, sums: Tensor) -> None:
         """Adds merged gradients of local rows: (k,), (k, *row shape)."""

@@ -15,6 +15,7 @@ from armillary.runtime.channel import Requests
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
 from armillary.runtime.hybrid.look_ups import LookUps
+from armillary.runtime.hybrid.prefetch import NoPrefetch
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
@@ -116,7 +117,7 @@ def make_tables(
         by_name[name], held[name] = make_table(group, named[name], optimizer, transport)
         put_handle(named[name], by_name[name])
         owned.setdefault(group.stage, []).append(OwnedTable(by_name[name], held[name], group.is_lazy))
-    look_ups = LookUps(list(by_name.values()), transport, _no_gradient)
+    look_ups = LookUps(list(by_name.values()), transport, _no_gradient, NoPrefetch())
     for table in by_name.values():
         table.reads = look_ups.read
     by_stage = {}

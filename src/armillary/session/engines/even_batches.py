@@ -1,10 +1,10 @@
 """As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from armillary.runtime.hybrid.executor import Executor
-from armillary.runtime.hybrid.look_ahead import DEPTH
 from armillary.session.source import Source, leaves
 
 __all__ = ["even_batches"]
@@ -25,29 +25,28 @@ def even_batches(
         ValueError: this rank has no batch at all; there is nothing it could repeat.
     """
     executor = at_work()
-    ahead = executor.look_ups.look_ahead
-    source = Source(loader, DEPTH if ahead.is_on else 0)
+    prefetch = executor.prefetch
+    source = Source(loader, prefetch.depth)
     batch: Batch | None = source.take()
     if batch is None:
         rank = executor.transport.place.rank
         raise ValueError(f"run.batches: rank {rank} has no batch; give every rank at least one")
     last = batch
-    ahead.begin()
+    prefetch.begin_loop()
     try:
         while True:
             last = batch if batch is not None else last
             if not _is_any(at_work(), batch is not None):
                 return
             at_work().stand_by(batch is None)
-            if ahead.is_on and executor is at_work():  # a plan that came since looks ahead from the next loop on
-                ahead.turn(executor.look_ups.moved, executor.look_ups.outlook)
-                ahead.foresee(leaves(last), leaves(source.glance()))
+            if executor is at_work():  # a plan that came since prefetches from the next loop on
+                prefetch.begin_batch(partial(leaves, last), lambda: leaves(source.glance()))
             if batch is not None:
                 show(batch)
             yield last
             batch = source.take() if batch is not None else None
     finally:
-        ahead.stop()
+        prefetch.end_loop()
         at_work().stand_by(False)
 
 
@@ -58,5 +57,5 @@ def _is_any(executor: Executor, mine: bool) -> bool:
         if not look_ups.pulled:
             return bool(executor.transport.agree_largest([float(mine)])[0])
         look_ups.serve_until("idle", float(mine))
-        look_ups.look_ahead.close(look_ups.foreseen)
+        executor.prefetch.seal()
         return any(look_ups.weights)

@@ -19,7 +19,6 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
-from armillary.runtime.hybrid.late_step import LateSteps
 from armillary.runtime.hybrid.optimizers import holder, members
 from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
@@ -84,10 +83,8 @@ class UserLoop:
         for one in members(job.optimizer):
             if self._spread(one):
                 self._undo += refuse_state(one, self._refuse_state)
-        executor.deferral.late_steps = LateSteps(self)
-        late, is_one = executor.deferral.late_steps, len(members(job.optimizer)) == 1
-        whole = [t for t in self._windows() if not (is_one and late.can_split(t))]
-        executor.deferral.stopped |= self.tables.keys() if self.averages else {table.name for table in whole}
+        if self.averages:
+            executor.prefetch.hold_no_more()
 
     @property
     def rank(self) -> int:
@@ -171,7 +168,7 @@ class UserLoop:
     def settle(self) -> None:
         """Gradients and rows that are under way arrive; every rank must call it."""
         self.executor.look_ups.serve_until("idle")
-        self.executor.deferral.catch_up()
+        self.executor.prefetch.finish()
         if self._stepped:
             self._close_step()
 
@@ -182,7 +179,7 @@ class UserLoop:
     def finish(self) -> None:
         """Serves the others until every rank has called this."""
         self.executor.look_ups.serve_until("finished")
-        self.executor.deferral.catch_up()
+        self.executor.prefetch.finish()
         self.transport.barrier()
 
     @property
@@ -192,7 +189,7 @@ class UserLoop:
 
     def keep_up(self) -> None:
         self.settle()
-        self.executor.deferral.stopped |= self.tables.keys()
+        self.executor.prefetch.hold_no_more()
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -311,11 +308,11 @@ class UserLoop:
         if not (self.executor.is_settled and has_new):  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
         if self._is_watched():
-            self.executor.deferral.join()
+            self.executor.prefetch.join()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
                 table.hand_gradient_over()
-            self.executor.deferral.mark()
+            self.executor.prefetch.step(self)
             for table in self._windows(optimizer):
                 open_window(table, optimizer, self.held[table.name])
 

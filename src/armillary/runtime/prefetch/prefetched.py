@@ -1,4 +1,4 @@
-"""One foreseen look-up on its way, on every rank: those that expect to make it and those that only serve."""
+"""One predicted look-up on its way, on every rank: those that predict to make it and those that only serve."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,28 +8,30 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Pulled, Staying
 from armillary.facts.collectives import AllToAll, Program
-from armillary.runtime.hybrid.deferral import Resting
 from armillary.runtime.hybrid.flight import Flight
 from armillary.runtime.hybrid.table import LookUp, RowTable
+from armillary.runtime.prefetch.delay import Unused
+from armillary.runtime.prefetch.row_moves import RowMoves
 from armillary.runtime.transport import Transport
 
-__all__ = ["Early"]
+__all__ = ["MASKED", "SENT", "PrefetchedLookup"]
 
 # Requests of `pull_early` still to be made, once ...
-MASKED = 2  # ... it is told which rows stay put
+MASKED = 2  # ... it is told which rows are unchanged
 SENT = 1  # ... those have been sent
 
 
 @dataclass(eq=False)
-class Early:
-    """A look-up of table rows, expected in the batch `before` was foreseen one batch earlier of the same table.
+class PrefetchedLookup:
+    """A look-up of table rows. `before` are those that were predicted of the same table in the batch before.
 
     Args of note:
-        number, bit: its place among the expected look-ups of its table, and of all.
+        number, bit: its place among the predicted look-ups of its table, and of all.
         keys: sorted distinct, none where this rank only serves. asked, served: rows of and for every rank.
-        planned: by rank, whether it expects to make it.
-        under_way: likewise, of the batch before that one, of which gradients may arrive late (`deferral.py`).
-        may_send: whether rows of the table may be sent before a step at all.
+        planned: by rank, whether it predicts to make it.
+        under_way: as `before`, of the batch before that one, of which gradients may arrive late.
+        moves: of the rows of its table, if unchanged rows are sent before a step; None: all are sent after it.
+        may_send: whether rows of the table may still be sent before a step.
     """
 
     table: RowTable
@@ -39,8 +41,9 @@ class Early:
     asked: Counts
     served: Counts
     planned: tuple[bool, ...]
-    before: Sequence["Early"]
-    under_way: Sequence["Early"]
+    before: Sequence["PrefetchedLookup"]
+    under_way: Sequence["PrefetchedLookup"]
+    moves: RowMoves | None
     may_send: bool
     look_up: LookUp = field(default_factory=lambda: LookUp(None, None))
     pulled: Pulled | None = None
@@ -48,49 +51,50 @@ class Early:
     is_void: bool = False  # rows sent before the step have moved after all
     wanted: Tensor | None = None  # local rows that are asked of this rank
     sent: Tensor | None = None  # those that were sent before the step
+    unused: Flight | None = None  # brings which of its rows no rank reads in the next batch
 
     def __post_init__(self) -> None:
         table = self.table
         where = (self.keys, self.asked, self.served, table.shard, table.ownership, table.place)
         if self.goes_early:
             assert table.exchange.pull_early is not None
-            staying = Staying(self._stays, lambda: self.is_void)
+            staying = Staying(self._unchanged, lambda: self.is_void)
             self.flight = Flight(table.exchange.pull_early(*where, staying), table.name, 3)
         else:
             self.flight = Flight(table.exchange.pull(*where), table.name, table.exchange.pull_requests - 1)
 
     @property
     def goes_early(self) -> bool:
-        return self.table.sends_early
+        return self.moves is not None
 
     @property
     def is_mine(self) -> bool:
         return self.planned[self.table.place.rank]
 
-    def _stays(self, rows: Tensor) -> Tensor:
-        """Which of these local rows no rank should touch in the batch before, as far as that was foreseen; nor should
-        their gradients be under way then."""
+    def _unchanged(self, rows: Tensor) -> Tensor:
+        """Of these local rows, those that no rank is predicted to touch in the batch before, and whose gradients are
+        not under way then."""
         self.wanted = rows
-        known = [early.wanted for early in self.before if all(early.planned) and early.wanted is not None]
+        known = [one.wanted for one in self.before if all(one.planned) and one.wanted is not None]
         if not self.may_send or not known or len(known) < len(self.before):
-            staying = torch.zeros_like(rows, dtype=torch.bool)
+            unchanged = torch.zeros_like(rows, dtype=torch.bool)
         else:
-            late = [early.wanted for early in self.under_way if early.wanted is not None]
-            staying = torch.isin(rows, torch.cat([*known, *late]), invert=True)
-        self.sent = rows[staying]
-        return staying
+            late = [one.wanted for one in self.under_way if one.wanted is not None]
+            unchanged = torch.isin(rows, torch.cat([*known, *late]), invert=True)
+        self.sent = rows[unchanged]
+        return unchanged
 
-    def tell(self, after: Sequence["Early"]) -> Program[Resting]:
-        """Owners tell which of the rows rest: are not read in the next batch, of which these look-ups are foreseen."""
+    def tell(self, after: Sequence["PrefetchedLookup"]) -> Program[Unused]:
+        """Owners tell which of the rows are unused next: not read by these look-ups, all of the next batch."""
         assert self.wanted is not None
-        read = torch.cat([early.wanted for early in after if early.wanted is not None])
+        read = torch.cat([one.wanted for one in after if one.wanted is not None])
         said = torch.isin(self.wanted, read, invert=True)
         heard = yield AllToAll(said.to(torch.uint8), self.served, self.asked)
         return said, heard.bool()
 
     @property
     def has_moved(self) -> bool:
-        return self.sent is not None and self.table.have_moved(self.sent)
+        return self.moves is not None and self.sent is not None and self.moves.have_moved(self.sent)
 
     def land(self, transport: Transport) -> Pulled:
         if self.pulled is None:

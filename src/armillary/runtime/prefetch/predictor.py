@@ -1,10 +1,10 @@
-"""Which parts of a batch a model looks up in which table: learned from its first steps, so that it can be foreseen.
+"""Predicts look-ups: which parts of a batch a model looks up in which table, learned from its first steps.
 
-What a look-up asks for is a set of rows. It is foreseeable where that set is always the union of a few views of the
+What a look-up asks for is a set of rows. It is predictable where that set is always the union of a few views of the
 batch's integer tensors: one whole, all but its first or last along a dimension (each word predicts the next), or one
 column. Order, shape and repeats do not matter, so flattened, transposed and concatenated ids are found all the same.
-Only values are compared; nothing is assumed of the model, and whatever is expected is compared again when it comes. Ids
-drawn inside the model are no union of views and are never expected.
+Only values are compared; nothing is assumed of the model, and whatever is predicted is compared again when it comes.
+Ids drawn inside the model are no union of views and are never predicted.
 
 Learning is by elimination: every view whose rows a look-up did not all ask for is out for good.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from armillary.runtime.hybrid.table import RowTable
 
-__all__ = ["Habits", "View", "views_of"]
+__all__ = ["LookupPredictor", "View", "views_of"]
 
 LEARNED_BATCHES = 3  # of a loop, in which look-ups not seen before are learned
-FAILURES = 2  # running, after which a look-up is not expected any more
+FAILURES = 2  # running, after which a look-up is not predicted any more
 MOST_COLUMNS = 64
 
 
@@ -54,7 +54,7 @@ def views_of(leaves: Sequence[Tensor]) -> Iterator[View]:
             yield from (View(place, leaf.dim() - 1, column, -1) for column in range(leaf.shape[-1]))
 
 
-class Habit:
+class Pattern:
     """One look-up. possible: views not yet eliminated; chosen: enough of them to make up the rows, or none."""
 
     def __init__(self, possible: list[View]):
@@ -65,18 +65,18 @@ class Habit:
         self.possible, self.chosen = [], []
 
 
-class Habits:
+class LookupPredictor:
     """By (table, number): of the look-ups a batch brings that table, which it is."""
 
     def __init__(self) -> None:
-        self.habits: dict[tuple[str, int], Habit] = {}
+        self.patterns: dict[tuple[str, int], Pattern] = {}
         self.made: dict[str, int] = {}  # look-ups of the batch in the loop's hands, by table
         self.left = 0
         self.begin()
 
     def begin(self) -> None:
         """A new loop: what gave no hope is learned anew."""
-        self.habits = {key: habit for key, habit in self.habits.items() if habit.chosen}
+        self.patterns = {key: pattern for key, pattern in self.patterns.items() if pattern.chosen}
         self.open_batch([])
         self.left = LEARNED_BATCHES
 
@@ -91,18 +91,18 @@ class Habits:
         """Of the views of this batch, since it is another or they have others."""
         self.keys: dict[tuple[str, View], Tensor | None] = {}
 
-    def notice(self, table: RowTable, keys: Tensor, was_expected: bool) -> None:
-        """A look-up of these distinct sorted keys was made. What was expected teaches nothing."""
+    def notice(self, table: RowTable, keys: Tensor, was_predicted: bool) -> None:
+        """A look-up of these distinct sorted keys was made. What was predicted teaches nothing."""
         number = self.made.get(table.name, 0)
         self.made[table.name] = number + 1
         key = (table.name, number)
-        if key not in self.habits and self.left > 0:
-            self.habits[key] = Habit(list(views_of(self.leaves)))
-        habit = self.habits.get(key)
-        if habit is None or was_expected or not habit.possible:
+        if key not in self.patterns and self.left > 0:
+            self.patterns[key] = Pattern(list(views_of(self.leaves)))
+        pattern = self.patterns.get(key)
+        if pattern is None or was_predicted or not pattern.possible:
             return
-        habit.possible = [view for view in habit.possible if self._lies_in(table, view, keys)]
-        habit.chosen = self._enough(table, habit.possible, keys)
+        pattern.possible = [view for view in pattern.possible if self._lies_in(table, view, keys)]
+        pattern.chosen = self._enough(table, pattern.possible, keys)
 
     def _keys(self, table: RowTable, view: View) -> Tensor | None:
         if (table.name, view) not in self.keys:
@@ -126,24 +126,24 @@ class Habits:
                 chosen, union = [*chosen, view], larger
         return chosen if len(union) == len(keys) else []
 
-    def expect(self, table: RowTable, leaves: Sequence[Tensor], most: int) -> list[Tensor]:
+    def predict(self, table: RowTable, leaves: Sequence[Tensor], most: int) -> list[Tensor]:
         """Distinct sorted keys of the look-ups that a batch with these tensors should bring the table, in order, up to
-        the first that is not foreseeable."""
+        the first that is not predictable."""
         found: list[Tensor] = []
         while len(found) < most:
-            habit = self.habits.get((table.name, len(found)))
-            keys = _distinct(table, habit.chosen, leaves) if habit is not None and habit.chosen else None
+            pattern = self.patterns.get((table.name, len(found)))
+            keys = _distinct(table, pattern.chosen, leaves) if pattern is not None and pattern.chosen else None
             if keys is None:
                 break
             found.append(keys)
         return found
 
     def judge(self, table: RowTable, number: int, has_come: bool) -> None:
-        """Whether the look-up expected as the table's `number`-th was served as expected."""
-        habit = self.habits[table.name, number]
-        habit.failures = 0 if has_come else habit.failures + 1
-        if habit.failures >= FAILURES:
-            habit.give_up()
+        """Whether the look-up predicted as the table's `number`-th was made."""
+        pattern = self.patterns[table.name, number]
+        pattern.failures = 0 if has_come else pattern.failures + 1
+        if pattern.failures >= FAILURES:
+            pattern.give_up()
 
 
 def _distinct(table: RowTable, views: Sequence[View], leaves: Sequence[Tensor]) -> Tensor | None:

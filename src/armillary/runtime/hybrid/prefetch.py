@@ -1,0 +1,150 @@
+"""The door to prefetch: what loops, look-ups, backwards and steps tell it, whether it is on or not.
+
+Nobody outside `runtime/prefetch` knows which. Where no table of a plan prefetches, `NoPrefetch` answers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from armillary.runtime.hybrid.flight import Flight
+from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.hybrid.table import LookUp, RowTable
+
+__all__ = ["NoPrefetch", "Prefetch", "Rider", "Stepper"]
+
+Leaves = Callable[[], Sequence[Tensor]]  # the tensors of a batch
+
+
+class Stepper(Protocol):
+    """Who steps. held: the optimizer state of each table's shard, by table and name."""
+
+    optimizer: Optimizer
+    held: dict[str, Held]
+
+
+class Rider(NamedTuple):
+    """What goes with a round of look-ups. columns: (ranks, n) float64 for the headers, None for none. flights: programs
+    whose next request leaves at the same moment."""
+
+    columns: Tensor | None = None
+    flights: Sequence[Flight] = ()
+
+
+class Prefetch(Protocol):
+    """depth: how many batches a loop draws before their turn."""
+
+    depth: int
+
+    # A loop over batches. Every rank calls each of these.
+    def begin_loop(self) -> None:
+        """Nothing is predicted yet."""
+
+    def begin_batch(self, batch: Leaves, last: Leaves) -> None:
+        """The loop gets `batch`; `last` is the one `depth` after it. Right after a round in which all were idle."""
+
+    def end_loop(self) -> None:
+        """What was asked for batches that will not come is not waited for."""
+
+    # A look-up, and a round of look-ups.
+    def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
+        """The look-up of these sorted distinct keys, if its rows are here. None: it must be made. Asks nobody."""
+
+    def ride(self, is_idle: bool) -> Rider:
+        """What goes with the next round. is_idle: this rank wants no rows by it."""
+
+    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
+        """A round's headers are here. columns: (ranks, n), what each rank sent by `ride`. read_at: every rank's step,
+        if some rank reads rows by this round."""
+
+    # A backward.
+    def seal(self) -> None:
+        """All ranks were idle: no rank will make another look-up of this batch. Settles what is to be pushed."""
+
+    def begin_push(self) -> None:
+        """The first push of a backward is about to leave."""
+
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Of a table's gradients, those that leave now, with their tickets. The others follow later."""
+
+    def end_push(self) -> None:
+        """Everything a backward pushed has arrived."""
+
+    # A step, and whoever looks at weights or gradients.
+    def step(self, stepper: Stepper) -> None:
+        """An optimizer steps now."""
+
+    def join(self) -> None:
+        """A gradient is looked at: what is held of the same step joins it. Collective if anything is."""
+
+    def finish(self) -> None:
+        """Weights are as if nothing had been held. Collective if anything is."""
+
+    def is_holding(self, table: RowTable) -> bool:
+        """Whether some of a table's gradients may be held."""
+
+    def hold_no_more(self) -> None:
+        """From here on every gradient leaves at once."""
+
+    def forget(self) -> None:
+        """Tables have other owners. Every rank must call it."""
+
+
+class NoPrefetch:
+    """Every look-up is made when it is read, every gradient leaves at once."""
+
+    depth = 0
+
+    def begin_loop(self) -> None:
+        pass
+
+    def begin_batch(self, batch: Leaves, last: Leaves) -> None:
+        pass
+
+    def end_loop(self) -> None:
+        pass
+
+    def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
+        return None
+
+    def ride(self, is_idle: bool) -> Rider:
+        return Rider()
+
+    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def begin_push(self) -> None:
+        pass
+
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        return gradients, tickets
+
+    def end_push(self) -> None:
+        pass
+
+    def step(self, stepper: Stepper) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def is_holding(self, table: RowTable) -> bool:
+        return False
+
+    def hold_no_more(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass

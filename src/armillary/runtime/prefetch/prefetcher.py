@@ -1,0 +1,290 @@
+"""Prefetch: what the next batches will look up is asked for beforehand, so that a forward finds its rows there.
+
+Requests are made only right after a round in which every rank said it is idle, so their order is the same everywhere
+(design law 8) whatever ranks do in between. Such a moment is when the loop gets a batch. For a batch b:
+
+    b - 3 begins      what the rank will look up in b is predicted, while rows are on their way
+    b - 2 begins      counts have come with the round itself; ids leave
+    the next round    owners say which of the rows are unchanged: no rank touches them in b - 1  (tables that send rows)
+    b - 1 begins      those rows leave                                                           (tables that send rows)
+    b begins          all other rows leave; they land while the forward runs
+    the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
+    b + 1 begins      gradients of b's rows that are unused now leave, see `delay.py`    (tables that delay gradients)
+
+What leaves at one moment, of whatever tables, is one message to each rank (`joined.py`): ids, early rows; masks go with
+the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in the
+order in which a forward reads, since it waits for them, and the ids go with the first.
+
+A look-up that finds its rows here costs no round. The next idle round says which were found (`seal`), since only
+their gradients may be pushed; one that some ranks predicted in vain is asked for anew by those that made it. Nothing
+depends on a prediction being right: a look-up that was not predicted is made as ever (`look_ups.py`); rows that moved
+after they were sent, because of such a look-up, are sent again, and the table sends none before the step any more.
+
+Bitwise equality with no prefetch rests on this: a row is read after the last step that moves it and before the next,
+and gradients of one rank and table stand in the order of the program. So rows are used only while neither a step nor a
+load has moved the table, and a look-up is served from here only if none of its table was made elsewhere before it in
+this batch.
+
+Source: the idea is BagPipe's (Agarwal et al., SOSP 2023) and EmbRace's (Li et al., ICPP 2022).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.announcement import BITS, MADE, MOVED, PREDICTED
+from armillary.facts.group import LookAhead
+from armillary.runtime.hybrid.flight import Flight, advance_together
+from armillary.runtime.hybrid.prefetch import Rider, Stepper
+from armillary.runtime.hybrid.table import LookUp, RowTable
+from armillary.runtime.prefetch.announcement import Announcement
+from armillary.runtime.prefetch.delay import Delay
+from armillary.runtime.prefetch.predictor import LookupPredictor
+from armillary.runtime.prefetch.prefetched import MASKED, SENT, PrefetchedLookup
+from armillary.runtime.prefetch.row_moves import RowMoves
+from armillary.runtime.transport import Transport
+
+__all__ = ["DEPTH", "Prefetcher"]
+
+DEPTH = 3  # batches that are looked at before they begin; ids go one less ahead
+FEW_BYTES = 128 << 10  # of the rows one rank predicts of a batch: nobody is held up if they travel with others
+
+
+@dataclass(eq=False)
+class BatchLookups:
+    """A batch's predicted look-ups, in one order on all ranks."""
+
+    look_ups: list[PrefetchedLookup] = field(default_factory=list)
+    stamp: tuple[int, ...] = ()  # of the tables when the last rows were read
+    strayed: set[str] = field(default_factory=set)  # tables that were looked up elsewhere first
+    is_closed: bool = False
+    has_few: bool = True  # no rank predicts more than `FEW_BYTES`
+
+    def of(self, table: RowTable) -> list[PrefetchedLookup]:
+        return [one for one in self.look_ups if one.table is table]
+
+
+class Prefetcher:
+    """State of one rank; what `Prefetch` says of each method holds here.
+
+    Args:
+        tables: those of the plan that are pulled, in launch order.
+        kinds: how each of them prefetches, by name; those it does not name do not.
+        delay: of gradients.
+    """
+
+    depth = DEPTH
+
+    def __init__(self, tables: Sequence[RowTable], kinds: Mapping[str, LookAhead], transport: Transport, delay: Delay):
+        named = [table for table in tables if kinds.get(table.name, "none") != "none"]
+        self.tables = named[:PREDICTED][::-1]  # as a forward reads
+        self.names = {table.name for table in self.tables}
+        self.moves = {t.name: RowMoves(t) for t in self.tables if kinds[t.name] in ("rows", "gradients")}
+        self.transport, self.delay = transport, delay
+        self.predictor = LookupPredictor()
+        self.now = BatchLookups()  # the batch in the loop's hands
+        self.coming: list[BatchLookups] = []
+        self.announcement = Announcement(self.tables, transport.place.workers)  # of the batch `DEPTH` after it
+        self.heard = torch.zeros(self.announcement.shape, dtype=torch.float64)  # of every rank, in the last round
+        self.is_told = True  # of what was known when this batch began
+        self.begin_loop()
+        self.is_running = False
+
+    def begin_loop(self) -> None:
+        self._let_go(self.coming)
+        self.announcement.clear()
+        self.upset: set[str] = set()  # tables of which rows moved that had been sent
+        self.predictor.begin()
+        self.is_running = True
+
+    def end_loop(self) -> None:
+        self.is_running = False
+        self._let_go(self.coming)
+        self.announcement.clear()
+        self.now.stamp = ()
+
+    def _let_go(self, batches: Sequence[BatchLookups]) -> None:
+        self.coming = [BatchLookups() for _ in range(DEPTH - 1)]
+        for one in (one for batch in batches for one in batch.look_ups):
+            if one.flight.wait is not None:
+                self.transport.let_go(one.flight.wait)
+
+    def forget(self) -> None:
+        """The ids that went ahead were meant for the old owners. Their answers are not waited for, and the batches they
+        were of are looked up as ever."""
+        self._let_go([self.now, *self.coming])
+        self.now = BatchLookups()
+        for moves in self.moves.values():
+            moves.forget()
+        self.predictor.forget_keys()
+        self.announcement.deal_anew(self.predictor)
+
+    def ride(self, is_idle: bool) -> Rider:
+        columns = self.announcement.columns
+        if is_idle:
+            columns[:, MADE] = sum(1 << one.bit for one in self.now.look_ups if one.is_taken)
+            columns[:, MOVED] = sum(1 << one.bit for one in self.coming[0].look_ups if one.has_moved)
+        return Rider(columns, self._masks())
+
+    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
+        self.heard = columns
+        if read_at:
+            self.delay.see_reads(read_at)
+
+    def begin_batch(self, batch: Callable[[], Sequence[Tensor]], last: Callable[[], Sequence[Tensor]]) -> None:
+        self.delay.arrive()
+        for one in self.now.look_ups:
+            one.unused = None  # it speaks of the batch that comes now
+            if one.is_mine:
+                self.predictor.judge(one.table, one.number, one.is_taken)
+        heard = self.heard.long()
+        moved = reduce(or_, heard[:, MOVED].tolist())
+        for one in self.coming[0].look_ups:
+            one.is_void = bool(moved >> one.bit & 1)
+            self.upset |= {one.table.name} if one.is_void else set()
+        new = self._agree(heard[:, BITS:])
+        self.now = self.coming.pop(0)
+        self._send_late([one.flight for one in new.look_ups])
+        self.coming.append(new)
+        self.delay.leave()
+        self._send_early()
+        self.is_told = False
+        self.predictor.open_batch(batch())
+        self.announcement.predict(self.predictor, last())
+
+    def _agree(self, heard: Tensor) -> BatchLookups:
+        """What each rank predicts of the last batch that is known."""
+        masks, nbytes, *counts = heard.t().tolist()
+        batch = BatchLookups(has_few=max(nbytes) <= FEW_BYTES)
+        wanted = reduce(or_, masks)
+        for bit in range(wanted.bit_length()):
+            if wanted >> bit & 1:
+                planned = tuple(bool(mask >> bit & 1) for mask in masks)
+                batch.look_ups.append(self._prefetched(bit, tuple(counts[bit]), planned))
+        return batch
+
+    def _prefetched(self, bit: int, served: tuple[int, ...], planned: tuple[bool, ...]) -> PrefetchedLookup:
+        table, number = self.tables[bit // self.announcement.each], bit % self.announcement.each
+        keys = self.announcement.wanted.get(bit)
+        if keys is None:
+            keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
+        asked, before = tuple(table.ownership.counts(keys)), self.coming[-1].of(table)
+        under_way = self.coming[-2].of(table) if self.delay.delays(table) else []
+        moves, may_send = self.moves.get(table.name), table.name not in self.upset
+        return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, under_way, moves, may_send)
+
+    def _masks(self) -> list[Flight]:
+        """What the next round takes along, once: of the last batch whose ids have left, which rows are unchanged; of
+        the one before, which are unused next."""
+        masks = self._going(self.coming[-1], MASKED)
+        if not self.is_told:
+            self.is_told = True
+            masks += self._tell(*self.coming[-2:])
+        return masks
+
+    def _tell(self, batch: BatchLookups, after: BatchLookups) -> list[Flight]:
+        """Of every look-up of a batch, which of its rows the one after does not read."""
+        telling = []
+        for one in batch.look_ups:
+            if self.delay.delays(one.table) and (readers := after.of(one.table)):
+                one.unused = Flight(one.tell(readers), one.table.name, 0)
+                telling.append(one.unused)
+        return telling
+
+    def _send_late(self, beginning: Sequence[Flight]) -> None:
+        """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
+        Every request that a look-up needs has been made then; it has only to wait for the last."""
+        while late := [one.flight for one in self.now.look_ups if one.flight.left > 0]:
+            together = [late] if self.now.has_few else [[flight] for flight in late]
+            for flights in together:
+                advance_together([*flights, *beginning], self.transport)
+                beginning = ()
+        advance_together(beginning, self.transport)
+        for one in self.now.look_ups:
+            one.before = one.under_way = ()
+            one.table.pending.append(one.look_up)
+        self.now.stamp = self._stamp()
+
+    def _send_early(self) -> None:
+        """Of the next batch the rows that are unchanged."""
+        advance_together(self._going(self.coming[0], SENT), self.transport)
+        for moves in self.moves.values():
+            moves.forget()
+
+    def _going(self, batch: BatchLookups, left: int) -> list[Flight]:
+        """Look-ups whose rows go early, of those that have more than `left` requests to make."""
+        return [one.flight for one in batch.look_ups if one.goes_early and one.flight.left > left]
+
+    def _stamp(self) -> tuple[int, ...]:
+        """Changes when a step or a load has moved rows."""
+        return (self.transport.step, *(table.shard._version for table in self.tables))
+
+    def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
+        if table.name not in self.names or not self.is_running or self.now.is_closed:
+            return None
+        found = self._find(table, keys)
+        self.predictor.notice(table, keys, found is not None)
+        if found is None:
+            self.now.strayed.add(table.name)
+            return None
+        found.is_taken = True
+        pulled = found.land(self.transport)
+        found.look_up.rows, found.pulled = pulled.rows, pulled._replace(rows=keys[:0])
+        return found.look_up
+
+    def _find(self, table: RowTable, keys: Tensor) -> PrefetchedLookup | None:
+        if table.name in self.now.strayed or self.now.stamp != self._stamp():
+            return None
+        mine = [one for one in self.now.of(table) if one.is_mine]
+        last = max((one.number for one in mine if one.is_taken), default=-1)
+        return next((one for one in mine if one.number > last and torch.equal(one.keys, keys)), None)
+
+    def seal(self) -> None:
+        if self.now.is_closed:
+            return
+        self.now.is_closed = True
+        made = self.heard[:, MADE].long().tolist()
+        for one in self.now.look_ups:
+            ticket, has_come = one.land(self.transport).ticket, tuple(bool(mask >> one.bit & 1) for mask in made)
+            one.pulled = None
+            table = one.table
+            if not any(has_come):
+                table.pending = [look_up for look_up in table.pending if look_up is not one.look_up]
+            elif has_come == one.planned:
+                one.look_up.ticket = ticket
+            else:
+                one.unused = None
+                one.look_up.ticket = self.transport.complete(one.ticket_of(has_come), table.name).ticket
+
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        telling = {one.look_up: one.unused for one in self.now.of(table) if one.unused is not None}
+        unused = [telling[one].land(self.transport) if one in telling else None for one in look_ups]
+        return self.delay.split(table, gradients, tickets, unused)
+
+    def begin_push(self) -> None:
+        self.delay.begin_push()
+
+    def end_push(self) -> None:
+        self.delay.arrive()
+
+    def step(self, stepper: Stepper) -> None:
+        self.delay.step(stepper)
+
+    def join(self) -> None:
+        self.delay.join()
+
+    def finish(self) -> None:
+        self.delay.finish()
+
+    def is_holding(self, table: RowTable) -> bool:
+        return self.delay.is_holding(table)
+
+    def hold_no_more(self) -> None:
+        self.delay.hold_no_more()

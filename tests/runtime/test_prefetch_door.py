@@ -1,0 +1,68 @@
+"""Prefetch stands behind one door: what a rank enters of it is what the plan asks for, and nobody else imports it."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import armillary
+from armillary.facts.plan import Choice
+from armillary.session.attach import attach
+from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+from session.test_look_ahead import ahead_of
+
+ROOT = Path(armillary.__file__).parent
+ROOM = ROOT / "runtime" / "prefetch"
+DELAY = {"delayed_gradients.py", "catch_up_step.py"}
+MAY_IMPORT = {"session/prefetch.py"}  # who picks the kind
+
+
+def entered(rank, workers, kind):
+    """Files of the room of which a function was called in attach, a loop of nine batches, a save of rows and close."""
+    found = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == ROOM:
+            found.add(path.name)
+
+    model = Mixed()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    plan = ahead_of(plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce")), kind)
+    sys.setprofile(note)
+    try:
+        run = attach(plan, model, optimizer)
+        for batch in run.batches([batch_of(rank, step) for step in range(9)]):
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        run.export()
+        run.close()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["none", "ids", "rows", "gradients"])
+def test_a_rank_enters_what_its_plan_asks_for(crew, kind):
+    every = {path.name for path in ROOM.glob("*.py")} - {"__init__.py"}
+    leaves_out = {"none": every, "ids": DELAY | {"row_moves.py"}, "rows": DELAY, "gradients": {"delay.py"}}
+    assert [every - found for found in crew(2).run(entered, kind)] == [leaves_out[kind]] * 2
+
+
+def imports_of(path):
+    return {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+
+
+def test_only_who_picks_the_kind_imports_the_room():
+    outside = [path for path in ROOT.rglob("*.py") if path.parent != ROOM]
+    room = "armillary.runtime.prefetch."
+    found = {path.relative_to(ROOT).as_posix() for path in outside if any(m.startswith(room) for m in imports_of(path))}
+    assert found == MAY_IMPORT
+
+
+def test_the_richest_kind_is_imported_by_nobody_inside_the_room():
+    richest = {f"armillary.runtime.prefetch.{name.removesuffix('.py')}" for name in DELAY}
+    inside = [path for path in ROOM.glob("*.py") if path.name not in DELAY]
+    assert not any(imports_of(path) & richest for path in inside)
