@@ -139,3 +139,41 @@ def test_every_public_call_stands_in_the_table_of_collective_calls():
     public = {f"run.{name}" for name in vars(armillary.Run) if not name.startswith("_")} - {"run.plan", "run.rank"}
     for name in public - {"run.workers"}:
         assert f"`{name}`" in text, name
+
+
+SHORT = {"docs/design.md": 3000, "README.md": 700}  # at most so many words
+LONGEST = 30  # words of a sentence
+
+
+def sentences(text):
+    """Of paragraphs, items and cells of tables; without code. A colon or semicolon ends none."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(#.*|\|?[-| :]+\|?)$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"\n\s*(?:[*-]|\d+\.)\s|\n\s*\n|\s\|\s|^\||\|$", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", text)
+    parts = re.split(r"\n\n+|[.!?][*)\"]*(?=\s)", text)
+    return [found for part in parts if (found := re.findall(r"[\w'%/-]*\w[\w'%/-]*", part))]
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_the_design_and_the_readme_stay_short_and_so_do_their_sentences(page):
+    text = (ROOT / page).read_text()
+    words = sum(bool(re.search(r"\w", word)) for word in text.split())
+    assert words <= SHORT[page], f"{page} has {words} words; want at most {SHORT[page]}: move something to another page"
+    long = [" ".join(found) for found in sentences(text) if len(found) > LONGEST]
+    assert not long, f"{page}: sentences of more than {LONGEST} words:\n" + "\n".join(long)
+
+
+def test_sentences_are_told_apart():
+    text = "# A title\n\nOne, two: three. **Four five.**\n\n* six\n* six `x y`\n\n| 10 | 11 |\n| --- | --- |\n"
+    assert [len(found) for found in sentences(text)] == [3, 2, 1, 2, 1, 1]
+
+
+def test_every_method_has_its_page():
+    """One more method is one more page, and a row in the table of methods."""
+    table = PAGES["methods/index.md"]
+    pages = "\n".join(text for page, text in PAGES.items() if page.startswith("methods/") and "index" not in page)
+    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *REMEDIES.all()}
+    missing = {name for name in shelves if f"`{name}`" not in table or not re.search(rf"`[^`]*\b{name}\b", pages)}
+    assert not missing, f"no page under docs/methods, or no row in its index: {sorted(missing)}"
