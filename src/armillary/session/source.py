@@ -9,7 +9,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class Source(Generic[Batch]):
                 "run.batches: the loader wrote into a batch it had given before, which the loop still needs; give "
                 "fresh tensors, or set look_ahead='none' in the plan's groups"
             )
-        if not _alike(before, _random_states()):
+        if not before.are(_random_states()):
             self.depth, number = 0, self.drawn + len(self.early) - 1
             warnings.warn(
                 f"run.batches: the loader drew from a global random state for its batch {number}, "
@@ -95,7 +95,7 @@ class Source(Generic[Batch]):
         held = leaves(list(self.given))
         before, copies = _random_states(), [leaf.clone() for leaf in held]
         batch = next(self.source, None)
-        is_quiet = _alike(before, _random_states())
+        is_quiet = before.are(_random_states())
         if not is_quiet or not all(torch.equal(leaf, copy) for leaf, copy in zip(held, copies, strict=True)):
             self.depth = 0
         return batch
@@ -112,14 +112,22 @@ def leaves(batch: Any) -> list[Tensor]:
     return []
 
 
-def _random_states() -> tuple[Tensor, Any, Any]:
-    return torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)["state"]
+class _RandomStates(NamedTuple):
+    """Of the generators that everybody shares."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+
+    def are(self, other: "_RandomStates") -> bool:
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and self.numpy["pos"] == other.numpy["pos"]
+            and self.numpy["key"].tobytes() == other.numpy["key"].tobytes()
+        )
 
 
-def _alike(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    return (
-        torch.equal(one[0], other[0])
-        and one[1] == other[1]
-        and one[2]["pos"] == other[2]["pos"]
-        and one[2]["key"].tobytes() == other[2]["key"].tobytes()
-    )
+def _random_states() -> _RandomStates:
+    state = np.random.get_state(legacy=False)["state"]
+    return _RandomStates(torch.default_generator.get_state(), random.getstate(), state)

@@ -17,7 +17,7 @@ from armillary.reference.serial import train_step
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["ROUNDING", "Truth", "departs", "one_process", "replicas", "seeded_loss"]
+__all__ = ["ROUNDING", "SeededBatch", "Truth", "departs", "one_process", "replicas", "seeded_loss"]
 
 ROUNDING = 1e-12  # a gradient this small beside the largest one is zero but for rounding
 
@@ -67,16 +67,24 @@ def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
     return Truth(tuple(map(_values, found.models)), _quiet(norms, found.models[0]))
 
 
-def seeded_loss(workload: Workload, model: nn.Module, seeded: tuple[int, Batch]) -> Tensor:
-    torch.manual_seed(seeded[0])
-    return workload.loss(model, seeded[1])
+class SeededBatch(NamedTuple):
+    """seed: of the random stream that its forward draws from."""
+
+    seed: int
+    batch: Batch
 
 
-def _batches(workload: Workload, workers: int, steps: int, seed: int) -> Sequence[list[tuple[int, Batch]]]:
+def seeded_loss(workload: Workload, model: nn.Module, seeded: SeededBatch) -> Tensor:
+    torch.manual_seed(seeded.seed)
+    return workload.loss(model, seeded.batch)
+
+
+def _batches(workload: Workload, workers: int, steps: int, seed: int) -> Sequence[list[SeededBatch]]:
     """By step and worker, each with the seed of its random stream."""
     feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
     return [
-        [(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)] for step in range(steps)
+        [SeededBatch(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
+        for step in range(steps)
     ]
 
 

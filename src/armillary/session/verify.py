@@ -28,7 +28,7 @@ from armillary.session.in_double import InDouble
 from armillary.session.mechanisms import Acts, acts_of, hurried, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
-from armillary.session.truths import Truth, departs, one_process, replicas, seeded_loss
+from armillary.session.truths import SeededBatch, Truth, departs, one_process, replicas, seeded_loss
 from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.verify_schedule import verify_schedule
 from armillary.session.workload import Workload
@@ -145,7 +145,7 @@ def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> _Trained:
     most, taken = max(steps, min(LONGER * steps, workload.steps)), 0
     for step, batch in enumerate(islice(feed, most)):
         optimizer.zero_grad(set_to_none=True)
-        seeded_loss(workload, model, (stream_seed(seed, step, run.rank), batch)).backward()
+        seeded_loss(workload, model, SeededBatch(stream_seed(seed, step, run.rank), batch)).backward()
         optimizer.step()
         taken = step + 1
         if taken >= steps:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.schedules.balance import Cost, balanced
 
-__all__ = ["Cost", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model", "tie_complaint"]
+__all__ = [
+    "ChainModule", "Cost", "ParameterUse", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model",
+    "tie_complaint",
+]  # fmt: skip
 
-Link = tuple[str, nn.Module]  # path in the model, module
+
+class ChainModule(NamedTuple):
+    """One module of a chain. path: in the model."""
+
+    path: str
+    module: nn.Module
+
+
+class ParameterUse(NamedTuple):
+    """A parameter in one of the stages that hold it. name: the model's."""
+
+    stage: int
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +52,7 @@ class Stage:
     names: Mapping[str, str]
 
 
-def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[Link]:
+def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[ChainModule]:
     """The modules a model applies one after the other.
 
     Args:
@@ -52,7 +67,7 @@ def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[Link]:
             f"stages: a {type(model).__name__} is no nn.Sequential; name the modules its forward applies in order, "
             f"for example paths={[name for name, _ in model.named_children()]}, or cut it by tracing"
         )
-    found: list[Link] = []
+    found: list[ChainModule] = []
     for path in paths or [name for name, _ in model.named_children()]:
         found += _members(path, _at(model, path), nested=not paths)
     inside = {id(parameter) for _, module in found for parameter in module.parameters()}
@@ -62,7 +77,7 @@ def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[Link]:
     return found
 
 
-def costs(links: Sequence[Link], value: Any) -> list[Cost]:
+def costs(links: Sequence[ChainModule], value: Any) -> list[Cost]:
     """Forward and backward cost of every link, counted on one value; the same on every machine.
 
     Floating-point operations of matrix products, convolutions and attention, plus one per number that comes out, so
@@ -86,7 +101,7 @@ def costs(links: Sequence[Link], value: Any) -> list[Cost]:
     return found
 
 
-def cut(model: nn.Module, links: Sequence[Link], points: Sequence[int]) -> list[Stage]:
+def cut(model: nn.Module, links: Sequence[ChainModule], points: Sequence[int]) -> list[Stage]:
     """Stages of a chain, a new one beginning at each of `points` (positions in `links`, rising, none of them 0).
 
     Raises:
@@ -114,20 +129,20 @@ def refuse_ties(stages: Sequence[Stage]) -> None:
     Raises:
         ValueError: two stages share a parameter; they would read it at different ages and update it at different times.
     """
-    owner: dict[int, tuple[int, str]] = {}
+    owner: dict[int, ParameterUse] = {}
     for stage in stages:
         for local, parameter in stage.module.named_parameters():
-            here = (stage.index, stage.names[local])
+            here = ParameterUse(stage.index, stage.names[local])
             first = owner.setdefault(id(parameter), here)
-            if first[0] != stage.index:
+            if first.stage != stage.index:
                 raise ValueError(tie_complaint(first, here))
 
 
-def tie_complaint(first: tuple[int, str], second: tuple[int, str]) -> str:
-    """Why two stages, each with its name of the parameter, may not share it."""
+def tie_complaint(first: ParameterUse, second: ParameterUse) -> str:
+    """Why two stages may not share a parameter."""
     return (
-        f"stages: {first[1]} of stage {first[0]} and {second[1]} of stage {second[0]} are one parameter; its two uses "
-        f"would see weights of different age. Cut so that both are in one stage, or untie them"
+        f"stages: {first.name} of stage {first.stage} and {second.name} of stage {second.stage} are one parameter; "
+        f"its two uses would see weights of different age. Cut so that both are in one stage, or untie them"
     )
 
 
@@ -163,12 +178,16 @@ def _at(model: nn.Module, path: str) -> nn.Module:
         raise ValueError(f"stages: {type(model).__name__} has no module {path!r}: {missing}") from None
 
 
-def _members(path: str, module: nn.Module, nested: bool) -> list[Link]:
+def _members(path: str, module: nn.Module, nested: bool) -> list[ChainModule]:
     """A list stands for its members; inside an `nn.Sequential` model, nested ones are opened all the way down."""
     if not isinstance(module, nn.Sequential | nn.ModuleList):
-        return [(path, module)]
-    members = [(f"{path}.{name}", member) for name, member in module.named_children()]
-    return [link for name, member in members for link in (_members(name, member, True) if nested else [(name, member)])]
+        return [ChainModule(path, module)]
+    members = [ChainModule(f"{path}.{name}", member) for name, member in module.named_children()]
+    return [
+        link
+        for name, member in members
+        for link in (_members(name, member, True) if nested else [ChainModule(name, member)])
+    ]
 
 
 def _leaf(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from armillary.runtime.cut.stages import Stage, refuse_ties, tie_complaint
+from armillary.runtime.cut.stages import ParameterUse, Stage, refuse_ties, tie_complaint
 
 __all__ = ["cut_traced"]
 
@@ -99,14 +99,14 @@ def _refuse_copies(model: nn.Module, parts: Sequence[nn.Module]) -> None:
     """
     known = dict(model.named_parameters(remove_duplicate=False))
     own = {id(parameter) for parameter in known.values()}
-    first: dict[int, tuple[int, str]] = {}
+    first: dict[int, ParameterUse] = {}
     for index, part in enumerate(parts):
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if id(parameter) in own:
                 continue
-            here = first.setdefault(id(known[name]), (index, name))
-            if here[0] != index:
-                raise ValueError(tie_complaint(here, (index, name)))
+            here = first.setdefault(id(known[name]), ParameterUse(index, name))
+            if here.stage != index:
+                raise ValueError(tie_complaint(here, ParameterUse(index, name)))
 
 
 def _stages(model: nn.Module, whole: Any) -> list[Stage]:

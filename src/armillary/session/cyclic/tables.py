@@ -25,6 +25,7 @@ from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.rows import refuse_rows
 from armillary.session.misfit import row_complaints
 from armillary.session.tables import make_table, put_handle
+from armillary.session.train_job import TrainJob
 
 __all__ = ["RunTables", "look_up_orders", "make_tables", "table_complaints", "table_groups"]
 
@@ -90,10 +91,11 @@ def look_up_orders(stages: Sequence[Stage], names: Sequence[str], model: nn.Modu
 
 def make_tables(
     plan: Plan,
-    training: tuple[nn.Module, Optimizer],
+    job: TrainJob,
     orders: Sequence[Sequence[str]],
     divisor: int,
-    connection: tuple[Transport, Requests],
+    transport: Transport,
+    requests: Requests,
 ) -> RunTables:
     """Takes a plan's tables out of model and optimizer; every rank keeps the rows it owns.
 
@@ -103,12 +105,11 @@ def make_tables(
     Raises:
         ValueError: ranks would look tables up in different orders.
     """
-    (model, optimizer), (transport, requests) = training, connection
     groups = table_groups(plan)
     if not groups:
         return RunTables()
     _refuse_other_orders(orders, transport)
-    named = dict(model.named_parameters())
+    named, optimizer = dict(job.model.named_parameters()), job.optimizer
     owned: dict[int, list[OwnedTable]] = {}
     by_name: dict[str, RowTable] = {}
     held: dict[str, Held] = {}

@@ -44,7 +44,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)
     input_of = TracedInput(split, value).input_of if is_traced else split.input_of
     divisor = options.total(transport.place.workers)
-    tables = make_tables(plan, (job.model, job.optimizer), orders, divisor, (transport, channel))
+    tables = make_tables(plan, job, orders, divisor, transport, channel)
     course = Course(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
         remedies=options.built_remedies(), objectives=options.method.objectives(options),
