@@ -22,6 +22,12 @@ __all__ = [
 # The panels of --help.
 WORKLOAD, PLAN, SCHEDULE, RUN, OUTPUT = "Workload", "Plan", "Schedule", "Run", "Output"
 
+
+def _many(option: str, metavar: str, text: str, panel: str = PLAN) -> Any:
+    """An option that may be given again and again."""
+    return typer.Option(option, metavar=metavar, help=f"{text} Repeatable.", rich_help_panel=panel)
+
+
 WorkloadName = Annotated[
     str,
     typer.Argument(
@@ -30,12 +36,7 @@ WorkloadName = Annotated[
         autocompletion=lambda: list(built_in()),
     ),
 ]
-Set = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set an option of the workload. Repeatable.", rich_help_panel=WORKLOAD
-    ),
-]
+Set = Annotated[list[str], _many("--set", "KEY=VALUE", "Set an option of the workload.", WORKLOAD)]
 IsSmall = Annotated[
     bool,
     typer.Option(
@@ -63,36 +64,13 @@ Data = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed for initial values, data order and dropout.", rich_help_panel=WORKLOAD)]
 
 Lazy = Annotated[
-    list[str],
-    typer.Option(
-        metavar="PATTERN",
-        help="Update only the touched rows of these tables: less memory, NOT exact. Repeatable.",
-        rich_help_panel=PLAN,
-    ),
+    list[str], _many("--lazy", "PATTERN", "Update only the touched rows of these tables: less memory, NOT exact.")
 ]
-Replicate = Annotated[
-    list[str],
-    typer.Option(
-        metavar="PATTERN", help="Keep these parameters whole on every worker. Repeatable.", rich_help_panel=PLAN
-    ),
-]
-Allow = Annotated[
-    list[str],
-    typer.Option(
-        metavar="DEPARTURE",
-        help="Let the plan choose among ways that are NOT exact: lossy (rounded or thinned gradients). Repeatable.",
-        rich_help_panel=PLAN,
-    ),
-]
-Exchanges = Annotated[
-    list[str],
-    typer.Option(
-        "--exchange",
-        metavar="CHOICE=PATTERN",
-        help="Send these parameters by this exchange, for example 'owned_rows(owners=2)=emb.*'. Repeatable.",
-        rich_help_panel=PLAN,
-    ),
-]
+Replicate = Annotated[list[str], _many("--replicate", "PATTERN", "Keep these parameters whole on every worker.")]
+ALLOWED = "Let the plan choose among ways that are NOT exact: lossy (rounded or thinned gradients)."
+Allow = Annotated[list[str], _many("--allow", "DEPARTURE", ALLOWED)]
+EXCHANGED = "Send these parameters by this exchange, for example 'owned_rows(owners=2)=emb.*'."
+Exchanges = Annotated[list[str], _many("--exchange", "CHOICE=PATTERN", EXCHANGED)]
 PlanFile = Annotated[
     Path | None,
     typer.Option(
