@@ -50,10 +50,10 @@ def on_the_link(simulation):
 
 
 def test_rows_that_stay_put_travel_while_the_step_before_computes():
-    """Rounds 56 B and an outlook of 48 B each; ids 200 B, masks 50 B, rows 80 B late and 120 B early; gradients 200 B.
-    Without look-ahead the processor waits for a header, 56 B, and for ids and rows, 400 B."""
+    """Rounds 40 B, announcements 64 B each; ids 200 B, masks 50 B, rows 80 B late and 120 B early; gradients 200 B.
+    Without look-ahead the processor waits for a header, 40 B, and for ids and rows, 400 B."""
     made, _, case = scene(first_seconds=500.0)
-    assert simulate(made, case).step_seconds == pytest.approx(1526.0)
+    assert simulate(made, case).step_seconds == pytest.approx(1494.0)
     found = simulate(sending_rows(made, case), case)
     assert on_the_link(found) == [
         ("look-ups", "pull", 0.0, 104.0),

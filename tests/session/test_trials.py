@@ -179,14 +179,14 @@ def test_a_rank_without_a_batch_is_named_on_every_rank(crew):
     )
 
 
-def decided(rank, workers, look_ahead):
+def decided(rank, workers, times_prefetch):
     subject = subject_of(find("language_model", small("language_model")), 0)
-    return decide(subject, Wishes(trials=2, look_ahead=look_ahead)).plan
+    return decide(subject, Wishes(trials=2, times_prefetch=times_prefetch)).plan
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_every_rank_decides_for_the_same_timed_plan(crew, look_ahead):
+@pytest.mark.parametrize("times_prefetch", [False, True])
+def test_every_rank_decides_for_the_same_timed_plan(crew, times_prefetch):
     """Among them is one that looks ahead, if the loop lets it."""
-    first, second = crew(2).run(decided, look_ahead)
+    first, second = crew(2).run(decided, times_prefetch)
     assert first == second and "timed in this job" in first.notes[-1]
-    assert (AHEAD in first.notes[-1]) == look_ahead
+    assert (AHEAD in first.notes[-1]) == times_prefetch

@@ -56,7 +56,7 @@ class Wishes:
         schedule, mean: of the plan to make.
         trials: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
-        look_ahead: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
+        times_prefetch: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
         prefetch: whether the plan shall look ahead where none are timed; None: by price.
         steps_by_run, micro_batches, allow, rule: as in `plan`; what the rule searches is timed in this job.
     """
@@ -69,7 +69,7 @@ class Wishes:
     schedule: Choice = SIMULTANEOUS
     mean: Mean = "workers"
     trials: int = 0
-    look_ahead: bool = False
+    times_prefetch: bool = False
     prefetch: bool | None = False
     steps_by_run: bool = False
     micro_batches: int | None = None
@@ -178,7 +178,7 @@ def _planned(
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
     case = Case(found, topology, taken)
-    if wishes.look_ahead or wishes.prefetch is not False:
+    if wishes.times_prefetch or wishes.prefetch is not False:
         plans = with_look_ahead(plans, case)
     timed = at_once(best(plans, case, wishes.trials), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}

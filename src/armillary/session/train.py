@@ -54,7 +54,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
     subject, settings = subject_of(workload, settings.seed), as_before(settings)
-    decided = decide(subject, replace(settings.wishes, look_ahead=not settings.wishes.owns_loop))
+    decided = decide(subject, replace(settings.wishes, times_prefetch=not settings.wishes.owns_loop))
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(
         decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
