@@ -23,7 +23,7 @@ from armillary.session.feed import Feed, stream_seed
 from armillary.session.foresight.gap import knots
 from armillary.session.foresight.twin_plans import Asked, Both, Losses
 from armillary.session.source import leaves
-from armillary.session.truths import seeded_loss
+from armillary.session.truths import SeededBatch, seeded_loss
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["HELD_OUT", "Told", "Trained", "trained"]
@@ -59,7 +59,7 @@ def trained(workload: Workload, both: Both, asked: Asked, seed: int, held_out: S
     def optimizer(mine: nn.Module) -> Optimizer:
         return workload.optimizer(mine.parameters())
 
-    def loss(net: nn.Module, batch: tuple[int, Batch]) -> Tensor:
+    def loss(net: nn.Module, batch: SeededBatch) -> Tensor:
         return seeded_loss(workload, net, batch)
 
     sides = (Replicas(model, optimizer, workers, ()), Replicas(model, optimizer, workers, both.departing, answer))
@@ -73,7 +73,7 @@ def trained(workload: Workload, both: Both, asked: Asked, seed: int, held_out: S
             told(Trained(seed, step, losses[0][-1], losses[1][-1]))
         if step == asked.steps:
             break
-        batches = [(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
+        batches = [SeededBatch(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
         versions = _versions(batches)
         for side in sides:
             side.step(batches, loss)
@@ -93,7 +93,8 @@ def _judged(workload: Workload, side: Replicas, held_out: Sequence[Batch]) -> fl
             for name, value in side.consensus().items():
                 shown.get_parameter(name).copy_(value)
     with evaluating(shown), torch.no_grad():
-        losses = [float(seeded_loss(workload, shown, (place, batch))) for place, batch in enumerate(held_out)]
+        seeded = [SeededBatch(place, batch) for place, batch in enumerate(held_out)]
+        losses = [float(seeded_loss(workload, shown, one)) for one in seeded]
     return sum(losses) / len(losses)
 
 
@@ -113,5 +114,5 @@ class _Lockstep:
         return [result for result, _ in moved], [state for _, state in moved]
 
 
-def _versions(batches: Sequence[tuple[int, Batch]]) -> list[int]:
+def _versions(batches: Sequence[SeededBatch]) -> list[int]:
     return [leaf._version for leaf in leaves([batch for _, batch in batches]) if not leaf.is_inference()]
