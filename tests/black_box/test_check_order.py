@@ -4,11 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from plain_loop import apart
+from plain_loop import apart, state_of, train
 from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
 from test_schedules import SEED, SHAPES, plan_of, schedule, steps_of, truth
 
 import face
+from armillary.facts.collectives import summed
 from armillary.schedules.lowering import Lowering
 
 
@@ -74,3 +75,50 @@ def test_a_receiver_that_takes_micro_batches_in_another_order_is_told_who_sent_w
         in error
     )
     assert "rank 1 wants #1 length of the form of activation of stage 0 (step 0, micro-batch 1)" in error
+
+
+class Narrow(torch.nn.Module):
+    """In another dtype than what is around it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, value):
+        return self.inner(value.float()).to(value)
+
+
+def of_two_dtypes():
+    return torch.nn.Sequential(*chain()[:2], Narrow(), *chain()[2:])
+
+
+def trained_of_two_dtypes(rank, world, plans):
+    """Of every plan, the weights; between the steps all ranks ask for something together."""
+    found = []
+    for plan in plans:
+        model = of_two_dtypes()
+        run = face.start(
+            plan, model, OPTIMIZERS["momentum"](model.parameters()), pair_loss, pair_batch(0, 0), check_order=True
+        )
+        with leaving(run):
+            for batches in steps_of(world // 2, 2):
+                face.step(run, face.own(run, batches))
+                run.run._transport.complete(summed(torch.ones(1)), "of all")
+        found.append(face.weights(run))
+        face.close(run)
+    return found
+
+
+def test_a_stage_of_two_dtypes_on_several_replicas_is_no_false_alarm(crew):
+    """Its ranks make more requests than those of the other stage."""
+    for processes, limit in ((4, 0.0), (6, 1e-6)):
+        batches = [pair_batch(0, number) for number in range(processes)]
+        plan = face.plan_for(
+            of_two_dtypes(), pair_loss, batches, processes, schedule="gpipe(stages=2, micro_batches=1)"
+        )
+        assert len(plan.groups) == 3 and {len(group.parameters) for group in plan.groups} == {2, 4}
+        model = of_two_dtypes()
+        train(model, OPTIMIZERS["momentum"](model.parameters()), pair_loss, steps_of(processes // 2, 2))
+        for (got,) in crew(processes).run(trained_of_two_dtypes, [plan]):
+            assert max(apart(got, state_of(model)).values(), default=0.0) <= limit

@@ -166,7 +166,7 @@ def test_wishes_that_a_staged_plan_cannot_grant_are_refused():
             plan(chain_of((1, 1)), machines(2), schedule=late, **wish)
     for wish, words in (
         ({"lazy": ["a.weight"]}, "can be lazy under this schedule only if kept by row"),
-        ({"constraints": {"a.weight": "replicated"}}, "can only ask for rows with owners"),
+        ({"constraints": {"a.weight": "replicated"}}, "so no exchange takes part: drop it, or take accumulation"),
         ({"constraints": {"a.weight": "row_sharded"}}, "cannot be row_sharded"),
         ({"mean": "weights"}, "mean have no effect"),
     ):

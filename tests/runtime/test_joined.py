@@ -72,9 +72,9 @@ def carry(rank, world, check_order):
     ]
     one = Transport(1, check_order)
     one.recording = True
-    before = one.sequence
+    before = one.counts["world"]
     waits = one.start_together(asked)
-    made = one.sequence - before
+    made = one.counts["world"] - before
     answers = [wait() for wait in reversed(waits)][::-1]
     mixed = [wait() for wait in one.start_together([*asked[:1], (AllReduce(torch.ones(2)), "sum")])]
     records = one.take_records()

@@ -153,7 +153,7 @@ def test_a_backward_that_a_letter_follows_keeps_its_groups_until_that_is_gone():
     """Of a pipeline, every stage but the first; no group leaves before it is released, whatever is there."""
 
     def order_of(rank):
-        made = Lowering(gpipe(2, 2), rank, range(2), replicas=2)
+        made = Lowering(gpipe(2, 2), rank, range(2), reduces=True)
         return [one.op for one in made.next_step() if one.op in ("B", "REDUCE", "SEND")]
 
     assert order_of(0)[-2:] == ["REDUCE", "B"] and order_of(1)[-3:] == ["B", "SEND", "REDUCE"]

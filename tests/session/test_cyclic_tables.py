@@ -314,7 +314,7 @@ def test_a_version_that_is_not_there_is_never_served():
         (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
         (pipeline(1, remedies=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
         (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
-        (one_device(), {"wishes": {"0.marks": "replicated"}}, "can only ask for rows with owners"),
+        (one_device(), {"wishes": {"0.marks": "gather_rows"}}, "goes by row to owners, or whole"),
         (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under this schedule only if kept by row"),
     ],
 )

@@ -14,14 +14,14 @@ matched.
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Message", "Program", "Receive", "Request", "Scope", "Send", "gathered",
-    "members", "sent_bytes", "summed",
+    "AllGather", "AllReduce", "AllToAll", "Message", "Program", "Receive", "Request", "Scope", "Send", "alone",
+    "along", "gathered", "members", "sent_bytes", "summed",
 ]  # fmt: skip
 
 Scope = Literal["world", "node", "rail", "data"]
@@ -129,6 +129,26 @@ def gathered(tensor: Tensor) -> Program[Tensor]:
     """Every rank's, (ranks, *tensor.shape)."""
     everyones: Tensor = yield AllGather(tensor)
     return everyones
+
+
+def along(program: Program[Result], axis: Scope) -> Program[Result]:
+    """The same program among the ranks of an axis, each of which is a node by itself."""
+    answer: Any = None
+    while True:
+        try:
+            request = program.send(answer)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        if request.scope == "node":
+            answer = alone(request)
+        else:
+            answer = yield replace(request, scope=axis)
+
+
+def alone(request: Request) -> Tensor:
+    """The answer where no other rank is asked."""
+    return request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
 
 
 def sent_bytes(request: Request | Message, ranks: int, rank: int) -> float:

@@ -34,9 +34,9 @@ from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.rule import PRICE, refuse_with_rule
-from armillary.planning.savings import with_savings
+from armillary.planning.savings import with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
-from armillary.planning.staged_tables import wished_tables
+from armillary.planning.staged_wishes import staged_wishes
 from armillary.planning.uncut_plan import plan_uncut
 from armillary.schedules.registry import SCHEDULES, owns_loop, read
 
@@ -94,7 +94,8 @@ def plan(
         by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
         _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers", "allow": list(allow)})
         if is_cut:
-            return with_expected(plan_staged(case, schedule, wished_tables(case, constraints, lazy)), case)
+            asked = staged_wishes(case, schedule, constraints, lazy)
+            return with_expected(with_taken(plan_staged(case, schedule, *asked)), case)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     if rule != PRICE:

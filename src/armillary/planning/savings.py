@@ -20,7 +20,7 @@ from armillary.planning.fitting import held_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate
 
-__all__ = ["with_savings"]
+__all__ = ["with_savings", "with_taken"]
 
 WORTH_SAYING = 1.15
 CLOSE = 1.05  # times the quickest step: what is milder is worth that much
@@ -48,10 +48,19 @@ def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) ->
     if taken is not None:
         plan = taken.plan
         said.append(f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}")
-    said += [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
+    said += _said_of_taken(plan)
     for departs in dict.fromkeys(way.departs for way in ways if taken is None):
         said.append(_note([way for way in ways if way.departs == departs], now))
     return replace(plan, notes=(*plan.notes, *said)) if said else plan
+
+
+def with_taken(plan: Plan) -> Plan:
+    """The plan with what is not exact about its exchanges."""
+    return replace(plan, notes=(*plan.notes, *_said_of_taken(plan)))
+
+
+def _said_of_taken(plan: Plan) -> list[str]:
+    return [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
 
 
 def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
@@ -91,8 +100,9 @@ def _taken(plan: Plan) -> list[Choice]:
     """What departs, each once."""
     entries, found = dense_exchanges(), list[Choice]()
     for group in plan.groups:
-        if group.own_exchange.name in entries and group.departures and group.own_exchange not in found:
-            found.append(group.own_exchange)
+        choice = group.exchange
+        if choice is not None and choice.name in entries and entries[choice.name].departs and choice not in found:
+            found.append(choice)
     return found
 
 

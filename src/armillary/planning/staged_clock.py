@@ -19,7 +19,7 @@ from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import Clock, Flight, Lane, Request, Span
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
-from armillary.planning.staged_tables import reduced_bytes, team_traffic
+from armillary.planning.stage_groups import crossing
 from armillary.schedules.instruction import Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import NORM_BYTES
@@ -103,7 +103,7 @@ class _Play:
             rank,
             self._played if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
-            replicas=self.replicas,
+            reduces=self.replicas > 1,
             one_queue=self.case.topology.backend != "gloo",
         )
         program, ends = list[Instruction](), list[int]()
@@ -198,7 +198,9 @@ class _Play:
             if not set(waiting).isdisjoint(group.parameters):
                 return
             facts = [self.case.profile.parameter(name) for name in group.parameters]
-            sent, seconds = team_traffic(reduced_bytes(facts), self.replicas, self.case.topology)
+            crossed = crossing(facts, group.own_exchange, self.options, self.case)
+            sent, seconds = crossed.sent_bytes, crossed.link_seconds
+            clock.work(group.name, "pack", crossed.processor_seconds)
             launch = clock.now_seconds
             is_inside = self.case.topology.nodes == 1
             request = Request(sent, seconds * is_inside, seconds * (not is_inside))

@@ -18,10 +18,9 @@ from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
-from armillary.planning.buckets import buckets, default_limits
-from armillary.planning.parallax import PLAIN
 from armillary.planning.pricing import Case, fill_seconds
-from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced_bytes, table_groups, team_traffic
+from armillary.planning.stage_groups import NO_WAYS, Part, Ways, crossing, departures_of, parts_of_stage
+from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
 from armillary.schedules.messages import NORM_BYTES
@@ -52,11 +51,12 @@ class _Subject:
     tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
 
 
-def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABLES) -> Plan:
+def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABLES, ways: Ways = NO_WAYS) -> Plan:
     """
     Args:
         choice: a schedule that cuts the model, with options if wanted (`ScheduleOptions`).
         wished: the tables to keep by row, by name.
+        ways: dense exchanges that are asked for, by parameter.
 
     Raises:
         ValueError: options that do not go together, a cut that is no stage of the profile, or too few modules.
@@ -67,7 +67,11 @@ def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
     subject = _subject(case, options, wished)
     options = subject.options
     running, seconds = profile.running, [stage.seconds for stage in subject.stages]
-    groups = tuple(group for j in range(options.stages) for group in _groups(j, subject, wished, case))
+    groups = tuple(
+        group
+        for j in range(options.stages)
+        for group in (*_by_row(j, subject, wished, case), *_dense(j, subject, ways, case))
+    )
     return Plan(
         mesh=options.mesh(topology.workers),
         groups=groups,
@@ -121,25 +125,28 @@ def _held(subject: _Subject, case: Case) -> Iterator[float]:
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
-def _groups(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -> Iterator[Group]:
-    options, facts = subject.options, subject.parameters[j]
-    yield from table_groups(TablePlan(j, options, subject.schedule, case), subject.tables[j], wished)
-    if not facts:
-        return
+def _by_row(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -> list[Group]:
+    return table_groups(TablePlan(j, subject.options, subject.schedule, case), subject.tables[j], wished)
+
+
+def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]:
+    """The first of them is charged with what the schedule's own messages carry."""
+    options, load, schedule = subject.options, subject.stages[j], subject.schedule
     layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
-    replicas = options.replicas(case.topology.workers)
-    parts = buckets(facts, default_limits(case.topology.backend)) if replicas > 1 else [facts]
+    parts = parts_of_stage(subject.parameters[j], options, case.topology, ways)
+    count = sum(len(part.facts) for part in parts)
     for place, part in enumerate(parts):
+        forecast = _forecast(j, part, subject, case)
+        departures = ("stale",) * (schedule.stale_share > 0) + ("uncoupled",) * bool(schedule.uncoupled)
         yield Group(
             name=f"stage {j}" + (f", bucket {place}" if len(parts) > 1 else ""),
-            parameters=tuple(fact.name for fact in part),
+            parameters=tuple(fact.name for fact in part.facts),
             layout=layout,
-            exchange=PLAIN["replicated"] if options.method.is_side_by_side or replicas > 1 else None,
+            exchange=part.exchange,
             stage=j,
-            departures=("stale",) * (subject.schedule.stale_share > 0)
-            + ("uncoupled",) * bool(subject.schedule.uncoupled),
-            forecast=_forecast(j, subject, part, case) + (Forecast() if place else _passed(j, subject, case)),
-            reason=f"from {subject.stages[j].first}" + (f" to {subject.stages[j].last}" if len(facts) > 1 else ""),
+            departures=(*departures, *departures_of(part.exchange)),
+            forecast=forecast if place else forecast + _passed(j, subject, case),
+            reason=f"from {load.first}" + (f" to {load.last}" if count > 1 else ""),
         )
 
 
@@ -233,15 +240,16 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
     )
 
 
-def _forecast(j: int, subject: _Subject, part: Sequence[ParameterFact], case: Case) -> Forecast:
-    """Of some parameters of a stage: mean over workers. Memory: the working copy, an older version where one is read,
-    gradient, state. Bytes and seconds: of their mean over replicas."""
-    options, topology, weight_bytes = subject.options, case.topology, sum(fact.bytes for fact in part)
-    replicas = options.replicas(topology.workers)
-    across = topology.workers // replicas
+def _forecast(j: int, part: Part, subject: _Subject, case: Case) -> Forecast:
+    """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
+    options, workers = subject.options, case.topology.workers
+    across = workers // options.replicas(workers)
     held = options.method.copies(options, j, across, case.assumptions.optimizer_slots)
-    sent, seconds = team_traffic(reduced_bytes(part), replicas, topology)
-    return Forecast(sent / across, weight_bytes * held, seconds)
+    weights = Forecast(memory_bytes=held * sum(fact.bytes for fact in part.facts))
+    if part.exchange is None:
+        return weights
+    crossed = crossing(part.facts, part.exchange, options, case)
+    return weights + Forecast(crossed.sent_bytes / across, crossed.kept_bytes / across, crossed.seconds)
 
 
 def _passed(j: int, subject: _Subject, case: Case) -> Forecast:

@@ -18,16 +18,13 @@ from armillary.exchanges.look_up import round_leg
 from armillary.facts.mesh import DATA
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group
-from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint, layout_of, names_of, resolve
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case, idle_leg, index_seconds, row_update_seconds, row_work
 from armillary.planning.traffic import busiest_share, merged_rows, traffic
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["NO_TABLES", "TablePlan", "Wish", "reduced_bytes", "table_groups", "team_traffic", "wished_tables"]
+__all__ = ["NO_TABLES", "TablePlan", "Wish", "reduced_bytes", "table_groups"]
 
 
 class Wish(NamedTuple):
@@ -38,30 +35,6 @@ class Wish(NamedTuple):
 
 
 NO_TABLES: Mapping[str, Wish] = MappingProxyType({})
-
-
-def wished_tables(case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str]) -> dict[str, Wish]:
-    """
-    Raises:
-        ValueError: a constraint names no table, or asks for something else than rows with an owner; or a lazy table
-            that is not kept by row.
-    """
-    quiet = names_of(lazy, case.profile)
-    found = {}
-    for name, demanded in resolve(constraints, case.profile, case.topology).items():
-        choice = plain(demanded) if isinstance(demanded, str) else demanded
-        if layout_of(choice) != "row_sharded":
-            raise ValueError(
-                f"plan: {name!r} is to be {demanded}; this schedule says itself how whole parameters travel, and a "
-                f"constraint can only ask for rows with owners: 'row_sharded'. Drop it"
-            )
-        found[name] = Wish(choice, name in quiet)
-    if whole := sorted(quiet - found.keys()):
-        raise ValueError(
-            f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
-            f"'row_sharded', or drop lazy"
-        )
-    return found
 
 
 class TablePlan(NamedTuple):
@@ -135,9 +108,3 @@ def _bytes(legs: Iterable[Leg]) -> float:
 def reduced_bytes(facts: Iterable[ParameterFact]) -> int:
     """Of gradients that are added up over ranks, with a count for every parameter."""
     return sum(fact.bytes + fact.bytes // max(1, fact.elements) for fact in facts)
-
-
-def team_traffic(nbytes: int, workers: int, topology: Topology) -> tuple[float, float]:
-    """Bytes per worker, and seconds, of averaging a stage's gradients over ranks that work side by side."""
-    sent = 2 * (workers - 1) / workers * nbytes
-    return sent, topology.link.seconds(sent, 2 * (workers - 1)) if workers > 1 else 0.0

@@ -3,7 +3,8 @@
 Every version of every weight is kept whole while it may be read. Each worker takes its own micro-batches through the
 stages at the versions the schedule names. A table's gradients are added up in one row: worker by worker, micro-batch by
 micro-batch, and divided once by their number. Of every other weight each worker takes the mean of its own first, then
-the mean over workers is taken, in their order. Then the user's optimizer steps the whole model once.
+the mean over workers is taken, in their order; where an exchange is not exact, what its oracle makes of these means.
+Then the user's optimizer steps the whole model once.
 
 A lazy table keeps the rows, and the state of the rows, whose gradient is zero. Buffers are each worker's own.
 
@@ -19,6 +20,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from armillary.reference.clipped import clip_gradients
+from armillary.reference.crossing import Crossing
 from armillary.schedules.clipping import Clip
 from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
@@ -53,6 +55,7 @@ class WorkersReference:
     ) -> None:
         self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
         self.tables = tables
+        self.crossings: Sequence[Crossing] = ()  # groups whose exchange is not exact; set before the first step
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self._step = 0
@@ -74,7 +77,7 @@ class WorkersReference:
         for version in [v for v in self._versions if v < self._step - max(map(max, self.schedule.staleness))]:
             del self._versions[version]
         rows: Sums = {}
-        means: Sums = {}
+        owns: list[Sums] = []  # mean gradients, by worker
         losses: list[list[Tensor]] = []
         for worker, mine in enumerate(batches):
             own: Sums = {}
@@ -84,18 +87,31 @@ class WorkersReference:
                 losses[-1].append(value)
                 for parameter, gradient in gradients:
                     _add(rows if parameter in self.tables else own, parameter, gradient)
-            for parameter, total in own.items():
-                _add(means, parameter, total / len(mine))
+            owns.append({parameter: total / len(mine) for parameter, total in own.items()})
         for parameter, total in rows.items():
             parameter.grad = total / (len(batches) * self.schedule.micro_batches)
-        for parameter, total in means.items():
-            parameter.grad = total / len(batches)
+        self._average(owns)
         if self._clip is not None:
             clip_gradients(self.stages, self._clip, self._step, self._squares, self.drains)
         self._step_but_quiet_rows()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
         return losses
+
+    def _average(self, owns: Sequence[Sums]) -> None:
+        """The mean over workers, in their order."""
+        for crossing in self.crossings:
+            mean = crossing.mean([[own.get(parameter) for parameter in crossing.members] for own in owns])
+            for parameter, gradient in zip(crossing.members, mean, strict=True):
+                parameter.grad = gradient
+        crossed = {parameter for crossing in self.crossings for parameter in crossing.members}
+        means: Sums = {}
+        for own in owns:
+            for parameter, mine in own.items():
+                if parameter not in crossed:
+                    _add(means, parameter, mine)
+        for parameter, total in means.items():
+            parameter.grad = total / len(owns)
 
     def _gradients(
         self, worker: int, micro_batch: int, batch: MicroBatch

@@ -21,6 +21,7 @@ Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does 
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -53,7 +54,7 @@ class Pairwise:
 
     def __init__(self, turn_bytes: int = TURN_BYTES) -> None:
         self.turn_bytes = turn_bytes
-        self.tag = 0
+        self.tags: Counter[Any] = Counter()  # by group: ranks of another one need not have made as many requests
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.courier: threading.Thread | None = None
 
@@ -82,12 +83,12 @@ class Pairwise:
         if ranks.workers < FEWEST_HOPPING or tensor.nbytes > SHORT_BYTES * ranks.workers:
             ones = (1,) * ranks.workers
             return self.all_to_all(tensor, ones, ones, group, ranks)
-        return hops.all_to_all(tensor, group, self._next_tag(), ranks)
+        return hops.all_to_all(tensor, group, self._next_tag(group), ranks)
 
     def all_reduce(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
         """The sum over ranks, in place. tensor: on the host, contiguous."""
         if ranks.workers >= FEWEST_HOPPING and hops.can_halve(ranks.workers):
-            return self.see_to(hops.halving_all_reduce(tensor, group, self._next_tag(), ranks)), tensor
+            return self.see_to(hops.halving_all_reduce(tensor, group, self._next_tag(group), ranks)), tensor
         flat = tensor.view(-1)
         cuts = [flat.numel() * rank // ranks.workers for rank in range(ranks.workers + 1)]
         pieces = flat.split([end - first for first, end in pairwise(cuts)])
@@ -106,11 +107,11 @@ class Pairwise:
         return self.see_to(carry), tensor
 
     def _turns(self, group: Any, ranks: Place, outgoing: "_Side", incoming: "_Side") -> "_Turns":
-        return _Turns(_Lane(group, self._next_tag(), self.turn_bytes), ranks, outgoing, incoming)
+        return _Turns(_Lane(group, self._next_tag(group), self.turn_bytes), ranks, outgoing, incoming)
 
-    def _next_tag(self) -> int:
-        self.tag = (self.tag + 1) % TAGS
-        return self.tag
+    def _next_tag(self, group: Any) -> int:
+        self.tags[group] = (self.tags[group] + 1) % TAGS
+        return self.tags[group]
 
     def see_to(self, carry: Callable[[], Any]) -> Wait:
         """Has it done, after what was asked for before. Returns the wait for that."""
@@ -147,6 +148,7 @@ class Pairwise:
 
     def close(self) -> None:
         """What was asked for is still carried, unless a peer is gone."""
+        self.tags.clear()
         if self.courier is not None:
             self.jobs.put(None)
             self.courier.join(timeout=1.0)
@@ -154,6 +156,7 @@ class Pairwise:
 
     def give_up(self) -> None:
         """As `close`, but what was asked for and not begun is dropped, and nobody waits."""
+        self.tags.clear()
         if self.courier is not None:
             with contextlib.suppress(Empty):
                 while True:

@@ -1,6 +1,7 @@
 """Which of a transport's process groups carries a request, and where this rank stands in it.
 
-Nodes of one rank open no groups: a node is then this rank alone, a rail is the whole world.
+Nodes of one rank open no groups: a node is then this rank alone, a rail is the whole world. Along an axis that nobody
+has opened a rank is alone.
 """
 
 from collections.abc import Mapping
@@ -27,5 +28,5 @@ def group_of(groups: Groups, scope: Scope, tensor: Tensor) -> Any:
 def place_in(groups: Groups, request: Request) -> Place:
     """This rank's, among those that the request concerns."""
     if (request.scope, "cpu") not in groups:
-        return Place(0, 1) if request.scope == "node" else groups["world", "cpu"][1]
+        return groups["world", "cpu"][1] if request.scope == "rail" else Place(0, 1)
     return groups[request.scope, "cpu"][1]

@@ -12,6 +12,7 @@ rank order.
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from armillary.facts.collectives import (
     Request,
     Scope,
     Send,
+    alone,
     members,
     sent_bytes,
 )  # fmt: skip
@@ -82,7 +84,7 @@ class Transport:
             raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
         self.place = Place(self.open_groups.rank, workers, workers_per_node)
         self.check_order, self.recording = check_order, False
-        self.standing, self.sequence = Standing(), 0
+        self.standing, self.counts = Standing(), Counter[Scope]()  # requests; along an axis groups make other numbers
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
         self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
@@ -177,14 +179,13 @@ class Transport:
         Raises:
             RuntimeError: a peer is gone, or (check_order) asked for something else; the message names rank and group.
         """
-        self.sequence += 1
-        if self.check_order:
-            self._refuse_other_orders(request, label)
+        self.counts[request.scope] += 1
         scope, ranks = request.scope, self.place_in(request)
+        if self.check_order and (ranks.workers > 1 or scope == "node"):
+            self._refuse_other_orders(request, label)
         began = time.perf_counter()
         if ranks.workers == 1:
-            answer = request.tensor.unsqueeze(0) if isinstance(request, AllGather) else request.tensor
-            return lambda: answer
+            return lambda: alone(request)
         what = f"{_IN_WORDS[type(request)]} of {label}"
         with self.waiting(what), named(f"{label}.{type(request).__name__}"):
             carried, answer, held = self._launch(request, group_of(self.groups, scope, request.tensor), ranks)
@@ -282,13 +283,12 @@ class Transport:
         return taken
 
     def _refuse_other_orders(self, request: Request, label: str) -> None:
-        group, scopes = self.order_group, self._members(request.scope)
-        ranks: Sequence[int] = range(self.place.workers)
+        group, scopes, ranks = self.order_group, self._members(request.scope), list(range(self.place.workers))
         if request.scope in self.axes:  # other groups ask at times of their own
             group = self.groups[request.scope, "cpu"][0]
-            ranks = next(ranks for ranks in scopes if self.place.rank in ranks)
+            ranks = next(list(those) for those in scopes if self.place.rank in those)
             scopes = [range(len(ranks))]
-        mine, everyones = asked(self.sequence, label, request), [asked(0, "", request)] * len(ranks)
+        mine, everyones = asked(self.counts[request.scope], label, request), [asked(0, "", request)] * len(ranks)
         numbers = torch.empty(len(ranks), 1 + 2 * len(ranks), dtype=torch.int64)
         with self.waiting(f"comparison of requests for {label}"):
             dist.all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)

@@ -54,6 +54,7 @@ SCHEDULES.register(
         is_side_by_side=True,
         is_even=True,
         has_rows=True,
+        has_exchanges=True,
         defaults=_defaults,
         copies=kept_copies,
         peak=lambda options, stages: peak_on_one_device(options.schedule(), stages),

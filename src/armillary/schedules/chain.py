@@ -44,7 +44,7 @@ class Chain:
     Args:
         ranks: by worker of the schedule.
         served: stages whose row-sharded tables are spread over all ranks.
-        replicas: ranks that hold the same stages, with data of their own.
+        reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Chain:
         clip: Clip | None,
         written: RankList,
         served: Collection[int] = (),
-        replicas: int = 1,
+        reduces: bool = False,
     ) -> None:
         self._schedule, self._workers, self._written = schedule, tuple(ranks), written
         self._stages = ranks_of_stages(schedule, ranks)
         self._path = tuple(dict.fromkeys(self._stages))  # on which a norm goes up
         self._lowest = {one: self._stages.index(one) for one in self._path}
-        self._served, self._replicas = frozenset(served), replicas
+        self._served, self._reduces = frozenset(served), reduces
         self._has_norms = clip is not None and clip.needs_all_stages
         self._carrier = carrier(schedule) if self._has_norms else 0
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
@@ -132,7 +132,7 @@ class Chain:
             self._do("PUSH", due, self._written.rank)
         if not self._has_norms:
             self._reduced[due.stage].append(due)
-            if self._replicas == 1:
+            if not self._reduces:
                 self._make(due.stage, due.step + 1)
             return
         self._waiting[due.step, due.stage] = due
@@ -153,7 +153,7 @@ class Chain:
         return j > 0 and self._stages[j - 1] != self._stages[j] and j - 1 not in self._schedule.uncoupled
 
     def _reduce(self, due: Due, owner: int) -> None:
-        if self._replicas > 1:
+        if self._reduces:
             self._do("REDUCE", due, owner)
 
     def _make(self, j: int, version: int) -> None:

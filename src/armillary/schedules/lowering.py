@@ -39,7 +39,7 @@ class Lowering:
         rank: whose list. ranks: by worker of the schedule.
         clip: with a norm over all stages, their squares travel.
         served: stages whose row-sharded tables are spread over all ranks.
-        replicas: ranks that hold the same stages, with data of their own.
+        reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
         one_queue: whether both directions of a pair share one; see Note [Early room] in `rank_list.py`.
 
     Raises:
@@ -53,7 +53,7 @@ class Lowering:
         ranks: Sequence[int],
         clip: Clip | None = None,
         served: Collection[int] = (),
-        replicas: int = 1,
+        reduces: bool = False,
         one_queue: bool = True,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
@@ -63,7 +63,7 @@ class Lowering:
         if is_relayed(schedule, ranks):
             self._around = Relay(schedule, ranks, clip, self._written)
         else:
-            self._around = Chain(schedule, ranks, clip, self._written, served, replicas)
+            self._around = Chain(schedule, ranks, clip, self._written, served, reduces)
         self._agenda = Agenda(schedule, range(schedule.workers))
 
     @property

@@ -241,6 +241,7 @@ class Method:
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
         has_rows: tables may be kept by row under it.
+        has_exchanges: gradients of whole parameters are averaged over ranks by exchanges, not by its own messages.
         implied: (options given, processes) -> options that follow from the number of processes.
         defaults: the same, of those that a user may still set.
         check: refuses options that it cannot honour. refuse_late_norm: see `norm_in_time`.
@@ -267,6 +268,7 @@ class Method:
     is_even: bool = False
     keeps_own_statistics: bool = False
     has_rows: bool = False
+    has_exchanges: bool = False
     implied: Callable[[Options, int], Options] = _nothing_implied
     defaults: Callable[[Options, int], Options] = _nothing_implied
     check: Callable[[ScheduleOptions], None] = _no_complaint

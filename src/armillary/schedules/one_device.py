@@ -65,6 +65,7 @@ SCHEDULES.register(
         is_side_by_side=True,
         is_even=True,
         has_rows=True,
+        has_exchanges=True,
         implied=_implied,
         defaults=lambda given, workers: {"micro_batches": DEFAULT_MICRO_BATCHES},
         refuse_late_norm=refuse_on_one_device,

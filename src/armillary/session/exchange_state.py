@@ -1,14 +1,14 @@
 """What each rank keeps for itself, in a checkpoint: states of exchanges, and weights and optimizer state that differ.
 
 Everything goes by parameter, never by bucket, so that a plan with other buckets opens it: a tensor (ranks, *shape) cut
-by rank, each rank writing its own. On as many ranks every rank gets its own again, and training goes on bit for bit. On
-another number the model is the mean that the rest of the checkpoint holds, and states are dealt out anew as their
-exchange says.
+by rank, each rank writing its own. Where the same ranks hold a parameter every rank gets its own again, and training
+goes on bit for bit. On others (other workers, or stages on fewer ranks) the model is the mean that the rest of the
+checkpoint holds, and states are dealt out anew as their exchange says, from those that held it to those that do.
 """
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.saving.checkpoint import RowIndex
 from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, StoredRows
 from armillary.runtime.saving.saved import Saved
+from armillary.session.data_place import data_place, data_ranks
 from armillary.session.job import Job
 
 __all__ = ["OwnTensors", "fill_ranks", "index_of_ranks", "own_tensors", "write_ranks"]
@@ -110,14 +111,15 @@ def fill_ranks(run: Job, saved: Saved, trouble: FirstError) -> None:
             _fill_replicas(run, saved)
         left = {name: {*entries} for name, entries in saved.exchange.items()}
         for unit in _dense(run):
-            unit.begin_anew(run.transport.place)
+            unit.begin_anew(data_place(run.plan.mesh, run.transport.place))
             for number, name in enumerate(unit.bucket.layout.names):
                 for entry, stored in saved.exchange.get(name, {}).items():
                     if entry not in unit.state:
                         continue
                     into = _of_parameter(unit, number, entry, unit.state[entry])
                     if math.prod(stored.shape[1:]) == into.numel():  # else its options say another length
-                        _fill_entry(run, into, stored, unit.exchange.resharding.get(entry, "drop"))
+                        held = _holders(saved, f"exchange/{name}/{entry}", stored)
+                        _fill_entry(run, into, stored, held, unit.exchange.resharding.get(entry, "drop"))
                         left[name].discard(entry)
         _warn_of(left, run.rank)
 
@@ -137,17 +139,23 @@ def _warn_of(left: Mapping[str, Collection[str]], rank: int) -> None:
     )
 
 
-def _fill_entry(run: Job, into: Tensor, stored: StoredRows, how: Resharding) -> None:
-    ranks = stored.shape[0]
-    if ranks == run.workers:
+def _holders(saved: Saved, key: str, stored: StoredRows) -> list[int]:
+    """The ranks that had it when it was saved; all, where the folder does not say."""
+    found = [rank for rank, keys in enumerate(saved.present) if key in keys]
+    return found or list(range(stored.shape[0]))
+
+
+def _fill_entry(run: Job, into: Tensor, stored: StoredRows, held: Sequence[int], how: Resharding) -> None:
+    holding = data_ranks(run.plan.mesh, run.rank)
+    if list(held) == holding and stored.shape[0] == run.workers:
         into.copy_(stored.read(run.rank, run.rank + 1)[0])
     elif how == "same":
-        into.copy_(stored.read(0, 1)[0])
+        into.copy_(stored.read(held[0], held[0] + 1)[0])
     elif how != "drop":
-        total = stored.read(0, 1)[0]
-        for rank in range(1, ranks):
+        total = stored.read(held[0], held[0] + 1)[0]
+        for rank in held[1:]:
             total += stored.read(rank, rank + 1)[0]
-        into.copy_(total / (run.workers if how == "sum" else ranks))
+        into.copy_(total / (len(holding) if how == "sum" else len(held)))
 
 
 def _fill_replicas(run: Job, saved: Saved) -> None:

@@ -24,7 +24,7 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.exchange_state import fill_ranks
 from armillary.session.job import Job
 
-__all__ = ["fill_averages", "load"]
+__all__ = ["HALF", "fill_averages", "load"]
 
 HALF = "the run is now half loaded: load again"
 

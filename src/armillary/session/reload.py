@@ -13,7 +13,8 @@ from armillary.runtime.saving.optimizer_state import by_index, by_name
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.owned_loop import OwnedLoop
-from armillary.session.load import fill_averages
+from armillary.session.exchange_state import fill_ranks
+from armillary.session.load import HALF, fill_averages
 
 __all__ = ["reload"]
 
@@ -35,9 +36,12 @@ def reload(run: OwnedLoop, path: str | Path) -> dict[str, Any]:
     with trouble.kept(), torch.no_grad():
         _fill(run, saved)
         fill_averages(run, saved, trouble)
-    trouble.agree(transport, "the run is now half loaded: load again")
+    trouble.agree(transport, HALF)
     transport.step = saved.step
     run.begin()
+    with torch.no_grad():
+        fill_ranks(run, saved, trouble)
+    trouble.agree(transport, HALF)
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]

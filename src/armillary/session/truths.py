@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Choice, Group, Plan
 from armillary.reference.replicas import Replicas, Shared
 from armillary.reference.serial import train_step
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["ROUNDING", "SeededBatch", "Truth", "departs", "one_process", "replicas", "seeded_loss"]
+__all__ = ["ROUNDING", "SeededBatch", "Truth", "departing", "departs", "one_process", "replicas", "seeded_loss"]
 
 ROUNDING = 1e-12  # a gradient this small beside the largest one is zero but for rounding
 
@@ -35,8 +35,14 @@ class Truth(NamedTuple):
 
 def departs(plan: Plan) -> bool:
     """Whether some group's exchange is not exact."""
+    return bool(departing(plan))
+
+
+def departing(plan: Plan) -> list[tuple[Group, Choice]]:
+    """The groups whose exchange is not exact, and that exchange."""
     entries = dense_exchanges()
-    return any(entries[one.own_exchange.name].departs for one in plan.groups if one.own_exchange.name in entries)
+    pairs = [(group, group.exchange) for group in plan.groups if group.exchange is not None]
+    return [(group, choice) for group, choice in pairs if choice.name in entries and entries[choice.name].departs]
 
 
 def one_process(workload: Workload, workers: int, steps: int, seed: int) -> Truth:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Plan
+from armillary.reference.crossing import Crossing
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.hybrid.handle import TableHandle
@@ -32,7 +34,7 @@ from armillary.session.mechanisms import Acts, acts_of, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
-from armillary.session.truths import ROUNDING
+from armillary.session.truths import ROUNDING, departing
 from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.workload import Batch, Workload
 
@@ -99,11 +101,13 @@ def verify_schedule(
     acts = acts_of(run.transport.share(counted))
     whole.close(gather=False)
     differences = []
+    lossy = {name: str(choice) for group, choice in departing(plan) for name in group.parameters}
     for name, difference in zip(truth, largest, strict=True):
         verdict: Verdict = "equal" if difference <= tolerance else "differs"
         if tolerance and name in truths.quiet:
             verdict = "no gradient"
-        differences.append(Difference(name, _said(options), options.name, difference, verdict))
+        way = lossy.get(name, options.name)
+        differences.append(Difference(name, _said(options), way, difference, verdict, name in lossy))
     acted = tuple(Acted(_said(options), *key, times) for key, times in acts.items())
     return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted)
 
@@ -211,6 +215,7 @@ def _reference(
     if tables or workers > 1:
         schedule = options.schedule()
         side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
+        side_by_side.crossings = _crossings(case.plan, named, workers)
         return side_by_side, split.input_of
     own = copies if options.method.keeps_own_statistics else None
     reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
@@ -218,6 +223,15 @@ def _reference(
     reference.remedies = options.built_remedies()
     reference.objectives = options.method.objectives(options)
     return reference, split.input_of
+
+
+def _crossings(plan: Plan, named: Mapping[str, nn.Parameter], workers: int) -> list[Crossing]:
+    """Of the groups whose exchange is not exact."""
+    found = []
+    for group, choice in departing(plan):
+        members = [named[name] for name in group.parameters]
+        found.append(Crossing(group.parameters, members, build_dense(choice.name, **choice.options), workers))
+    return found
 
 
 class _Whole(nn.Module):

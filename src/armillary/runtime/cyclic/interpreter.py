@@ -73,7 +73,7 @@ class Interpreter:
             seat.ranks,
             course.clip,
             served=tuple(seat.tables),
-            replicas=seat.team.place.workers,
+            reduces=seat.team.reduces,
             one_queue=seat.one_queue,
         )
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]

@@ -8,14 +8,14 @@ Source: Li et al., PyTorch Distributed (VLDB 2020): its reducer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import Place
-from armillary.facts.collectives import Program, Result, Scope
+from armillary.facts.collectives import Scope, along
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.versions import Means
 from armillary.runtime.hybrid.bucket import Bucket
@@ -47,8 +47,10 @@ class Reducer:
     _released: int = -1
     _closed: int = -1
     _sent: dict[int, list[_Sent]] = field(default_factory=dict)  # by step
+    _landed: dict[int, Means] = field(default_factory=dict)  # that nobody has taken yet
 
     def __post_init__(self) -> None:
+        self._has_states = any(unit.exchange.is_guarded for unit in self.units)
         self._at = {p: (unit, number) for unit in self.units for number, p in enumerate(unit.parameters)}
 
     def put(self, step: int, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -71,6 +73,9 @@ class Reducer:
 
     def mean(self, step: int) -> Means:
         """Waits for the mean over replicas; what no rank used is left out."""
+        return self._landed.pop(step) if step in self._landed else self._land(step)
+
+    def _land(self, step: int) -> Means:
         sent, found = self._sent.pop(step), dict[nn.Parameter, Tensor]()
         see_through([flight for _, flight in sent], self.requests)
         with torch.no_grad():
@@ -94,6 +99,9 @@ class Reducer:
         if self._released != step:
             return
         self._open(step)
+        if self._has_states:  # what an exchange keeps is that of the push before
+            for earlier in [one for one in self._sent if one < step]:
+                self._landed[earlier] = self._land(earlier)
         sent = self._sent[step]
         while len(sent) < len(self.units) and (self._closed == step or self.units[len(sent)].bucket.is_ready):
             self._launch(sent)
@@ -105,18 +113,6 @@ class Reducer:
             earlier.advance(self.requests)
         with torch.no_grad():
             program = unit.push(unit.bucket.seal(self._scale), self.place)
-            flight = Flight(_among(program, self.scope), unit.name, unit.exchange.requests - 1)
+            flight = Flight(along(program, self.scope), unit.name, unit.exchange.requests - 1)
             flight.begin(self.requests)
         sent.append(_Sent(unit.bucket, flight))
-
-
-def _among(program: Program[Result], scope: Scope) -> Program[Result]:
-    """The same requests, of the ranks of that scope."""
-    answer = None
-    while True:
-        try:
-            request = program.send(answer)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
-        answer = yield replace(request, scope=scope)

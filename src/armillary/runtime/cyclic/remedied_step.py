@@ -43,7 +43,9 @@ class RemediedStep:
                 for parameter in gradients.keys() & self._before.keys():
                     gradients[parameter] = remedy.gradient(gradients[parameter], self._before[parameter], self._share)
         if self.keeps_gradients:
-            self._before = means
+            self._before = {
+                parameter: mean.clone() for parameter, mean in means.items()
+            }  # a bucket may be filled again
         step_with(self._optimizer, gradients, self._changed(options))
 
     def _changed(self, options: Options) -> Options:

@@ -30,13 +30,19 @@ class Team:
     scope: Scope = "world"
     groups: Mapping[int, Sequence[DenseUnit]] = field(default_factory=dict)
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients cross: to others, or what an exchange kept of earlier ones arrives here."""
+        units = (unit for those in self.groups.values() for unit in those)
+        return self.place.workers > 1 or any(unit.exchange.is_guarded for unit in units)
+
     def reducer(self, stage: int, is_late: bool) -> Reducer | None:
-        """Of the stage's gradients; None where nobody else has any.
+        """Of the stage's gradients; None where nothing crosses.
 
         Args:
             is_late: whether a step's mean is wanted only when the next step's gradients are there.
         """
-        if self.place.workers == 1:
+        if not self.reduces:
             return None
         assert self.requests is not None
         units = self.groups.get(stage, ())

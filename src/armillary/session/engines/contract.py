@@ -10,6 +10,7 @@ from armillary.facts.registry import Registry
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.session.cyclic.counted_channel import CountedChannel
@@ -68,6 +69,10 @@ class Engine(Protocol):
     @property
     def teller(self) -> int | None:
         """The process that knows a step's losses; None where each knows those of its own micro-batches."""
+
+    @property
+    def units(self) -> Sequence[DenseUnit]:
+        """Groups that cross by exchanges, which may keep something for each rank."""
 
     @property
     def beside_bytes(self) -> float:

@@ -21,6 +21,7 @@ class DelayedEngine:
     """Every process draws the random numbers of its own place."""
 
     teller = None
+    units = ()
 
     def __init__(self, parts: Parts) -> None:
         self.job, self._place = parts.job, (parts.course.seed, parts.rank)

@@ -18,6 +18,7 @@ from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.agreement import checksum
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
@@ -91,8 +92,8 @@ class OwnedLoop:
         return self.parts.options
 
     @property
-    def units(self) -> Sequence[Any]:
-        return ()
+    def units(self) -> Sequence[DenseUnit]:
+        return self.engine.units
 
     @property
     def tables(self) -> Mapping[str, RowTable]:

@@ -16,6 +16,7 @@ class SharedEngine:
     """Losses are known on the last stage's device."""
 
     beside_bytes = 0.0
+    units = ()
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

@@ -14,6 +14,7 @@ __all__ = ["ZeroRingEngine"]
 
 class ZeroRingEngine:
     teller = None
+    units = ()
 
     def __init__(self, parts: Parts) -> None:
         self.job, self._spread = parts.job, parts.transport.spread

@@ -1,0 +1,74 @@
+"""What the user demands of parameters under a schedule that cuts the model: rows with owners, or a dense exchange.
+
+Honoured or refused with the reason, as `constraints.py` does for a loop of the user's own.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from armillary.exchanges.exchange import build_dense, row_exchanges
+from armillary.facts.plan import Choice
+from armillary.planning.constraints import Constraint, layout_of, names_of, resolve
+from armillary.planning.parallax import plain
+from armillary.planning.pricing import Case
+from armillary.planning.stage_groups import Ways
+from armillary.planning.staged_tables import Wish
+from armillary.schedules.method import Method
+from armillary.schedules.registry import SCHEDULES
+
+__all__ = ["StagedWishes", "staged_wishes"]
+
+
+class StagedWishes(NamedTuple):
+    """tables: to be kept by row. ways: dense exchanges, by parameter."""
+
+    tables: Mapping[str, Wish]
+    ways: Ways
+
+
+def staged_wishes(
+    case: Case, schedule: Choice, constraints: Mapping[str, Constraint], lazy: Iterable[str]
+) -> StagedWishes:
+    """
+    Raises:
+        ValueError: a constraint names no parameter, or what the schedule cannot do; or a lazy table that is not kept by
+            row.
+    """
+    quiet, method = names_of(lazy, case.profile), SCHEDULES[schedule.name]
+    tables: dict[str, Wish] = {}
+    ways: dict[str, Choice] = {}
+    for name, demanded in resolve(constraints, case.profile, case.topology).items():
+        choice = plain(demanded) if isinstance(demanded, str) else demanded
+        if layout_of(choice) == "row_sharded":
+            tables[name] = Wish(choice, name in quiet)
+        elif reason := _why_not(choice, schedule, method):
+            raise ValueError(f"plan: {name!r} is to be {demanded}, but {reason}")
+        else:
+            ways[name] = choice
+    if whole := sorted(quiet - tables.keys()):
+        raise ValueError(
+            f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
+            f"'row_sharded', or drop lazy"
+        )
+    return StagedWishes(tables, ways)
+
+
+def _why_not(choice: Choice, schedule: Choice, method: Method) -> str:
+    """Why no whole parameter goes by it under the schedule, with a remedy; empty if it can."""
+    if choice.name in row_exchanges():
+        return (
+            f"under schedule {schedule.name} a parameter goes by row to owners, or whole: ask for 'row_sharded', or "
+            "drop it"
+        )
+    if not method.has_exchanges:
+        several = ", ".join(name for name, one in SCHEDULES.all().items() if one.has_exchanges)
+        return (
+            f"schedule {schedule.name} carries gradients from rank to rank itself, so no exchange takes part: drop it, "
+            f"or take {several}"
+        )
+    if not build_dense(choice.name, **choice.options).keeps_replicas_alike:
+        return (
+            f"under schedule {schedule.name} ranks that hold a stage have one model, and it lets their weights differ "
+            "between steps: take it without a schedule, or an exchange that carries gradients in every step"
+        )
+    return ""
