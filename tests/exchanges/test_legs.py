@@ -83,6 +83,17 @@ def by_scope(legs, topology, measure):
     return +found
 
 
+def one_by_one(legs, topology):
+    """Bytes of each leg in turn, what stays with a rank left out."""
+    return [leg.link_bytes for leg in legs if by_scope([leg], topology, lambda leg: leg.messages)]
+
+
+def counted_one_by_one(everyones, topology):
+    """The same of the requests that were made."""
+    turns = [[[request] for request in turn] for turn in zip(*everyones, strict=True)]
+    return [sum(busiest_bytes(turn, topology).values()) for turn in turns if messages(turn[0], topology)]
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
 @pytest.mark.parametrize(("name", "options"), DENSE)
 def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, nodes, per_node):
@@ -99,6 +110,7 @@ def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, n
     legs = exchange.legs(layout, topology)
     assert by_scope(legs, topology, lambda leg: leg.messages) == messages(kept[0], topology)
     assert by_scope(legs, topology, lambda leg: leg.link_bytes) == pytest.approx(busiest_bytes(kept, topology))
+    assert one_by_one(legs, topology) == pytest.approx(counted_one_by_one(kept, topology))
 
 
 def there_and_back(exchange, place, reads, kept):
@@ -137,6 +149,8 @@ def test_the_legs_of_a_row_exchange_are_what_its_programs_do(name, options, node
         assert by_scope(said, topology, lambda leg: leg.messages) == messages(done[0], topology), phase
         counted = busiest_bytes(done, topology)
         assert by_scope(said, topology, lambda leg: leg.link_bytes) == pytest.approx(counted, rel=1e-12), phase
+    pushed = [requests["push"] for requests in kept]
+    assert one_by_one(legs.push, topology) == pytest.approx(counted_one_by_one(pushed, topology), rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "options"), ROWS)

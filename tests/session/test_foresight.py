@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import armillary
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice, Forecast
 from armillary.facts.topology import Topology
@@ -13,6 +14,7 @@ from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.runtime.link_timer import THOROUGH
+from armillary.session.attach import attach
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.foresight.plot_scaling import plot_scaling
 from armillary.session.foresight.plot_timeline import plot_timeline
@@ -21,6 +23,7 @@ from armillary.session.foresight.survey import survey
 from armillary.session.foresight.timeline import chrome_trace
 from armillary.session.tally import OTHER
 from planning_cases import dense, machines, model, table
+from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 
 @pytest.fixture
@@ -105,6 +108,35 @@ def test_a_survey_finds_the_same_machines_on_every_rank_and_the_stages_of_the_mo
     assert topology.workers == one[2] == 2
     assert [link.request for link in topology.requests] == ["AllReduce", "AllGather", "AllToAll"]
     assert one[3][-1] == "stages of language_model"
+
+
+# Order ---------------------------------------------------------------------------------------------------------------
+
+
+def asked_in_a_step(rank, world, made):
+    """By group, in the order in which this rank asked, of its second step."""
+    model = Mixed()
+    run = attach(made, model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)
+    for step in (0, 1):
+        run.step([batch_of(rank, step)])
+    run.report()
+    records = sorted(run._engine.tally.records, key=lambda record: record.start_seconds)
+    run.close()
+    return [record.group for record in records if record.step == 1]
+
+
+def test_a_clock_makes_the_requests_of_a_step_in_the_order_of_a_run(crew):
+    """Between the launch of an exchange and its last request come those of others, also where one makes three."""
+    batches = [batch_of(worker, step) for step in range(2) for worker in range(2)]
+    seen = armillary.profile(Mixed(), batches, loss, workers=2)
+    made = plan_for(Mixed(), 2, Choice("gather_rows"), Choice("all_reduce"))
+    first, *others = made.groups
+    made = replace(made, groups=(replace(first, exchange=Choice("sparse_all_reduce")), *others))
+    played = simulate(made, Case(seen, machines(1, 2), SGD))
+    expected = [flight.group for flight in played.flights]
+    assert expected != sorted(expected, key=expected.index), "nothing takes turns"
+    for asked in crew(2).run(asked_in_a_step, made):
+        assert asked == expected
 
 
 # Comparison ----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class DenseExchange(NamedTuple):
         takes the next one when the result has landed, and leaves it where some rank's numbers are not finite.
     requests: how many requests a push makes at most, the same on every rank; the runtime orders launches by it.
     sent_bytes(layout, topology): payload bytes per rank of one push, one number per rank, as expected.
-    legs(layout, topology): the same for the busiest link, with the messages it waits for.
+    legs(layout, topology): the same for the busiest link, request by request, with the messages that each waits for.
     oracle(parcels, states): the meaning seen from above: all workers' parcels and states -> results and next states.
     begin(layout, place, values): the state before the first push; values: (layout.numel,) the group's weights then.
     counts: by entry of the state, how many numbers it has for a parameter of a shape; if nothing is said, one for each

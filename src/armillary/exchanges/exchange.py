@@ -84,8 +84,8 @@ class RowExchange(NamedTuple):
     push(gradients, tickets, ownership, place): gradients of the rows of each ticket, in order -> program that
         returns (local rows sorted, sum of gradients over workers) for the rows this rank updates.
     push_requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
-    legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups; skew: load of the
-        busiest owner over the mean owner's.
+    legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups, of a push by request;
+        skew: load of the busiest owner over the mean owner's.
     pull_requests: how many requests a pull makes, the same on every rank. The first of them must not read the shard,
         so that it may be made before the rows are final (look-ahead).
     pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay

@@ -60,7 +60,7 @@ def gather_rows() -> RowExchange:
     def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
         others = topology.workers - 1
         counts = Leg("everyone", others * COUNT_BYTES, others, "AllGather")  # they go round
-        rows = others * traffic.distinct_rows * (traffic.row_bytes + ID_BYTES)
-        return Legs((), (counts, Leg("everyone", rows, 2)))
+        ids, rows = (others * traffic.distinct_rows * nbytes for nbytes in (ID_BYTES, traffic.row_bytes))
+        return Legs((), (counts, Leg("everyone", ids, 1), Leg("everyone", rows, 1)))
 
     return RowExchange("replicated", ownership, pull, push, 3, legs, 0)

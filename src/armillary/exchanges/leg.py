@@ -28,7 +28,8 @@ class Leg(NamedTuple):
 
 
 class Legs(NamedTuple):
-    """Of a row exchange: `pull` delays forward, `push` follows in backward and may hide behind what is left of it."""
+    """Of a row exchange: `pull` delays forward, `push` follows in backward and may hide behind what is left of it. A
+    push has one leg a request, in order: programs that are under way together take turns."""
 
     pull: tuple[Leg, ...]
     push: tuple[Leg, ...]

@@ -81,9 +81,10 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
         nbytes = layout.joined_bytes
         # An owner's link is busy twice: it receives everyone's tensor, then it sends the answers.
         if not local_aggregation:
-            return [Leg("slowest", 2 * (topology.workers - 1) * nbytes, 2)]
-        here = Leg("node", 2 * (topology.workers_per_node - 1) * nbytes, 2)
-        return [here, Leg("rail", 2 * (topology.nodes - 1) * nbytes, 2)]
+            return [Leg("slowest", (topology.workers - 1) * nbytes, 1)] * 2
+        here = Leg("node", (topology.workers_per_node - 1) * nbytes, 1)
+        across = Leg("rail", (topology.nodes - 1) * nbytes, 1)
+        return [here, across, across, here]
 
     return DenseExchange(push, 4 if local_aggregation else 2, sent_bytes, legs)
 

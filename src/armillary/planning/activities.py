@@ -34,7 +34,7 @@ __all__ = ["Activities", "activities", "idle_request", "payer"]
 class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
-    headers: of its look-ups, which every rank sends to every other whoever asks.
+    headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
     ahead: of a table that looks ahead, what leaves in this step for one to come: ids; where rows go early, masks and
         these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
         and foresee_seconds what it takes to know all this.

@@ -3,17 +3,20 @@
 All ranks do the same in a simultaneous schedule, so one rank stands for any number of them: the one whose link is
 busiest. Tables are pulled before the stage that reads them; gradients are packed and pushed, in the plan's order, as
 backward makes them, and take the processor for what compute cannot hide of them; what an exchange brought is merged and
-the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Tables that look ahead do so as
-`runtime/hybrid/look_ahead` does, in the midst of a loop: every step carries a part of the batch at hand, of the next
-and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
+the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Of a push only the first request leaves
+with its gradients: each of the others waits for the next launch, or for the end of backward. Tables that look ahead do
+so as `runtime/hybrid/look_ahead` does, in the midst of a loop: every step carries a part of the batch at hand, of the
+next and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
 
 A plan whose schedule is lowered to lists of instructions goes to `staged_clock.py`, which plays all ranks.
 
-Departures: one request at a time on a link; what belongs to one exchange is not interleaved with another's; what is
-asked for two steps early is in flight to the end of one.
+Departures: one request at a time on a link; what is asked for two steps early is in flight to the end of one.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from armillary.facts.plan import Group, Plan
@@ -48,8 +51,8 @@ def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
     player.forward()
     player.backward()
     player.step()
-    flights = sorted(player.flights, key=lambda flight: flight.launch_seconds)
-    return Simulation(case.topology.workers, tuple(player.clock.spans), tuple(flights), player.clock.now_seconds)
+    flights = tuple(flight for _, flight in sorted(player.flights.items()))
+    return Simulation(case.topology.workers, tuple(player.clock.spans), flights, player.clock.now_seconds)
 
 
 def _refuse_other(plan: Plan, profile: Profile) -> None:
@@ -61,8 +64,9 @@ def _refuse_other(plan: Plan, profile: Profile) -> None:
 
 
 class _Sent(NamedTuple):
-    """Requests under way, and when the last of them is over."""
+    """Requests under way, and when the last of them is over. number: among all that were launched."""
 
+    number: int
     name: str
     action: str
     requests: tuple[Request, ...]
@@ -73,21 +77,31 @@ class _Sent(NamedTuple):
 _Asked = tuple[str, str, tuple[Request, ...]]  # name, action, requests
 
 
+@dataclass(eq=False)
+class _Push:
+    """One exchange of gradients under way. left: requests it has still to make after the one in flight, if any is."""
+
+    name: str
+    left: deque[Request]
+    flying: _Sent | None = None
+
+
 class _Player:
     """A step under way. late, ahead: by table, what it still has to bring for this step, and for the steps to come, in
-    order of launch. waiting: the pushes, likewise."""
+    order of launch. pushes: likewise. flights: what has landed, by number of its launch."""
 
     def __init__(self, plan: Plan, case: Case, overlap: bool) -> None:
         self.plan, self.case, self.overlap = plan, case, overlap
         self.clock = Clock()
-        self.flights: list[Flight] = []
+        self.launches = count()
+        self.flights: dict[int, Flight] = {}
         ahead, paying = sum(group.look_ahead != "none" for group in plan.groups), payer(plan.groups)
         self.does = {group.name: activities(group, case, ahead, group.name == paying) for group in plan.groups}
         self.tables = sum(bool(does.pull) for does in self.does.values())
         self.foreseen = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
         self.late: dict[str, _Sent] = {}
         self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.foreseen}
-        self.waiting: list[_Sent] = []
+        self.pushes: list[_Push] = []
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
@@ -138,16 +152,18 @@ class _Player:
             self.clock.work(piece.stage or "model", "backward", piece.seconds)
             for names in missing:
                 names.discard(piece.parameter or "")
-            while len(self.waiting) < len(missing) and not missing[len(self.waiting)]:
-                self._launch(self.plan.groups[len(self.waiting)])
-        for group in self.plan.groups[len(self.waiting) :]:
+            while len(self.pushes) < len(missing) and not missing[len(self.pushes)]:
+                self._launch(self.plan.groups[len(self.pushes)])
+        for group in self.plan.groups[len(self.pushes) :]:
             self._launch(group)
 
     def step(self) -> None:
-        """Lands every exchange in order of launch, then the optimizer passes over all groups."""
-        for sent in self.waiting:
-            self._take(sent)
-            self.clock.work(sent.name, "merge rows", self.does[sent.name].merge_seconds)
+        """The last requests; every exchange lands, in order of launch; then the optimizer passes over all groups."""
+        while any(push.left for push in self.pushes):
+            self._advance()
+        for push in self.pushes:
+            self._go_on(push)
+            self.clock.work(push.name, "merge rows", self.does[push.name].merge_seconds)
         for group in self.plan.groups:
             self.clock.work(group.name, "update", self.does[group.name].update_seconds)
         for under_way in self.ahead.values():
@@ -169,11 +185,24 @@ class _Player:
             self.ahead[sent.name].append(sent)
 
     def _launch(self, group: Group) -> None:
-        if not self.waiting and self.tables:  # before anything is pushed, every rank must have made its look-ups
+        if not self.pushes and self.tables:  # before anything is pushed, every rank must have made its look-ups
             self._meet_in_backward()
+        self._advance()
         does = self.does[group.name]
         self.clock.work(group.name, "pack", does.pack_seconds)
-        self.waiting.append(self._start(group.name, "push", does.push))
+        self.pushes.append(_Push(group.name, deque(does.push)))
+        self._go_on(self.pushes[-1])
+
+    def _advance(self) -> None:
+        """Every push that has requests left makes one more, after the answer to the one before."""
+        for push in self.pushes:
+            if push.left:
+                self._go_on(push)
+
+    def _go_on(self, push: _Push) -> None:
+        if push.flying is not None:
+            self._take(push.flying)
+        push.flying = self._start(push.name, "push", (push.left.popleft(),)) if push.left else None
 
     def _start(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
         """Sends beside compute: what compute cannot hide of it takes the processor."""
@@ -196,11 +225,12 @@ class _Player:
 
     def _send(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
         began = self.clock.now_seconds
-        return _Sent(name, action, requests, began, self.clock.send(name, action, requests))
+        return _Sent(next(self.launches), name, action, requests, began, self.clock.send(name, action, requests))
 
     def _take(self, sent: _Sent) -> None:
         """Waits for it; what asked nothing of the links is no flight."""
         self.clock.wait(sent.name, sent.done_seconds)
         if sent.requests:
             sent_bytes = sum(request.sent_bytes for request in sent.requests)
-            self.flights.append(Flight(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes))
+            flight = Flight(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes)
+            self.flights[sent.number] = flight
