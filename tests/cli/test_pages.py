@@ -70,8 +70,9 @@ def told(*arguments, env=None, codes=(0,)):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout)
 
 
-def keeps_to(width, text):
-    wide = [line for line in re.split(r"[\r\n]", text) if len(line.rstrip()) > width]
+def keeps_to(width, text, *besides):
+    """Besides: how lines begin that may be wider."""
+    wide = [line for line in re.split(r"[\r\n]", text) if len(line.rstrip()) > width and not line.startswith(besides)]
     assert not wide, "\n".join(wide)
 
 
@@ -104,7 +105,7 @@ PAGES = {
 def test_every_page_begins_in_words_and_keeps_to_its_width(here, task):
     for arguments in PAGES[task]:
         text = told(*arguments, env={"COLUMNS": str(TERMINAL)})
-        keeps_to(PAGE, text)
+        keeps_to(PAGE, text, "step ")  # progress is one line in a file
         begins_in_words(text)
     text = told("compare", "runs/one", codes=(0, 3))  # whatever came of it
     keeps_to(PAGE, text)
@@ -120,9 +121,15 @@ def test_a_terminal_is_kept_to_and_progress_is_one_line_of_it(here):
     assert "step 30/30" in run
 
 
-def test_in_a_file_progress_is_plain_lines(here):
-    run = told("train", *NARROW, *TRAIN, "--steps", "30")
-    assert [line for line in run.splitlines() if line.startswith("step 30/30 | ")] and "\r" not in run
+def test_in_a_file_progress_is_one_line_each_time_and_the_last_comes_once(here, monkeypatch):
+    monkeypatch.setattr("armillary.cli.show.LINE_SECONDS", 0.0)  # always due
+    run = told("train", "wide.py", *TRAIN, "--steps", "30", "--name", "of_a_long_name_" * 8, env={"COLUMNS": "40"})
+    lines = [line for line in run.splitlines() if re.match(r"step \d+/", line)]
+    assert [line for line in lines if line.startswith("step 30/30 | ")] == lines[-1:] and len(lines) >= 3
+    assert all(line.endswith(" MB sent/step") for line in lines)
+    assert max(map(len, lines)) > PAGE and "\r" not in run
+    (saved,) = [line for line in run.splitlines() if line.startswith("saved step 30: ")]
+    assert saved.endswith("/checkpoints/step-00000030")
 
 
 def test_the_first_lines_say_what_will_be_done_and_what_it_takes_beside_plain_all_reduce(here):

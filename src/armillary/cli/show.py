@@ -47,6 +47,11 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
     """Draws the events as they come: a moving line on a terminal, now and then a line elsewhere."""
     console = console_here()
     line = Line(steps, unit)
+
+    def say(text: str, style: str | None = None) -> None:
+        """In a file it is one line, as long as it is."""
+        console.print(wrapped(text, console.width) if console.is_terminal else text, style=style)
+
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for event in events:
             match event:
@@ -56,19 +61,19 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                     console.print(wrapped(f"warning: {text}", console.width), style="yellow")
                 case Resumed(step, path):
                     line.begin(step)
-                    console.print(wrapped(f"going on after step {step} from {path}", console.width))
+                    say(f"going on after step {step} from {path}")
                 case Replanned():
                     console.print(wrapped(str(event), console.width))
                 case Saved(step, path):
-                    console.print(wrapped(f"saved step {step}: {path}", console.width), style="dim")
+                    say(f"saved step {step}: {path}", "dim")
                 case Ended():
-                    console.print(f"{wrapped(line.text(), console.width)}\n")
+                    say(f"{line.text()}\n")
                     put(console, ended_page(event, unit, folder))
                 case Progress() | Evaluated():
                     line.take(event)
                     live.update(line.drawn(), refresh=True)
                     if not console.is_terminal and line.is_due():
-                        console.print(wrapped(line.text(), console.width))
+                        say(line.text())
 
 
 class Line:
@@ -94,9 +99,9 @@ class Line:
             self.parts["sent"] = f"{event.sent_bytes / 1e6:.2f} MB sent/step"
 
     def is_due(self) -> bool:
-        """Whether it is time for another line where lines do not move."""
+        """Whether it is time for another line where lines do not move. The last one is left to the end of the run."""
         now = time.monotonic()
-        if now - self.said_seconds < LINE_SECONDS:
+        if self.step == self.steps or now - self.said_seconds < LINE_SECONDS:
             return False
         self.said_seconds = now
         return True
