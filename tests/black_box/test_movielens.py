@@ -45,5 +45,6 @@ def test_a_bad_path_or_file_is_said_in_one_line_before_workers_start(tmp_path):
     ):
         ended = face.command("train", "recommender", "--data", data, folder=tmp_path)
         assert ended.code == 2 and ended.out == "" and said in ended.err and ended.err.count("\n") == 1, ended
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["u.data"]
     ended = face.command("train", "language_model", "--data", "u.data", folder=tmp_path)
     assert ended.code == 2 and "language_model has no option 'data'" in ended.err, ended

@@ -106,15 +106,9 @@ def test_a_wish_that_cannot_be_granted_says_why(refused, tmp_path, arguments, co
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("metrics.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--replicate", "embeding.*"), "names no parameter of the model; did you mean 'embedding.weight'"),
-        (("--exchange", "owned_rows=lstm.*"), "lstm.weight_ih_l0: it is read whole by"),
-    ],
-)
-def test_a_wish_that_the_model_cannot_grant_says_why(refused, arguments, complaint):
-    assert complaint in refused("train", *LANGUAGE_MODEL, *arguments, expected=1)
+def test_a_wish_that_the_model_cannot_grant_says_why(refused):
+    message = refused("train", *LANGUAGE_MODEL, "--exchange", "owned_rows=lstm.*", expected=1)
+    assert "lstm.weight_ih_l0: it is read whole by" in message
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "verify"])
@@ -131,6 +125,11 @@ def test_a_wish_that_the_model_cannot_grant_says_why(refused, arguments, complai
         ((*LANGUAGE_MODEL[:2], "--rule", "paralax"), "no rule 'paralax'; there are price, parallax; did you mean 'par"),
         ((*LANGUAGE_MODEL[:2], "--rule", "parallax", "--schedule", "ring"), "so schedule ring cannot be honoured"),
         ((*LANGUAGE_MODEL[:2], "--topology", "none.json"), "none.json is no topology file"),
+        (
+            (*LANGUAGE_MODEL[:2], "--replicate", "emb"),
+            "'emb' names no parameter of the model; did you mean 'embedding.",
+        ),
+        ((*LANGUAGE_MODEL[:2], "--lazy", "outputs"), "'outputs' names no parameter of the model; did you mean 'output"),
     ],
 )
 def test_what_needs_no_worker_is_refused_before_any_is_started(refused, monkeypatch, command, arguments, complaint):

@@ -3,19 +3,25 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from armillary.cli.find import find, small
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.facts.choice import Choice
 from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint, refuse_unknown
+from armillary.planning.constraints import Constraint, names_of, refuse_unknown
 from armillary.schedules.registry import read
 from armillary.session.decide import Wishes
 from armillary.session.folder import read_kept
+from armillary.session.watched import parameter_facts
 from armillary.session.workload import Workload
 
-__all__ = ["constraints_of", "read_plan", "read_profile", "read_topology", "schedule_of", "wishes_of", "workload_of"]
+__all__ = [
+    "constraints_of", "read_plan", "read_profile", "read_topology", "refuse_unnamed", "schedule_of", "wishes_of",
+    "workload_of",
+]  # fmt: skip
 
 
 def workload_of(asked: AskedWorkload) -> Workload:
@@ -79,6 +85,19 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
         allow=tuple(asked.allow),
         rule=asked.rule,
     )
+
+
+def refuse_unnamed(task: Workload, wishes: Wishes) -> None:
+    """By the names alone, before anything is run.
+
+    Raises:
+        ValueError: a pattern means no parameter of the model, or only frozen ones.
+    """
+    patterns = [*wishes.constraints, *wishes.lazy]
+    if patterns:
+        with torch.device("meta"):
+            model = task.model()
+        names_of(patterns, parameter_facts(model))
 
 
 def schedule_of(text: str, workers: int) -> Choice:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json, decided_page
@@ -45,7 +45,9 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     def prepare() -> _Ready:
         if told.out is not None:
             refuse_unwritable(told.out.parent)
-        return _Ready(workload_of(workload), wishes_of(plan, count_of(workers)))
+        task, granted = workload_of(workload), wishes_of(plan, count_of(workers))
+        refuse_unnamed(task, granted)
+        return _Ready(task, granted)
 
     def body(ready: _Ready) -> int:
         subject, granted = subject_of(ready.task, seed), ready.wishes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import count_of, rank, run_in_workers
@@ -53,6 +53,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         refuse_unwritable(folder)
         granted = wishes_of(plan, count_of(run.workers))
         task = workload_of(workload)
+        refuse_unnamed(task, granted)
         every = (run.every_steps, run.every_seconds)
         steps = task.steps if run.steps is None else run.steps
         return _Ready(task, Settings(folder, steps, run.seed, *every, run.keep, run.resume, run.replan_every, granted))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import wishes_of, workload_of
+from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.refusal import FAILED, UNEQUAL
@@ -56,6 +56,7 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         if asked.steps < 1:
             raise ValueError(f"--steps: want at least 1, got {asked.steps}")
         task, joined = workload_of(workload), None
+        refuse_unnamed(task, granted)
         if asked.one_batch:
             size = f"batch_size={task.batch_size * workers}"
             joined = workload_of(replace(workload, options=(*workload.options, size)))

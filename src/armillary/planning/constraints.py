@@ -5,7 +5,7 @@ A demand names a parameter (or one of its aliases, or a glob pattern) and says a
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
@@ -85,16 +85,18 @@ def allows(constraint: Constraint | None, choice: Choice) -> bool:
     return constraint == (layout_of(choice) if constraint in LAYOUTS else choice.name)
 
 
-def matching(pattern: str, profile: Profile) -> list[ParameterFact]:
-    """The trainable parameters that a name, alias or glob pattern means.
+def matching(pattern: str, parameters: Sequence[ParameterFact]) -> list[ParameterFact]:
+    """The trainable ones that a name, alias or glob pattern means.
 
     Raises:
         ValueError: it means none, or only frozen ones.
     """
-    found = [fact for fact in profile.parameters if _means(pattern, fact)]
+    found = [fact for fact in parameters if _means(pattern, fact)]
     if not found:
-        names = [name for fact in profile.parameters for name in (fact.name, *fact.aliases)]
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+        names = [name for fact in parameters for name in (fact.name, *fact.aliases)]
+        near = (
+            difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or [one for one in names if pattern in one][:3]
+        )
         others = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
         raise ValueError(f"plan: {pattern!r} names no parameter of the model; {others}")
     if trained := [fact for fact in found if fact.requires_grad]:
@@ -120,7 +122,7 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
     for pattern, constraint in constraints.items():
         refuse_unknown(pattern, constraint)
         _refuse_more_owners(pattern, constraint, topology)
-        for fact in _able(pattern, constraint, matching(pattern, profile)):
+        for fact in _able(pattern, constraint, matching(pattern, profile.parameters)):
             entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
             other = named.get(fact.name, entry)
             if other[0] == entry[0] and other[2] != constraint:
@@ -218,6 +220,6 @@ def why_not_by_row(fact: ParameterFact) -> str:
     return "no batch read it" if fact.reads == "never" else "it is read whole by an operation"
 
 
-def names_of(patterns: Iterable[str], profile: Profile) -> frozenset[str]:
+def names_of(patterns: Iterable[str], parameters: Sequence[ParameterFact]) -> frozenset[str]:
     """Every trainable parameter that one of the patterns means."""
-    return frozenset(fact.name for pattern in patterns for fact in matching(pattern, profile))
+    return frozenset(fact.name for pattern in patterns for fact in matching(pattern, parameters))

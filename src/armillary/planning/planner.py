@@ -224,7 +224,7 @@ def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
 
 
 def _question(case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str] = ()) -> Question:
-    wanted, quiet = resolve(constraints, case.profile, case.topology), names_of(lazy, case.profile)
+    wanted, quiet = resolve(constraints, case.profile, case.topology), names_of(lazy, case.profile.parameters)
     return Question(case, wanted, quiet, default_limits(case.topology.backend))
 
 

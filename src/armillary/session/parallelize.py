@@ -127,7 +127,7 @@ def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
         topology = measure_links(alone)
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
-    names_of([*wishes.constraints, *wishes.lazy], seen)
+    names_of([*wishes.constraints, *wishes.lazy], seen.parameters)
     plan = provisional_plan(seen, topology, wishes.mean, assumptions_of(job.optimizer))
     watch = LoopWatch(job.model)
     patience, check_order, process_group = connecting

@@ -141,7 +141,9 @@ class Watched:
 def _is_wished(plan: Plan, wishes: Wishes, seen: Profile) -> bool:
     """Whether every parameter goes as is demanded of it, and departs from exactness only where that was named."""
     patterns = sorted(wishes.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
-    demands = {name: wishes.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen)}
+    demands = {
+        name: wishes.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen.parameters)
+    }
     for group in plan.groups:
         for constraint in map(demands.get, group.parameters):
             is_named = constraint is not None and constraint not in LAYOUTS

@@ -3,7 +3,8 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,38 @@ def kept(path: Path, compute: Callable[[], Arrays]) -> Arrays:
     """The arrays in the file `path`; if it is not there, what `compute` returns, which is written first.
 
     Safe for any number of processes: the first to come computes, the others wait, and a reader sees the
-    whole file or none. The lock is released when its holder dies.
+    whole file or none. The lock is released when its holder dies, and its file goes with it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(path.with_suffix(".lock")):
         if not path.exists():
-            draft = path.with_suffix(f".{os.getpid()}.npz")
-            np.savez(draft, allow_pickle=False, **compute())
+            arrays, draft = compute(), path.with_suffix(f".{os.getpid()}.npz")
+            np.savez(draft, allow_pickle=False, **arrays)
             os.replace(draft, path)
     with np.load(path, allow_pickle=False) as arrays:
         return dict(arrays)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside, no other process is. Who waited for a lock of which the file is gone takes a new one."""
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_at(path, lock.fileno()):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def fingerprint(files: Iterable[Path], *settings: object) -> str:
