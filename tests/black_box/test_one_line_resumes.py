@@ -5,6 +5,7 @@ import torch
 from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import armillary
+import face
 from armillary import Choice
 
 LOSSY = {"*": Choice.parse("top_k(keep=0.2)")}
@@ -51,3 +52,43 @@ def test_a_lossy_exchange_that_is_named_again_loses_nothing(crew, tmp_path):
 def test_one_that_is_named_no_more_is_not_gone_on_with(crew, tmp_path):
     for _, goes_by in crew(2).run(resumed, tmp_path, {"constraints": LOSSY}, {}):
         assert "top_k" not in goes_by
+
+
+def profile_in(path):
+    return torch.load(path / "rest.pt", weights_only=True)["profile"]
+
+
+def gone_on_with(rank, workers, folder, way):
+    """A run of one line, and one that goes on from it: what each says of itself."""
+    model, optimizer, run = started({})
+    train(model, optimizer, rank, range(4))
+    first = run.save(folder)
+    plan = run.plan
+    run.close()
+    if way == "one line":
+        model, optimizer, run = started({})
+    else:
+        model = made(Reader)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        run = armillary.attach(plan, model, optimizer, topology=face.machines(2))
+    with pytest.raises(ValueError, match="this run knows no profile or no topology; pass both"):
+        run.rebalance()
+    run.load(first)
+    train(model, optimizer, rank, range(4, 6))
+    report, told = run.report(), run.rebalance()
+    second = run.save(folder)
+    run.close()
+    lines = {line.group: (line.forecast.sent_bytes, line.measured.sent_bytes) for line in report.lines}
+    return first, second, plan, run.plan, report.steps, lines, told.profile
+
+
+@pytest.mark.parametrize("way", ["one line", "attach"])
+def test_a_run_that_goes_on_has_the_plan_and_the_profile_of_the_checkpoint(crew, tmp_path, way):
+    """So its forecast stands beside what is measured at once, and it can ask anew whose the rows are."""
+    for first, second, plan, goes_by, steps, lines, seen in crew(2).run(gone_on_with, tmp_path, way):
+        assert goes_by == plan and steps == 2
+        groups = [lines[group.name] for group in plan.groups]
+        assert all(forecast > 0 and measured > 0 for forecast, measured in groups), lines
+        assert profile_in(first) and seen.model_fingerprint == plan.model_fingerprint
+        again = armillary.Profile.from_json(profile_in(second))
+        assert again.stages == armillary.Profile.from_json(profile_in(first)).stages  # nobody timed a step again

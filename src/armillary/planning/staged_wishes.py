@@ -34,7 +34,7 @@ def staged_wishes(
         ValueError: a constraint names no parameter, or what the schedule cannot do; or a lazy table that is not kept by
             row.
     """
-    quiet, method = names_of(lazy, case.profile), SCHEDULES[schedule.name]
+    quiet, method = names_of(lazy, case.profile.parameters), SCHEDULES[schedule.name]
     tables: dict[str, Wish] = {}
     ways: dict[str, Choice] = {}
     for name, demanded in resolve(constraints, case.profile, case.topology).items():

@@ -6,12 +6,14 @@ was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
+from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.runtime.agreement import begin_alike
 from armillary.runtime.hybrid.optimizers import as_one, members
@@ -55,6 +57,7 @@ def attach(
     broadcast_buffers: bool = True,
     process_group: Any = None,
     topology: Topology | None = None,
+    profile: Profile | None = None,
 ) -> Run:
     """Carries out `plan`: from now on every backward ends with final gradients on every worker. Every rank must call
     it; all begin with rank 0's model.
@@ -83,11 +86,13 @@ def attach(
         process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
             time. Without, as on links of 100 Mbit/s.
+        profile: what the plan was made from; checkpoints keep it, and `run.rebalance` begins with it.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
     job = TrainJob(model, as_one(optimizer), loss, example, seed, first_step, scaler, check_data, broadcast_buffers)
+    job = replace(job, profile=profile, topology=topology)
     patience = Patience(report_after, timeout)
     workers = workers_in(process_group)
     if workers % plan.workers_per_node:  # no groups can be opened, to hear what other ranks say

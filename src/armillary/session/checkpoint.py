@@ -77,7 +77,8 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     records: list[FileRecord] = []
     with run.rest() as rest, trouble.kept():
         if run.rank == 0:
-            rest = {**rest, "loops": loops, "present": own.present, "averages": averages}
+            seen = "" if run.job.profile is None else run.job.profile.to_json()
+            rest = {**rest, "loops": loops, "present": own.present, "averages": averages, "profile": seen}
             records.append(_write_rest(run, path / REST, rest))
     records += _write_rows(run, path, tensors, trouble)
     records += write_ranks(run, path, own.tensors, trouble)

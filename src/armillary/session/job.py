@@ -15,6 +15,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.average import Average
 from armillary.session.first_batches import FirstBatches
 from armillary.session.tally import Tally
+from armillary.session.train_job import TrainJob
 
 __all__ = ["Job"]
 
@@ -25,6 +26,7 @@ class Job(Protocol):
     """This process's part. tables, held: the rows owned here, and optimizer state of those seen through a window.
     names: of the user's parameters in the optimizer, in its order."""
 
+    job: TrainJob
     plan: Plan
     tally: Tally
     first: FirstBatches

@@ -6,12 +6,14 @@ is overwritten: a checkpoint that does not fit leaves the run as it was.
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from armillary.facts.profile import Profile
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.optimizers import kind_of
@@ -20,11 +22,12 @@ from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_s
 from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
+from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.exchange_state import fill_ranks
 from armillary.session.job import Job
 
-__all__ = ["HALF", "fill_averages", "load"]
+__all__ = ["HALF", "fill_averages", "load", "take_profile"]
 
 HALF = "the run is now half loaded: load again"
 
@@ -63,6 +66,7 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
         fill_averages(run, saved, trouble)
     trouble.agree(transport, HALF)
     transport.step = saved.step
+    take_profile(run, saved)
     run.forget_step()
     run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
@@ -73,6 +77,12 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
+
+
+def take_profile(run: UserLoop | OwnedLoop, saved: Saved) -> None:
+    """The profile that was saved, where nobody gave the run one."""
+    if run.job.profile is None and saved.profile:
+        run.job = replace(run.job, profile=Profile.from_json(saved.profile))
 
 
 def _refuse_other_model(run: UserLoop, saved: Mapping[str, Any]) -> None:

@@ -105,6 +105,7 @@ def parallelize(
     decided = decide(subject, wishes, process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
+        profile=decided.profile,
         scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, check_data=check_data,
         broadcast_buffers=broadcast_buffers, process_group=process_group,
     )  # fmt: skip
@@ -133,7 +134,7 @@ def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
-        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wishes, topology)))
+        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wishes, topology), topology=topology))
     except BaseException:
         watch.end()
         raise

@@ -14,7 +14,7 @@ from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.exchange_state import fill_ranks
-from armillary.session.load import HALF, fill_averages
+from armillary.session.load import HALF, fill_averages, take_profile
 
 __all__ = ["reload"]
 
@@ -38,6 +38,7 @@ def reload(run: OwnedLoop, path: str | Path) -> dict[str, Any]:
         fill_averages(run, saved, trouble)
     trouble.agree(transport, HALF)
     transport.step = saved.step
+    take_profile(run, saved)
     run.begin()
     with torch.no_grad():
         fill_ranks(run, saved, trouble)

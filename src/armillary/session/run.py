@@ -10,6 +10,7 @@ the process. An exception leaves at once, without a word to other ranks but the 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -244,8 +245,8 @@ class Run:
 
     def rebalance(
         self,
-        profile: Profile,
-        topology: Topology,
+        profile: Profile | None = None,
+        topology: Topology | None = None,
         *,
         constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
         margin: float = MARGIN,
@@ -254,7 +255,8 @@ class Run:
         better. `run.plan` is the plan in force afterwards. Weights and optimizer state move bit for bit.
 
         Args:
-            profile, topology: what the plan was made from; or of the last call's answer.
+            profile, topology: what the plan was made from, or of the last call's answer; without, those that the run
+                knows: from `parallelize`, from `attach`, or (the profile) from the checkpoint that it loaded.
             constraints: as in `plan`. A table may be pinned to its owners by naming its exchange with all options.
             margin: share of its present seconds that a table must be forecast to save to be moved.
 
@@ -267,7 +269,15 @@ class Run:
                     f"run.rebalance: under schedule {engine.plan.schedule.name} tables stay with the owners that the "
                     "plan gave them; plan again with other constraints, save, and load under that plan"
                 )
-            return replan(engine, profile, topology, constraints=constraints, margin=margin)
+            profile, topology = profile or engine.job.profile, topology or engine.job.topology
+            if profile is None or topology is None:
+                raise ValueError(
+                    "run.rebalance: this run knows no profile or no topology; pass both, as armillary.auto_plan or "
+                    "profile and measure give them, here or to attach"
+                )
+            told = replan(engine, profile, topology, constraints=constraints, margin=margin)
+            engine.job = replace(engine.job, profile=told.profile, topology=topology)
+            return told
 
     def close(self, *, gather: bool = True) -> list[StepLosses]:
         """Ends the run, on every rank. What is under way is finished; then the model is plain, with the newest whole

@@ -58,7 +58,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(
         decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
-        seed=settings.seed, topology=decided.topology,
+        seed=settings.seed, topology=decided.topology, profile=decided.profile,
     )  # fmt: skip
     by_rank_zero(run._transport, lambda: open_folder(settings.folder))
     if run.rank == 0:

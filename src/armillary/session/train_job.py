@@ -7,6 +7,8 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.facts.profile import Profile
+from armillary.facts.topology import Topology
 from armillary.runtime.watch.probe import Loss
 
 __all__ = ["TrainJob", "Watcher"]
@@ -35,7 +37,8 @@ class Watcher(Protocol):
 class TrainJob:
     """loss, example: None where the user's own loop takes the loss. seed, first_step: of random numbers (see `attach`).
     scaler: the loop's GradScaler, if it has one. check_data: whether ranks must not train on the same data.
-    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan is still to be made."""
+    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan is still to be made.
+    profile, topology: what the plan was made from, where that is known."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -47,6 +50,8 @@ class TrainJob:
     check_data: bool = True
     broadcast_buffers: bool = True
     watcher: Watcher | None = None
+    profile: Profile | None = None
+    topology: Topology | None = None
 
     @property
     def options(self) -> dict[str, Any]:

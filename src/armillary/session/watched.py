@@ -77,10 +77,11 @@ class Watched:
             everyones = loop.transport.share(self._told(loop.model))
             wishes, case = self.wishes, partial(self._case, loop, everyones)
             timed = timed_owners(loop.transport, wishes.rule, case, wishes.constraints, wishes.lazy)
-            plan = Plan.from_json(by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed).to_json()))
-            _move(loop, plan)
+            plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
+            _move(loop, Plan.from_json(plan))
+            loop.job = replace(loop.job, profile=Profile.from_json(seen))
         if loop.rank == 0:
-            print(plan)
+            print(loop.plan)
         return True
 
     def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
@@ -117,7 +118,8 @@ class Watched:
         found = watched_profile(loop.model, everyones, self.topology.workers_per_node)
         return Case(found, self.topology, assumptions_of(loop.optimizer))
 
-    def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> Plan:
+    def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> tuple[str, str]:
+        """The plan and the profile behind it, as JSON, since they cross to the other ranks."""
         wishes = self.wishes
         prefetch = wishes.prefetch if wishes.prefetch is not None or loop.first.is_plain else False
         made = make_plan(
@@ -125,7 +127,7 @@ class Watched:
             assumptions=case.assumptions, prefetch=prefetch, rule=wishes.rule, timed=timed,
             allow=wishes.allow,
         )  # fmt: skip
-        return replace(made, notes=(*made.notes, NOTE))
+        return replace(made, notes=(*made.notes, NOTE)).to_json(), case.profile.to_json()
 
     def _takes(self, plan: Plan, loop: UserLoop) -> bool:
         """Whether the user would have wished for that plan, and it fits everywhere."""

@@ -41,7 +41,7 @@ class Saved:
     workers: how many saved it; 0 of a plain file.
     exchange, replicas: by parameter and entry, (workers, *shape): states of exchanges; weights and optimizer state
         where they differed between ranks. present: of every rank, the keys of those that it had.
-    plan: under which it was saved, as JSON has it; empty if nobody knows.
+    plan: under which it was saved, as JSON has it; profile: it was made from, as JSON; empty if nobody knows.
     averages: moving ones, by their keys.
     """
 
@@ -58,6 +58,7 @@ class Saved:
     present: tuple[list[str], ...] = ()
     plan: Mapping[str, Any] = field(default_factory=dict)
     averages: Mapping[str, SavedAverage] = field(default_factory=dict)
+    profile: str = ""
 
 
 def read_rows(stored: Stored, first: int, last: int) -> Tensor:
@@ -101,8 +102,7 @@ def _open_folder(folder: Path, rank: int, workers: int) -> Saved:
         marker.step, model, rest["optimizer"], rest["optimizer_class"], False, tuple(rest["loops"]),
         f"step {marker.step}, save {marker.serial}, {[record.sha256[:12] for record in marker.files]}",
         marker.workers, by_rank["exchange"], by_rank["replicas"], tuple(rest.get("present", ())),
-        marker.plan,
-        averages,
+        marker.plan, averages, rest.get("profile", ""),
     )  # fmt: skip
 
 
