@@ -163,7 +163,7 @@ def run_folder(tmp_path, scene):
     held = made.forecast.memory_bytes
     summary = {
         "comparison": lines, "forecast": asdict(made.forecast), "peak_bytes": held, "resident_bytes": 3 * held,
-        "step_seconds": played.step_seconds,
+        "step_seconds": played.step_seconds, "steps": 3,
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     return tmp_path
