@@ -1,18 +1,15 @@
 """Coded exchanges as they run, N workers in one process, held bit for bit to what their oracles say; and no gradient is
-lost. Faults that somebody made are planted, and show."""
+lost."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from armillary.codecs.codec import build_codec
-from armillary.exchanges import coded as coded_file
 from armillary.exchanges.parcel import Parcel
 from armillary.exchanges.place import Place
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
-from armillary.runtime.hybrid.dense_unit import DenseUnit
 from in_lockstep import OPTIMIZERS, built, trained
 
 CODED = (
@@ -81,126 +78,6 @@ def test_without_feedback_what_is_left_out_is_lost_and_the_exchange_says_so():
     assert exchange.says == "what is left out is lost"
     assert trained("one_bit(tile=8, feedback=False)", 3, torch.float64) == []
     assert built("top_k(keep=0.3, feedback=False)").says.endswith("0.333 of all; what is left out is lost")
-
-
-# Planted faults: each is somebody's real one.
-
-
-def with_push(exchange, change):
-    def push(parcel, state, place):
-        result, after = yield from exchange.push(parcel, state, place)
-        return change(result, after, state, place)
-
-    return exchange._replace(push=push)
-
-
-def residual_dropped(exchange):
-    return with_push(exchange, lambda result, after, was, place: (result, {**after, "residual": was["residual"] * 0}))
-
-
-def second_error_dropped(exchange):
-    """The owner forgets what its own coding of the sum left out: as if the sum had crossed exactly."""
-
-    codec = build_codec("quantize", bits=2, tile=8)
-
-    def push(parcel, state, place):
-        spans = coded_file._Way(codec, "scattered", True).cut(parcel.layout, place.workers)
-        result, _ = yield from exchange.push(parcel, state, place)
-        full = parcel.values + state["residual"]
-        alone = torch.cat([codec.meaning(full[a:b], None) for a, b in spans if b > a])
-        return result, {"residual": full - alone}
-
-    return exchange._replace(push=push)
-
-
-def kept_from_the_result(exchange):
-    """What this rank lacks is taken from the sum instead of from what it sent."""
-
-    def push(parcel, state, place):
-        full = parcel.values + state["residual"]
-        result, _ = yield from exchange.push(parcel, state, place)
-        return result, {"residual": full - result.values}
-
-    return exchange._replace(push=push)
-
-
-def mean_instead_of_sum(exchange):
-    return with_push(exchange, lambda result, after, was, place: (
-        result.answered(result.values / place.workers, result.tail), after))  # fmt: skip
-
-
-def other_order_on_one_rank(exchange):
-    """Rank 1 adds up what it hears from the last rank to the first."""
-
-    def push(parcel, state, place):
-        program, answer = exchange.push(parcel, state, place), None
-        while True:
-            try:
-                request = program.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = yield request
-            answer = answer.flip(0) if place.rank == 1 else answer
-
-    return exchange._replace(push=push)
-
-
-def tail_coded_too(exchange):
-    return with_push(exchange, lambda result, after, was, place: (
-        result.answered(result.values, (result.tail > 1).double()), after))  # fmt: skip
-
-
-def tile_across_two_parameters(exchange):
-    return exchange._replace(align=1)
-
-
-def gaps_left_in_the_residual(exchange):
-    return with_push(exchange, lambda result, after, was, place: (
-        result, {**after, "residual": torch.where(after["residual"] == 0, 0.5, after["residual"])}))  # fmt: skip
-
-
-def drawn_otherwise_on_each_rank(exchange):
-    def push(parcel, state, place):
-        program = exchange.push(parcel, {**state, "rounds": state["rounds"] + place.rank}, place)
-        result, after = yield from program
-        return result, {**after, "rounds": after["rounds"] - place.rank}
-
-    return exchange._replace(push=push)
-
-
-FAULTS = {
-    residual_dropped: "quantize(bits=2, tile=8)",
-    second_error_dropped: "quantize(bits=2, tile=8, wire=scattered)",
-    kept_from_the_result: "quantize(bits=2, tile=8)",
-    mean_instead_of_sum: "quantize(bits=8, tile=8)",
-    other_order_on_one_rank: "quantize(bits=8, tile=8, wire=gathered)",
-    tail_coded_too: "one_bit(tile=8)",
-    tile_across_two_parameters: "one_bit(tile=8)",
-    gaps_left_in_the_residual: "one_bit(tile=8)",
-    drawn_otherwise_on_each_rank: "random_k(keep=0.25)",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault):
-    assert trained(FAULTS[fault], 3, torch.float64, fault=fault, steps=3)
-
-
-PATCHES = {
-    "a sick step moves the state": ("_commit", lambda self, moved: setattr(self, "state", moved[1])),
-    "what nobody used moves its state": ("_without", lambda self, unused, state: state),
-}
-
-
-@pytest.mark.parametrize("fault", PATCHES)
-def test_a_fault_planted_in_the_runtime_shows(fault, monkeypatch):
-    monkeypatch.setattr(DenseUnit, *PATCHES[fault])
-    assert trained("quantize(bits=2, tile=8)" if "sick" in fault else "random_k(keep=0.25)", 3, torch.float64, steps=5)
-
-
-def test_a_residual_that_ignores_the_scale_shows(monkeypatch):
-    monkeypatch.setattr(coded_file, "owed", lambda parcel, state: parcel.values + state["residual"])
-    assert trained("quantize(bits=2, tile=8)", 3, torch.float32, scales=(1024.0, 2048.0))
 
 
 BAD = {

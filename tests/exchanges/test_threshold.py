@@ -1,12 +1,9 @@
-"""Dynamic thresholds as they run, held bit for bit to their oracle; the share that passes; faults that were planted."""
-
-from dataclasses import replace
+"""Dynamic thresholds as they run, held bit for bit to their oracle; the share that passes."""
 
 import pytest
 import torch
 
 from armillary.codecs.threshold import sparse_bytes
-from armillary.exchanges import threshold as threshold_file
 from armillary.exchanges.parcel import Parcel
 from armillary.exchanges.place import Place
 from armillary.exchanges.threshold import is_due
@@ -95,57 +92,6 @@ def test_a_layer_of_zeros_sends_nothing_and_a_small_one_everything():
     assert sent == [1 + 8 * 3] * 2 and not out[0].any()
     out, states, _ = pushed(exchange, few, begun(exchange, 100))
     assert torch.equal(out[0], 2 * few[0]) and not states[0]["residual"].any()
-
-
-# Planted faults.
-
-
-def one_threshold_for_all_layers(monkeypatch):
-    def push(self, parcel, state, place, was=threshold_file._Rule.push):
-        same = {**state, "limit": state["limit"].amax().expand_as(state["limit"]).clone()}
-        return (yield from was(self, parcel, same, place))
-
-    monkeypatch.setattr(threshold_file._Rule, "push", push)
-
-
-def thresholds_of_rank_0_for_all(monkeypatch):
-    kept = {}
-
-    def push(self, parcel, state, place, was=threshold_file._Rule.push):
-        key = parcel.layout.names, float(state["age"].max())
-        kept.setdefault(key, state["limit"].clone())
-        return (yield from was(self, parcel, {**state, "limit": kept[key]}, place))
-
-    monkeypatch.setattr(threshold_file._Rule, "push", push)
-
-
-def one_rank_skips_a_refresh(monkeypatch):
-    def push(self, parcel, state, place, was=threshold_file._Rule.push):
-        result, after = yield from was(self, parcel, state, place)
-        return result, {**after, "age": after["age"] + (place.rank == 1)}
-
-    monkeypatch.setattr(threshold_file._Rule, "push", push)
-
-
-def small_layers_thinned_too(monkeypatch):
-    was = threshold_file._Rule.push
-    monkeypatch.setattr(threshold_file._Rule, "push", lambda self, *one: was(replace(self, small=0), *one))
-
-
-def residual_dropped(monkeypatch):
-    monkeypatch.setattr(threshold_file, "kept_back", lambda parcel, lost: torch.zeros_like(lost))
-
-
-FAULTS = [
-    one_threshold_for_all_layers, thresholds_of_rank_0_for_all, one_rank_skips_a_refresh, small_layers_thinned_too,
-    residual_dropped,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault, monkeypatch):
-    fault(monkeypatch)
-    assert trained("threshold(sparsity=0.75, lifespan=50, small=7)", 3, torch.float64)
 
 
 BAD = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.tiles import as_bytes, from_bytes, packed, packed_bytes, unpacked
 
-__all__ = ["from_sparse", "kept_above", "most_bytes", "quantile", "sparse", "sparse_bytes", "threshold"]
+__all__ = ["from_sparse", "is_sparse", "kept_above", "most_bytes", "quantile", "sparse", "sparse_bytes", "threshold"]
 
 PLACES, BITMAP, ALL = range(3)
 EXACT = 1 << 16  # numbers up to which the quantile is exact
@@ -55,6 +55,15 @@ def sparse(values: Tensor, is_kept: Tensor) -> Tensor:
         parts.append(packed(is_kept.to(torch.uint8), 1))
     kept = values[is_kept] if form != ALL else torch.where(is_kept, values, torch.zeros_like(values))
     return torch.cat([*parts, as_bytes(kept)])
+
+
+def is_sparse(code: Tensor, n: int, item_bytes: int) -> bool:
+    """Whether it can be the code of n numbers of so many bytes, as its length says."""
+    form, rest = (int(code[0]), code[1:]) if len(code) else (-1, code)
+    if form == BITMAP:
+        at = packed_bytes(n, 1)
+        return len(rest) >= at and len(rest) == at + item_bytes * int(unpacked(rest[:at], n, 1).sum())
+    return len(rest) % (4 + item_bytes) == 0 if form == PLACES else form == ALL and len(rest) == n * item_bytes
 
 
 def from_sparse(code: Tensor, n: int, like: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
 
-__all__ = ["coded", "why_not_numbers"]
+__all__ = ["coded", "cut", "why_not_numbers"]
 
 WIRES = ("gathered", "scattered")
 TAIL_BYTES = 8  # of a number of the tail
@@ -97,6 +97,16 @@ class _Way:
             return values.new_empty(0, dtype=torch.uint8)
         return self.codec.encode(values, self.draw(state, piece))
 
+    def refuse_other_lengths(self, codes: Sequence[Tensor], numbers: Sequence[int], like: Tensor) -> None:
+        """codes: of the ranks, in their order; of so many numbers each."""
+        for rank, (code, n) in enumerate(zip(codes, numbers, strict=True)):
+            want = self.codec.coded_bytes(n, like.itemsize) if n else 0
+            if len(code) != want:
+                raise ValueError(
+                    f"exchange: the code of rank {rank} has {len(code)} bytes, where {want} are wanted for {n} "
+                    "numbers; start all ranks with one version and one plan"
+                )
+
     def decoded(self, codes: Sequence[Tensor], spans: Sequence[Span], like: Tensor) -> Tensor:
         pieces = [(code, b - a) for code, (a, b) in zip(codes, spans, strict=True) if b > a]
         return torch.cat([like[:0], *(self.codec.decode(code, n, like) for code, n in pieces)])
@@ -129,17 +139,18 @@ class _Way:
         send = tuple(len(tail) + len(code) for code in codes)
         receive = (send[place.rank],) * place.workers
         arrived = yield AllToAll(torch.cat([part for code in codes for part in (tail, code)]), send, receive)
-        total, tails = self.added(arrived.split(receive), b - a, parcel)
+        total, tails = self.added(cut(arrived, receive), b - a, parcel)
         total = without_gaps(total, gaps_of(parcel.layout), a)
         again, lengths = self.encoded(total, state, place.rank), tuple(len(code) for code in codes)
         answer = yield AllToAll(again.repeat(place.workers), (len(again),) * place.workers, lengths)
-        result = self.decoded(answer.split(lengths), spans, full)
+        result = self.decoded(cut(answer, lengths), spans, full)
         lost[a:b] += total - result[a:b]
         return parcel.answered(result, tails), self.after(state, kept_back(parcel, lost))
 
     def added(self, messages: Sequence[Tensor], n: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
         """What the messages mean, added up in the order of ranks: values, and tails."""
         at, total = TAIL_BYTES * parcel.layout.tail, parcel.values[:0]
+        self.refuse_other_lengths([message[at:] for message in messages], [n] * len(messages), parcel.values)
         tails = torch.stack([message[:at] for message in messages]).view(torch.float64).sum(0)
         for place, message in enumerate(messages if n else ()):
             found = self.codec.decode(message[at:], n, parcel.values)
@@ -203,6 +214,19 @@ class _Way:
         if not said and self.codec.coded_bytes(n, layout.item_bytes) >= n * layout.item_bytes:
             said = f"its code is as long as the numbers, which are {layout.dtype} already"
         return said
+
+
+def cut(codes: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """
+    Raises:
+        ValueError: they are not so long together.
+    """
+    if len(codes) != sum(lengths):
+        raise ValueError(
+            f"exchange: the ranks' codes have {len(codes)} bytes, where {sum(lengths)} were announced; start all ranks "
+            "with one version and one plan"
+        )
+    return codes.split_with_sizes(list(lengths))
 
 
 def why_not_numbers(layout: Layout) -> str:

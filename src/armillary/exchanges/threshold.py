@@ -18,6 +18,7 @@ from torch import Tensor
 
 from armillary.codecs.threshold import (
     from_sparse,
+    is_sparse,
     kept_above,
     most_bytes,
     quantile,
@@ -25,7 +26,7 @@ from armillary.codecs.threshold import (
     sparse,
     sparse_bytes,
 )
-from armillary.exchanges.coded import why_not_numbers
+from armillary.exchanges.coded import cut, why_not_numbers
 from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
@@ -125,7 +126,12 @@ class _Rule:
         sizes = tuple(int(size) for size in everyones[:, 0])
         arrived = yield AllToAll(code.repeat(place.workers), (len(code),) * place.workers, sizes)
         total = torch.zeros_like(full)
-        for theirs in arrived.split(sizes):
+        for rank, theirs in enumerate(cut(arrived, sizes)):
+            if not is_sparse(theirs, len(full), full.itemsize):
+                raise ValueError(
+                    f"exchange: the code of rank {rank} has {len(theirs)} bytes, which is no code of {len(full)} "
+                    "numbers; start all ranks with one version and one plan"
+                )
             total = total + from_sparse(theirs, len(full), full)
         lost = torch.where(is_kept, torch.zeros_like(full), full)
         after = {RESIDUAL: kept_back(parcel, lost), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
