@@ -22,6 +22,7 @@ from armillary.facts.table import Page, Picture, wrapped
 from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
+from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
 
 __all__ = ["Line", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
@@ -145,7 +146,7 @@ def comparison_page(ended: Ended) -> Page:
         f"process grew by {bytes_text(ended.resident_bytes)});\ntime of a group: in flight, overlapping; of the step: "
         "the median, from batch to update"
     )
-    return table, legend
+    return (table, legend, *([health_table(ended.health)] if ended.health else []))
 
 
 def drain(events: Iterable[Event]) -> Ended:

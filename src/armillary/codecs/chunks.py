@@ -22,6 +22,10 @@ class Chunks:
     chunk: int
     count: int
 
+    @property
+    def share(self) -> float:
+        return self.count / self.chunk
+
     def number(self, n: int) -> int:
         """How many chunks n numbers fill; the last may be short."""
         return -(-n // self.chunk)
@@ -40,7 +44,7 @@ class Chunks:
         return full.scatter_(1, places, kept.view_as(places)).view(-1)[:n]
 
     def __str__(self) -> str:
-        return f"{self.count} of every {self.chunk} numbers at once, {self.count / self.chunk:.3g} of all"
+        return f"{self.count} of every {self.chunk} numbers at once, {self.share:.3g} of all"
 
 
 def chunks_of(who: str, keep: float, chunk: int) -> Chunks:

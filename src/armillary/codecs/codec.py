@@ -34,6 +34,7 @@ class Codec(NamedTuple):
     work: numbers read and written per value, by encoding and decoding together.
     draws: whether it asks `draw`. What a code needs of it stands in the code, so that whoever decodes needs none.
     adds_up: whether a sum of what codes mean is coded in as few bytes as each of them.
+    keeps: the share of the values that stand in a code.
     says: what its options come to, in words, where they do not say it themselves.
     """
 
@@ -48,6 +49,7 @@ class Codec(NamedTuple):
     work: float = 4.0
     draws: bool = False
     adds_up: bool = True
+    keeps: float = 1.0
     says: str = ""
 
 

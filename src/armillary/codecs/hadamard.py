@@ -93,4 +93,5 @@ def hadamard(of: Choice | str) -> Codec:
     return inner._replace(
         encode=encode, decode=decode, meaning=meaning, coded_bytes=coded_bytes, bound=bound, align=align,
         work=inner.work + 30.0,
+        keeps=inner.keeps,
     )  # fmt: skip

@@ -58,7 +58,7 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
         resharding={RESIDUAL: "sum", ROUNDS: "same"}, work=way.work, align=codec.align,
         counts={ROUNDS: lambda shape: 1}, refuses=way.refuses,
         says=codec.says if feedback else f"{codec.says}; what is left out is lost".removeprefix("; "),
-        mechanisms=way.mechanisms,
+        mechanisms=way.mechanisms, density=lambda layout, state: codec.keeps,
     )  # fmt: skip
 
 

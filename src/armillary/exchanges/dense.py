@@ -61,6 +61,10 @@ def _no_work(layout: Layout, topology: Topology) -> float:
     return 0.0
 
 
+def _all_sent(layout: Layout, state: State) -> float:
+    return 1.0
+
+
 def _exchanged(workers: int) -> Mechanisms:
     return {"exchanges": lambda pushed: 1}
 
@@ -88,6 +92,7 @@ class DenseExchange(NamedTuple):
     work(layout, topology): numbers that the processor reads and writes per push, besides packing.
     align: tensors begin at a multiple of so many numbers.
     refuses(layout): why it cannot carry such a group; empty where it can.
+    density(layout, state): the share of the values that the last push sent.
     says: what its options come to, where they do not say it themselves.
     mechanisms(workers): what it does among so many, in words; what never acts where it is verified is not called
         verified.
@@ -108,6 +113,7 @@ class DenseExchange(NamedTuple):
     align: int = 1
     counts: Mapping[str, Callable[[Shape], int]] = MappingProxyType({})
     refuses: Callable[[Layout], str] = _nothing_refused
+    density: Callable[[Layout, State], float] = _all_sent
     says: str = ""
     mechanisms: Callable[[int], Mechanisms] = _exchanged
 

@@ -58,7 +58,7 @@ def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseE
         most_bytes=way.most_bytes if start or alternate else None, bytes_after=way.bytes_after,
         work=lambda layout, topology: layout.numel * (6.0 + rank / 2) * (topology.workers > 1),
         counts={FACTOR: way.factor_numbers, AGE: lambda shape: 1}, refuses=why_not_numbers,
-        mechanisms=way.mechanisms,
+        mechanisms=way.mechanisms, density=way.density,
         says=f"rank {rank}; vectors and small matrices go whole, as does everything in the first {start} steps",
     )  # fmt: skip
 
@@ -129,6 +129,13 @@ class _Way:
         found: Mechanisms = {"factors orthonormalised": orthonormalised, "residuals sent": was_owed}
         whole: Mechanisms = {"exchanges sent whole at the start": lambda pushed: is_early(pushed)}
         return {**whole, **found} if self.start else found
+
+    def density(self, layout: Layout, state: State) -> float:
+        """Numbers that were sent, of factors and of what goes whole, to all values."""
+        numel = sum(end - begin for begin, end in layout.spans)
+        if float(state[AGE].max()) <= self.start:
+            return 1.0
+        return (sum(self.requests(layout)) - layout.tail) / max(1, numel)
 
     def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
         numbers = sum(map(self.factor_numbers, layout.shapes))

@@ -69,6 +69,7 @@ def threshold(sparsity: float = 0.99, lifespan: int = 1000, small: int = 256) ->
         resharding={RESIDUAL: "sum", LIMIT: "mean", AGE: "same"}, most_bytes=rule.most_bytes,
         work=lambda layout, topology: layout.numel * (8.0 + 4 * topology.workers) * (topology.workers > 1),
         counts={LIMIT: lambda shape: 1, AGE: lambda shape: 1}, refuses=why_not_numbers, mechanisms=rule.mechanisms,
+        density=rule.density,
     )  # fmt: skip
 
 
@@ -108,6 +109,11 @@ class _Rule:
             return int((is_same & is_large).sum()) * (pushed.workers > 1)
 
         return {"thresholds refreshed": refreshed, "thresholds kept": kept, "residuals sent": was_owed}
+
+    def density(self, layout: Layout, state: State) -> float:
+        """Zeros count as sent: nothing of them waits."""
+        numel = sum(end - begin for begin, end in layout.spans)
+        return 1 - int(state[RESIDUAL].count_nonzero()) / max(1, numel)
 
     def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
         none = torch.zeros(len(layout.names), dtype=torch.float64)

@@ -7,6 +7,7 @@ from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
+from armillary.session.health import Health
 from armillary.session.report import Comparison
 
 __all__ = [
@@ -120,7 +121,8 @@ class Ended:
     metrics are of the steps since then. peak_bytes: of tensors in the fullest moment of a watched step, on the largest
     worker: those held between steps, and those made in it. resident_bytes: of the largest worker's process at its peak,
     apart from what it held before training besides the plan's tensors; at least these, since a process may give back
-    what it held before. from_step: after which the figures begin.
+    what it held before. from_step: after which the figures begin. health: of the
+    groups that are not exact.
     """
 
     steps: int
@@ -133,6 +135,7 @@ class Ended:
     peak_bytes: float
     resident_bytes: float
     from_step: int = 0
+    health: tuple[Health, ...] = ()
 
 
 Event = Decided | Resumed | Warned | Progress | Evaluated | Replanned | Saved | Ended

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from armillary.facts.plan import Forecast
 from armillary.facts.table import Table
+from armillary.session.health import Health, health_of, health_table
 from armillary.session.job import Job
 from armillary.session.tally import OTHER, Tally
 
@@ -24,22 +25,25 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """Forecast beside measured for every group, after so many steps since the plan came into force."""
+    """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
+    that are not exact."""
 
     steps: int
     lines: tuple[Comparison, ...]
+    health: tuple[Health, ...] = ()
 
     def __str__(self) -> str:
         forecast, measured = Forecast(), Forecast()
         for line in self.lines:
             forecast, measured = forecast + line.forecast, measured + line.measured
-        return f"after {self.steps} steps\n{comparison_table((*self.lines, Comparison('all', '', forecast, measured)))}"
+        text = f"after {self.steps} steps\n{comparison_table((*self.lines, Comparison('all', '', forecast, measured)))}"
+        return f"{text}\n\n{health_table(self.health)}" if self.health else text
 
 
 def report_of(run: Job) -> Report:
     """Collective."""
     run.count()
-    return Report(run.tally.steps, compare(run, run.tally))
+    return Report(run.tally.steps, compare(run, run.tally), health_of(run))
 
 
 def comparison_table(lines: Sequence[Comparison]) -> Table:

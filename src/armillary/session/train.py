@@ -33,6 +33,7 @@ from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.glance import sampled
+from armillary.session.health import health_of
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.replan import owners_of, restore_owners
 from armillary.session.report import compare
@@ -294,7 +295,7 @@ class Training:
 
     def end(self) -> Iterator[Event]:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
-        comparison = compare(self.job, self.tally)
+        comparison, health = compare(self.job, self.tally), health_of(self.job)
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(is_whole=True)
@@ -307,9 +308,8 @@ class Training:
         usual = statistics.median(self.step_seconds or [seconds / steps])
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
-        ended = Ended(
-            self.step, metrics, simple, comparison, self.forecast, usual, rate, peak, resident, self.plan_step
-        )
+        figures = (self.forecast, usual, rate, peak, resident, self.plan_step)
+        ended = Ended(self.step, metrics, simple, comparison, *figures, health)
         if self.run.rank == 0:
             keep_end(self.settings.folder, ended, trace, self.workload, self.decided.plan)
         yield ended

@@ -23,7 +23,8 @@ __all__ = ["DenseUnit", "dense_unit"]
 @dataclass(eq=False)
 class DenseUnit:
     """leaves: whether its gradients leave in the backward that goes on. spare: a second bucket, if what one backward
-    sends is still under way in the next: they take turns."""
+    sends is still under way in the next: they take turns. pushes, skipped: how many there were, and those of which
+    nothing counted, as some rank's numbers were not finite."""
 
     name: str
     bucket: Bucket
@@ -31,6 +32,8 @@ class DenseUnit:
     state: State = field(default_factory=dict)
     leaves: bool = True
     spare: Bucket | None = None
+    pushes: int = 0
+    skipped: int = 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,6 +94,7 @@ class DenseUnit:
 
     def _commit(self, moved: Moved) -> None:
         result, state = moved
+        self.pushes, self.skipped = self.pushes + 1, self.skipped + bool(result.sick)
         if not self.exchange.is_guarded or result.sick:
             return
         unused = [number for number, used in enumerate(result.used.tolist()) if used == 0]

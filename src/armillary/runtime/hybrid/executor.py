@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from armillary.facts.collectives import Program, summed
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.drift import refuse_drift
 from armillary.runtime.hybrid.flight import Flight, advance_together, carry_all, see_through
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
@@ -258,6 +259,7 @@ class Executor:
         self.is_settled = False
         self.weight = 1.0
         self._meet()
+        refuse_drift(self.units, self.transport)
 
     def _meet(self) -> None:
         """Weights are exchanged where they are due."""

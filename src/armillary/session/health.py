@@ -1,0 +1,57 @@
+"""How a group that is not exact fares: how much of it is sent, how much waits, and how often it was sent in vain.
+
+What waits for long is old when it arrives. A residual that grows beside the weights, or a density that does not come
+down, says that a method suits a group badly, long before the loss does.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from armillary.exchanges.residual import RESIDUAL
+from armillary.facts.table import Table
+from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.session.job import Job
+
+__all__ = ["Health", "health_of", "health_table"]
+
+
+@dataclass(frozen=True)
+class Health:
+    """Of one group, means over workers.
+
+    density: the share of its values that the last exchange sent. residual: norm of what waits, over the norm of the
+    weights. skipped: the share of exchanges that moved nothing, since some rank's numbers were not finite.
+    """
+
+    group: str
+    exchange: str
+    density: float
+    residual: float
+    skipped: float
+
+
+def health_of(run: Job) -> tuple[Health, ...]:
+    """Of the groups that depart from exact. Every rank must call it; nothing is asked where there are none."""
+    departing = {group.name: str(group.exchange) for group in run.plan.groups if group.departures}
+    units = [unit for unit in run.units if isinstance(unit, DenseUnit) and unit.name in departing]
+    if not units:
+        return ()
+    everyones = run.transport.share([_figures(unit) for unit in units])
+    means = [[sum(figure) / len(everyones) for figure in zip(*theirs, strict=True)] for theirs in zip(*everyones)]
+    return tuple(Health(unit.name, departing[unit.name], *mean) for unit, mean in zip(units, means, strict=True))
+
+
+def _figures(unit: DenseUnit) -> tuple[float, float, float]:
+    weights = math.sqrt(sum(float(p.detach().double().norm()) ** 2 for p in unit.parameters))
+    waiting = float(unit.state[RESIDUAL].double().norm()) if RESIDUAL in unit.state else 0.0
+    density = unit.exchange.density(unit.bucket.layout, unit.state)
+    return density, waiting / (weights or 1.0), unit.skipped / max(1, unit.pushes)
+
+
+def health_table(found: Sequence[Health]) -> Table:
+    """One row a group."""
+    rows = [
+        (one.group, one.exchange, f"{one.density:.3g}", f"{one.residual:.3g}", f"{one.skipped:.3g}") for one in found
+    ]
+    return Table(("not exact", "exchange", "values sent", "residual : weights", "skipped"), rows, (0, 1))
