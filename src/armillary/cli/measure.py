@@ -79,6 +79,7 @@ def _page(found: Survey, files: list[Path]) -> Page:
             speed = f"{topology.processor.memory_bytes_per_second / 1e9:.3g} GB/s"
             parts.append(f"index work of a rank, all ranks at once; whole tensors are read and written at {speed}")
             parts.append(_rates(topology.processor))
+            parts += [_coding(topology.processor)] if topology.processor.coding else []
     if found.profile is not None:
         parts += found.profile.page()
     return (*parts, f"written: {', '.join(map(str, files))}")
@@ -106,6 +107,15 @@ def _rates(processor: Processor) -> Table:
         many = seconds_text(rate.seconds(10_000, 1e3))
         rows.append((name, seconds_text(rate.call_seconds), *costs, many, f"{rate.residual:.0%}"))
     return Table(("work", "a call", "a row", "a kB of it", "10,000 rows of 1 kB", "worst residual"), rows)
+
+
+def _coding(processor: Processor) -> Table:
+    rows = []
+    for one in processor.coding:
+        costs = (seconds_text(one.call_seconds), seconds_text(one.million_seconds))
+        rows.append((one.exchange, str(one.workers), *costs, f"{one.residual:.0%}"))
+    header = ("not exact", "workers", "a call", "a million float32 values", "worst residual")
+    return Table(header, rows, (0,))
 
 
 def _nanoseconds(seconds: float) -> str:

@@ -73,4 +73,4 @@ def one_bit(tile: int = 256) -> Codec:
         size = mean * (1 + 16 * limits.eps) + limits.smallest_normal * limits.eps
         return torch.maximum(tiles.abs(), size).view(-1)[: len(values)]
 
-    return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=12.0)
+    return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=6.0)

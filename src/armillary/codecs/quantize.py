@@ -78,4 +78,4 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
         smallest = torch.finfo(values.dtype).smallest_normal * torch.finfo(values.dtype).eps
         return (top * rounding + 2 * smallest).expand(-1, tile).reshape(-1)[: len(values)]
 
-    return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=10.0)
+    return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=4.0)

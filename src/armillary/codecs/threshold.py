@@ -107,7 +107,7 @@ def threshold(sparsity: float = 0.99) -> Codec:
 
     return Codec(
         encode, decode, meaning, most_bytes, bound,
-        is_fixed=False, is_biased=True, align=0, work=8.0, adds_up=False,
+        is_fixed=False, is_biased=True, align=0, work=6.0, adds_up=False,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseE
         way.push, 1 if alternate else 2, way.sent_bytes, way.legs, way.oracle, way.begin,
         resharding={RESIDUAL: "sum", FACTOR: "same", AGE: "same"},
         most_bytes=way.most_bytes if start or alternate else None, bytes_after=way.bytes_after,
-        work=lambda layout, topology: layout.numel * (6.0 + rank / 2) * (topology.workers > 1),
+        work=lambda layout, topology: layout.numel * (9.0 + rank) * (topology.workers > 1),
         counts={FACTOR: way.factor_numbers, AGE: lambda shape: 1}, refuses=why_not_numbers,
         mechanisms=way.mechanisms, density=way.density,
         says=f"rank {rank}; vectors and small matrices go whole, as does everything in the first {start} steps",

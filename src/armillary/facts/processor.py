@@ -6,7 +6,7 @@ ranks at work at once, because ranks that share cores share them in training too
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Processor", "RowRate"]
+__all__ = ["CodingRate", "Processor", "RowRate"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,37 @@ class RowRate:
 
 
 @dataclass(frozen=True)
+class CodingRate:
+    """What a push of an exchange that is not exact takes of a rank's processor among so many workers, links apart:
+    seconds = call_seconds + million_seconds for every million float32 values.
+
+    exchange: with its options, as it prints.
+    """
+
+    exchange: str
+    workers: int
+    call_seconds: float
+    million_seconds: float
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 2 or not (self.call_seconds >= 0 and self.million_seconds >= 0):
+            raise ValueError(f"topology: want a coding rate of 2 workers or more, no time below zero, got {self}")
+
+
+@dataclass(frozen=True)
 class Processor:
     """gather: rows out of a table. merge: equal rows found and added up. add: rows added into a table.
 
-    memory_bytes_per_second: at which whole tensors are read and written, both counted.
+    memory_bytes_per_second: at which whole tensors are read and written, both counted. coding: of the exchanges that
+    are not exact, where they were timed.
     """
 
     gather: RowRate
     merge: RowRate
     add: RowRate
     memory_bytes_per_second: float
+    coding: tuple[CodingRate, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.memory_bytes_per_second > 0:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from armillary.facts.processor import Processor, RowRate
+from armillary.facts.processor import CodingRate, Processor, RowRate
 
 __all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology", "turn_bytes_on"]
 
@@ -141,6 +141,10 @@ class Topology:
             )
         return replace(self, nodes=nodes)
 
+    def of_one_node(self, workers: int) -> "Topology":
+        """So many workers side by side."""
+        return replace(self, nodes=1, workers_per_node=workers)
+
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
 
@@ -195,4 +199,5 @@ def turn_bytes_on(topology: Topology | None) -> int:
 
 def _processor(fields: Mapping[str, Any]) -> Processor:
     rates = {name: RowRate(**fields[name]) for name in ("gather", "merge", "add")}
-    return Processor(**rates, memory_bytes_per_second=fields["memory_bytes_per_second"])
+    coding = tuple(CodingRate(**one) for one in fields.get("coding", ()))
+    return Processor(**rates, memory_bytes_per_second=fields["memory_bytes_per_second"], coding=coding)

@@ -20,6 +20,7 @@ from armillary.facts.group import LookAhead
 from armillary.facts.layout import Layout, layout_of
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Plan
+from armillary.facts.processor import CodingRate
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.foreseen_legs import Shares, foreseen_legs
@@ -35,6 +36,7 @@ __all__ = [
 
 
 KEY_BYTES = 8
+TIMED_ITEM_BYTES = 4  # of the values with which exchanges are timed
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ class Case:
         measured = self.topology.processor
         return self.assumptions.memory_bytes_per_second if measured is None else measured.memory_bytes_per_second
 
+    def coding_rate(self, choice: Choice) -> CodingRate | None:
+        """As it was timed with these options; else of the exchange with any."""
+        timed = self.topology.processor.coding if self.topology.processor else ()
+        found = {rate.exchange: rate for rate in timed if Choice.parse(rate.exchange).name == choice.name}
+        return found.get(str(choice)) or next(iter(found.values()), None)
+
     def row_seconds(self, row_bytes: int) -> float:
         """Index work per row of that size."""
         measured = self.topology.processor
@@ -122,16 +130,27 @@ def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, b
     sent = exchange.sent_bytes(layout, case.topology)
     links = leg_seconds(exchange.legs(layout, case.topology), case.topology, buckets)
     nbytes = layout.joined_bytes
-    seconds = share * (links + coding_seconds(exchange, layout, case))
+    seconds = share * (links + coding_seconds(choice, layout, case))
     seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, case)
     copies = 2 + slots + (exchange.carries == "weights")  # weights are not sent from where they are
     memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
     return Forecast(share * sum(sent) / len(sent), memory, seconds)
 
 
-def coding_seconds(exchange: DenseExchange, layout: Layout, case: Case) -> float:
-    """What an exchange makes of the numbers of one push, besides packing them."""
-    return exchange.work(layout, case.topology) * layout.item_bytes / case.memory_bytes_per_second
+def coding_seconds(choice: Choice, layout: Layout, case: Case) -> float:
+    """What an exchange makes of the numbers of one push, besides packing them: as it was timed here with these options,
+    or others of them, on so many workers; else its work at the memory speed that is taken for granted, since it was
+    counted at that."""
+    work, rate = _exchange_of(choice).work(layout, case.topology), case.coding_rate(choice)
+    if not work or rate is None:
+        return work * layout.item_bytes / case.assumptions.memory_bytes_per_second
+    timed = _exchange_of(Choice.parse(rate.exchange)).work(layout, case.topology.of_one_node(rate.workers))
+    millions = layout.numel / 1e6 * layout.item_bytes / TIMED_ITEM_BYTES
+    return rate.call_seconds + millions * rate.million_seconds * work / timed
+
+
+def _exchange_of(choice: Choice) -> DenseExchange:
+    return build_dense(choice.name, **choice.options)
 
 
 def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:

@@ -23,6 +23,7 @@ from armillary.planning.simulator import simulate
 __all__ = ["with_savings", "with_taken"]
 
 WORTH_SAYING = 1.15
+NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
 CLOSE = 1.05  # times the quickest step: what is milder is worth that much
 
 
@@ -50,7 +51,8 @@ def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) ->
         said.append(f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}")
     said += _said_of_taken(plan)
     for departs in dict.fromkeys(way.departs for way in ways if taken is None):
-        said.append(_note([way for way in ways if way.departs == departs], now))
+        note = _note([way for way in ways if way.departs == departs], now)
+        said.append(note if _is_timed(question) else f"{note} ({NOT_TIMED})")
     return replace(plan, notes=(*plan.notes, *said)) if said else plan
 
 
@@ -61,6 +63,11 @@ def with_taken(plan: Plan) -> Plan:
 
 def _said_of_taken(plan: Plan) -> list[str]:
     return [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
+
+
+def _is_timed(question: Question) -> bool:
+    processor = question.case.topology.processor
+    return processor is not None and bool(processor.coding)
 
 
 def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:

@@ -18,7 +18,7 @@ from armillary.exchanges.owned_rows import merge_rows
 from armillary.facts.processor import Processor, RowRate
 from armillary.runtime.line import fit
 
-__all__ = ["processor"]
+__all__ = ["Timer", "processor"]
 
 ROWS = (256, 4096)
 WIDTHS = (16, 256)  # float32 elements of a row
@@ -39,7 +39,7 @@ def processor(device: torch.device, block_seconds: float, agree: Agree) -> Proce
         agree: this rank's times -> those to be used, the same on every rank (the slowest rank's); ranks go on together.
     """
     sizes = list(product(ROWS, WIDTHS))
-    timer = _Timer(block_seconds, agree, device)
+    timer = Timer(block_seconds, agree, device)
     works = [_works(rows, width, timer) for rows, width in sizes]
     source = torch.ones(COPIED_BYTES // ITEM_BYTES, device=device)
     target = torch.ones_like(source)
@@ -51,7 +51,7 @@ def processor(device: torch.device, block_seconds: float, agree: Agree) -> Proce
     return Processor(gather, merge, add, memory_bytes_per_second=2 * COPIED_BYTES / agreed[-1])
 
 
-def _works(rows: int, width: int, timer: "_Timer") -> tuple[float, float, float]:
+def _works(rows: int, width: int, timer: "Timer") -> tuple[float, float, float]:
     """Seconds to gather, merge and add so many rows of so many elements."""
     generator, device = torch.Generator().manual_seed(0), timer.device
     table = torch.ones(TABLE_BYTES // ITEM_BYTES // width, width, device=device)  # zeros would share one page
@@ -72,7 +72,9 @@ def _rate(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> RowRa
 
 
 @dataclass(frozen=True)
-class _Timer:
+class Timer:
+    """Times work that all ranks do at once; arguments as in `processor`."""
+
     block_seconds: float
     agree: Agree
     device: torch.device

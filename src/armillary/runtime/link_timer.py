@@ -41,12 +41,14 @@ class Effort:
             the median counts.
         longest_seconds: for one kind on one side; a slow link is measured with fewer large messages, yet with as many
             sizes as it takes to tell its speed from its latency.
+        times_coding: whether to time the exchanges that are not exact; they are priced at a default otherwise.
     """
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
     repeats: int
     longest_seconds: float
+    times_coding: bool = False
 
 
 QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 4, 1.5)
@@ -54,7 +56,7 @@ FEWEST_SIZES = 3
 IN_A_ROW = 3
 WIDTH, PRODUCTS = 128, 20
 BURST_BYTES = 1 << 19  # sent before a size is timed, so that no credit is left
-THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 5, 8.0)
+THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 5, 8.0, True)
 
 
 def request_link(

@@ -8,6 +8,7 @@ is never put in their place. `armillary measure` looks longer.
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ import torch
 from armillary.facts.processor import Processor
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Link, RequestLink, Topology
-from armillary.runtime.index_timer import processor
+from armillary.runtime.coding_timer import coding_rates
+from armillary.runtime.index_timer import Timer, processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
 from armillary.runtime.overlap_timer import hidden_share
 from armillary.runtime.transport import Transport
@@ -71,7 +73,15 @@ def measure(
     share = hidden_share(transport) if backend == "gloo" else 1.0
     told(f"overlap: {share:.0%} of a request hides behind compute")
     inside, between = _links(found, rates)
-    return Topology(place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share)
+    topology = Topology(
+        place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share
+    )
+    if not effort.times_coding or device.type != "cpu":
+        return topology
+    coding = coding_rates(topology, Timer(BLOCK_SECONDS, transport.agree_largest, device))
+    for rate in coding:
+        told(f"{rate.exchange}: {seconds_text(rate.million_seconds)} of a processor a million values")
+    return replace(topology, processor=replace(rates, coding=coding))
 
 
 def _links(found: list[RequestLink], rates: Processor) -> tuple[Link, Link]:
