@@ -92,6 +92,6 @@ def hadamard(of: Choice | str) -> Codec:
     align = 0 if inner.align == 0 else math.lcm(TILE, inner.align)
     return inner._replace(
         encode=encode, decode=decode, meaning=meaning, coded_bytes=coded_bytes, bound=bound, align=align,
-        work=inner.work + 36.0,
+        work=inner.work + 50.0,
         keeps=inner.keeps,
     )  # fmt: skip

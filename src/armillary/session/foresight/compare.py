@@ -101,7 +101,7 @@ class _Summary:
     def load(cls, path: Path) -> "_Summary":
         found = json.loads(path.read_text())
         said = {name: found[name] for name in ("comparison", "peak_bytes", "resident_bytes", "step_seconds")}
-        steps = range(found.get("from_step", 0), found["steps"])
+        steps = range(found.get("from_step", 0), found.get("steps", 0))
         return cls(forecast=Forecast(**found["forecast"]), steps=steps, **said)
 
 
