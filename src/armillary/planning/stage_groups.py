@@ -102,7 +102,7 @@ def crossing(facts: Sequence[ParameterFact], choice: Choice, options: ScheduleOp
     layout = layout_of(facts, exchange.align, exchange.is_guarded)
     sent = exchange.sent_bytes(layout, topology)
     links = leg_seconds(exchange.legs(layout, topology), topology)
-    coding = coding_seconds(exchange, layout, replace(case, topology=topology))
+    coding = coding_seconds(choice, layout, replace(case, topology=topology))
     processor = pack_seconds(layout.joined_bytes, (), case) + coding
     besides = layout.joined_bytes - sum(fact.bytes for fact in facts)
     kept = besides + exchange.state_bytes(layout, topology.workers)

@@ -60,9 +60,9 @@ def _tell(unlike: Sequence[str], values: Tensor, transport: Transport) -> None:
     """values: of the first that is unlike, by rank."""
     apart = (values - values[0]).norm(dim=1) / (values[0].norm() or 1.0)
     rank = int(apart.nan_to_num(torch.inf).argmax())
-    more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+    names = unlike[0] + (f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else "")
     said = (
-        f"after step {transport.step} the ranks no longer hold {unlike[0]}{more} alike: rank {rank} is "
+        f"after step {transport.step} the ranks no longer hold {names} alike: rank {rank} is "
         f"{float(apart[rank]):.1e} of its norm away from rank 0"
     )
     if float(apart[rank]) <= ROUNDING:
