@@ -5,6 +5,7 @@ import torch
 from torch import nn, optim
 
 from armillary.reference.cyclic import Reference
+from armillary.reference.edges import Edges
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
@@ -12,7 +13,7 @@ from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.layout import crossed, plain
+from armillary.schedules.layout import plain
 from armillary.schedules.shared import devices_for
 from channels import in_threads
 from staged_models import as_stages, same, squared_error, weights
@@ -221,7 +222,7 @@ def test_plain_keeps_values_and_gives_the_strides_of_a_new_tensor(tensor):
 def test_a_crossing_passes_nests_and_gradients_on_and_leaves_unused_values_without_one():
     used, unused = torch.randn(3, 4, requires_grad=True), torch.randn(3, requires_grad=True)
     value = {"used": used.t() * 2, "unused": unused * 2, "ids": torch.arange(3), "flag": "x"}
-    there = crossed(value)
+    there = Edges().crossed(value, None, (0, 0, 0))
     assert there["flag"] == "x" and torch.equal(there["ids"], value["ids"])
     assert torch.equal(there["used"], value["used"]) and there["used"].stride() == (3, 1)
     found = torch.autograd.grad((there["used"] ** 2).sum(), [used, unused], allow_unused=True)

@@ -18,6 +18,7 @@ from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import pipeline_messages, ring_messages
 from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import rings
@@ -38,7 +39,7 @@ def lists(schedule, calls, clip=None, served=(), one_queue=True):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
     found = []
     for rank in range(schedule.workers):
-        lowering = Lowering(schedule, rank, range(schedule.workers), clip, served, one_queue=one_queue)
+        lowering = Lowering(schedule, rank, range(schedule.workers), clip, served, wires=Wires(one_queue))
         found.append([one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())])
     return found
 

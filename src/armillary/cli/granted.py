@@ -1,5 +1,6 @@
 """What was asked on the command line, turned into what the library takes: workloads, wishes, and facts from files."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, names_of, refuse_unknown
+from armillary.planning.edges import EdgeWish
 from armillary.schedules.registry import read
 from armillary.session.decide import Wishes
 from armillary.session.folder import read_kept
@@ -19,9 +21,11 @@ from armillary.session.watched import parameter_facts
 from armillary.session.workload import Workload
 
 __all__ = [
-    "constraints_of", "read_plan", "read_profile", "read_topology", "refuse_unnamed", "schedule_of", "wishes_of",
-    "workload_of",
+    "constraints_of", "edge_wish", "read_plan", "read_profile", "read_topology", "refuse_unnamed", "schedule_of",
+    "wishes_of", "workload_of",
 ]  # fmt: skip
+
+STAGES = re.compile(r"(?P<choice>.*?)(=(?P<stages>\d+(,\d+)*))?", re.DOTALL)
 
 
 def workload_of(asked: AskedWorkload) -> Workload:
@@ -59,10 +63,12 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
         ValueError: a file cannot be read, a wish is not of the form that is wanted, or two exclude one another.
     """
     constraints = constraints_of(asked.exchanges, asked.replicate)
+    edge, edge_back = edge_wish("--edge", asked.edges), edge_wish("--edge-back", asked.edge_backs)
     plan = None if asked.plan_file is None else read_plan(asked.plan_file)
-    if plan is not None and (constraints or asked.lazy or asked.allow):
+    if plan is not None and (constraints or asked.lazy or asked.allow or edge or edge_back):
         raise ValueError(
-            "plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange, --allow"
+            "plan: --plan is carried out as it is; edit the file, or drop --lazy, --replicate, --exchange, --allow, "
+            "--edge, --edge-back"
         )
     if plan is not None and plan.workers != workers:
         raise ValueError(
@@ -84,6 +90,8 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
         trials=asked.trials,
         allow=tuple(asked.allow),
         rule=asked.rule,
+        edge=edge,
+        edge_back=edge_back,
     )
 
 
@@ -98,6 +106,31 @@ def refuse_unnamed(task: Workload, wishes: Wishes) -> None:
         with torch.device("meta"):
             model = task.model()
         names_of(patterns, parameter_facts(model))
+
+
+def edge_wish(option: str, texts: Sequence[str]) -> EdgeWish:
+    """What was typed of edges: one codec for all, or one for each of some stages.
+
+    Raises:
+        ValueError: a text that is no choice, or a stage twice.
+    """
+    found: dict[int, Choice] = {}
+    for text in texts:
+        read_text = STAGES.fullmatch(text)
+        assert read_text is not None
+        try:
+            choice = Choice.parse(read_text["choice"])
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}. Want CHOICE or CHOICE=STAGES, as in 'quantize(bits=8)=0,2'") from None
+        if read_text["stages"] is None:
+            if len(texts) > 1:
+                raise ValueError(f"{option}: {choice} is for all stages; name the stages of each, as in {choice}=0")
+            return choice
+        for stage in map(int, read_text["stages"].split(",")):
+            if stage in found:
+                raise ValueError(f"{option}: stage {stage} has {found[stage]} and {choice}; want one")
+            found[stage] = choice
+    return found or None
 
 
 def schedule_of(text: str, workers: int) -> Choice:

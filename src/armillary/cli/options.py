@@ -14,9 +14,9 @@ from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.rule import PRICE
 
 __all__ = [
-    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "Exchanges",
-    "Gbit", "IsSmall", "LatencyUs", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule", "Schedule", "Seed", "Set",
-    "TopologyFile", "Trials", "Verbose", "Workers", "WorkloadName",
+    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "EdgeBacks",
+    "Edges", "Exchanges", "Gbit", "IsSmall", "LatencyUs", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule",
+    "Schedule", "Seed", "Set", "TopologyFile", "Trials", "Verbose", "Workers", "WorkloadName",
 ]  # fmt: skip
 
 # The panels of --help.
@@ -119,6 +119,23 @@ Schedule = Annotated[
         rich_help_panel=SCHEDULE,
     ),
 ]
+Edges = Annotated[
+    list[str],
+    _many(
+        "--edge", "CHOICE[=STAGES]",
+        "Code what stages of a pipeline hand on, NOT exact: 'quantize(bits=8)' for all, or 'one_bit=0,2' behind stages "
+        "0 and 2. Options beside the codec's: warm_up=STEPS, at_eval=off.",
+        SCHEDULE,
+    ),
+]  # fmt: skip
+EdgeBacks = Annotated[
+    list[str],
+    _many(
+        "--edge-back", "CHOICE[=STAGES]|same",
+        "Code the gradients that come back; 'same': as the activation was, in its places if it keeps some.",
+        SCHEDULE,
+    ),
+]  # fmt: skip
 
 Workers = Annotated[
     int | None,
@@ -187,6 +204,8 @@ class AskedPlan:
     trials: int = 0
     allow: Sequence[str] = ()
     rule: str = PRICE
+    edges: Sequence[str] = ()
+    edge_backs: Sequence[str] = ()
 
 
 def _pair(text: str) -> tuple[str, Any]:

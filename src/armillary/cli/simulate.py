@@ -6,9 +6,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import read_plan, read_profile, schedule_of, workload_of
+from armillary.cli.granted import edge_wish, read_plan, read_profile, schedule_of, workload_of
 from armillary.cli.machines import assumed, machines, said_of
-from armillary.cli.options import AskedWorkload
+from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.scaling import Wanted, scale, scaling_page
 from armillary.cli.show import as_json
@@ -16,6 +16,7 @@ from armillary.cli.workers import run_in_workers
 from armillary.facts.choice import Choice
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
+from armillary.planning.edges import EdgeWish
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulation import Simulation
@@ -50,8 +51,16 @@ class _Scene(NamedTuple):
     assumptions: tuple[str, ...]
 
 
+class _Way(NamedTuple):
+    """What the plan is to be, as `plan` takes it."""
+
+    schedule: Choice
+    edge: EdgeWish
+    edge_back: EdgeWish
+
+
 def simulate_asked(
-    subject: AskedWorkload | Path, asked: AskedMachines, schedule: str, out: Path, is_json: bool
+    subject: AskedWorkload | Path, asked: AskedMachines, way: AskedPlan, out: Path, is_json: bool
 ) -> NoReturn:
     """Plays a step of the plan in a file, or of one made for a workload, and ends the process."""
 
@@ -59,11 +68,17 @@ def simulate_asked(
         torch.set_num_threads(1)  # a worker is taken to have one core
         refuse_unwritable(out)
         if isinstance(subject, Path):
+            if way.edges or way.edge_backs:
+                raise ValueError("--edge, --edge-back: the plan in the file says its own edges; edit its stages")
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = machines(asked.topology_file, asked.gbit, asked.latency_us)
         links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
-        choice = schedule_of(schedule, links.workers)
-        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, choice))
+        wished = _Way(
+            schedule_of(way.schedule, links.workers),
+            edge_wish("--edge", way.edges),
+            edge_wish("--edge-back", way.edge_backs),
+        )
+        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, wished))
 
     def body(step: Simulated) -> int:
         written = ", ".join(map(str, step.save(out)))
@@ -112,7 +127,7 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
 
 
 def _of_workload(
-    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, schedule: Choice
+    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, way: _Way
 ) -> _Scene:
     seen = min(topology.workers, PROFILED_WORKERS)
     subject = subject_of(task, seed=0)
@@ -122,7 +137,7 @@ def _of_workload(
         else read_profile(profile_file)
     )
     taken = assumptions_of(subject.optimizer)
-    made = plan(found, topology, assumptions=taken, schedule=schedule)
+    made = plan(found, topology, assumptions=taken, **way._asdict())
     case = Case(found, topology, taken)
     return _Scene(task.name, made, case, _said(case, topology, topology_file, profile_file is not None))
 

@@ -35,6 +35,8 @@ class Codec(NamedTuple):
     draws: whether it asks `draw`. What a code needs of it stands in the code, so that whoever decodes needs none.
     adds_up: whether a sum of what codes mean is coded in as few bytes as each of them.
     keeps: the share of the values that stand in a code.
+    places(n): of n values, how many arrive as they are, the others being zeros; None: it keeps none as they are.
+    likely_bytes(n, item_bytes): of a code as its options would have it, where the data decide.
     says: what its options come to, in words, where they do not say it themselves.
     """
 
@@ -50,7 +52,13 @@ class Codec(NamedTuple):
     draws: bool = False
     adds_up: bool = True
     keeps: float = 1.0
+    places: Callable[[int], int] | None = None
+    likely_bytes: Callable[[int, int], int] | None = None
     says: str = ""
+
+    def expected_bytes(self, n: int, item_bytes: int) -> int:
+        """Of the code of n values of so many bytes each; where the data decide, as far as the options say."""
+        return (self.likely_bytes or self.coded_bytes)(n, item_bytes)
 
 
 Options = Mapping[str, Any]

@@ -77,6 +77,9 @@ def hadamard(of: Choice | str) -> Codec:
     def coded_bytes(n: int, item_bytes: int) -> int:
         return inner.coded_bytes(whole(n), max(4, item_bytes))
 
+    def likely_bytes(n: int, item_bytes: int) -> int:
+        return inner.expected_bytes(whole(n), max(4, item_bytes))
+
     def bound(values: Tensor) -> Tensor:
         """A rotation keeps the norm of a tile's error."""
         spun = turned(values)
@@ -94,4 +97,6 @@ def hadamard(of: Choice | str) -> Codec:
         encode=encode, decode=decode, meaning=meaning, coded_bytes=coded_bytes, bound=bound, align=align,
         work=inner.work + 50.0,
         keeps=inner.keeps,
+        places=None,
+        likely_bytes=likely_bytes,
     )  # fmt: skip

@@ -63,5 +63,6 @@ def random_k(keep: float = 0.01, chunk: int = 0) -> Codec:
 
     return Codec(
         encode, decode, meaning, coded_bytes, bound,
-        is_biased=True, align=chunks.chunk, work=50.0, draws=True, keeps=chunks.share, says=str(chunks),
+        is_biased=True, align=chunks.chunk, work=50.0, draws=True, keeps=chunks.share, places=chunks.kept,
+        says=str(chunks),
     )  # fmt: skip

@@ -105,9 +105,15 @@ def threshold(sparsity: float = 0.99) -> Codec:
     def bound(values: Tensor) -> Tensor:
         return torch.minimum(values.double().abs(), quantile(values, sparsity).double())
 
+    def places(n: int) -> int:
+        return max(1, round((1 - sparsity) * n))
+
+    def likely_bytes(n: int, item_bytes: int) -> int:
+        return sparse_bytes(n, places(n), item_bytes)
+
     return Codec(
         encode, decode, meaning, most_bytes, bound,
-        is_fixed=False, is_biased=True, align=0, work=6.0, adds_up=False,
+        is_fixed=False, is_biased=True, align=0, work=6.0, adds_up=False, places=places, likely_bytes=likely_bytes,
     )  # fmt: skip
 
 

@@ -66,5 +66,6 @@ def top_k(keep: float = 0.01, chunk: int = 0) -> Codec:
 
     return Codec(
         encode, decode, meaning, coded_bytes, bound,
-        is_biased=True, align=chunks.chunk, work=4.0, adds_up=False, keeps=chunks.share, says=str(chunks),
+        is_biased=True, align=chunks.chunk, work=4.0, adds_up=False, keeps=chunks.share, places=chunks.kept,
+        says=str(chunks),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from armillary.facts.choice import Choice
-from armillary.facts.departure import DEPARTURES
+from armillary.facts.departure import DEPARTURES, checked
 from armillary.facts.forecast import Forecast
 from armillary.facts.group import LOOK_AHEADS, Group
 from armillary.facts.mesh import Axis, Mesh
@@ -109,7 +109,15 @@ class Plan:
     @property
     def departures(self) -> tuple[str, ...]:
         """Every word that is true of some group; empty: the plan equals one process."""
-        return tuple(word for word in DEPARTURES if any(word in group.departures for group in self.groups))
+        return tuple(word for word in DEPARTURES if any(word in self.departures_of(group) for group in self.groups))
+
+    def departures_of(self, group: Group) -> tuple[str, ...]:
+        """Every word that is true of a group: its own, and what coded edges do to its gradients."""
+        is_reached = any(
+            stage.edge is not None or (stage.edge_back is not None and group.stage <= number)
+            for number, stage in enumerate(self.stages)
+        )
+        return checked((*group.departures, *(("lossy",) if is_reached else ())))
 
     @property
     def looks_ahead(self) -> bool:
@@ -143,7 +151,8 @@ class Plan:
     def page(self) -> Page:
         """What it prints, its tables apart: in words, then the groups, the stages, what the figures mean, notes."""
         is_plain = self.schedule == SIMULTANEOUS
-        words = plan_words(self.groups, self.workers, len(self.stages), None if is_plain else self.schedule)
+        groups = [replace(group, departures=self.departures_of(group)) for group in self.groups]
+        words = plan_words(groups, self.workers, len(self.stages), None if is_plain else self.schedule)
         expected = expected_words(self.forecast, self.step_seconds, self.all_reduce_seconds)
         divisor = "data coordinates" if self.mean == "workers" else "the sum of declared weights"
         machines = f", topology {self.topology_fingerprint}" if self.topology_fingerprint else ""
@@ -157,7 +166,7 @@ class Plan:
             if (names := [group.name for group in self.groups if group.look_ahead == kind])
         ]
         said = f"{words}\n{expected}"
-        return plan_page(said, title, self.groups, self.stages, self.forecast, (*ahead, *self.notes))
+        return plan_page(said, title, groups, self.stages, self.forecast, (*ahead, *self.notes))
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -18,7 +18,7 @@ from typing import Any
 from armillary.facts.parameter import ParameterFact, Reads, RowFacts
 from armillary.facts.plan import model_fingerprint
 from armillary.facts.profile_table import bytes_text, profile_page
-from armillary.facts.stage import StageFact
+from armillary.facts.stage import Numbers, StageFact
 from armillary.facts.table import Page, page_text
 
 __all__ = ["ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"]
@@ -153,7 +153,7 @@ class Profile:
         fields = json.loads(text)
         wanted = fields.pop("fingerprint")
         parameters = tuple(_parameter(fact) for fact in fields.pop("parameters"))
-        stages = tuple(StageFact(**stage) for stage in fields.pop("stages"))
+        stages = tuple(_stage(stage) for stage in fields.pop("stages"))
         profile = cls(parameters, stages, **{**fields, "running": tuple(fields.get("running", ()))})
         if profile.fingerprint != wanted:
             raise ValueError(
@@ -167,6 +167,11 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
         return cls.from_json(Path(path).read_text())
+
+
+def _stage(fields: Mapping[str, Any]) -> StageFact:
+    numbers = tuple(Numbers(*found) for found in fields.get("output_numbers", ()))
+    return StageFact(**{**fields, "output_numbers": numbers})
 
 
 def _parameter(fields: Mapping[str, Any]) -> ParameterFact:

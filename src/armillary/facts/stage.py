@@ -4,8 +4,16 @@ Schedules place stages, and memory is priced by the activations a stage keeps, s
 """
 
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-__all__ = ["StageFact"]
+__all__ = ["Numbers", "StageFact"]
+
+
+class Numbers(NamedTuple):
+    """Of one tensor: how many, and bytes of each."""
+
+    numel: int
+    item_bytes: int
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,7 @@ class StageFact:
         activation_bytes: storages kept for the backward pass, each once, parameters and buffers left out.
         forward_seconds, backward_seconds: on the machine that made the profile, without exchange.
         output_bytes: of what the stage's last call returned: what crosses to another device if the model is cut there.
+        output_numbers: of those tensors among them that have floating numbers of two dimensions or more.
     """
 
     name: str
@@ -26,8 +35,11 @@ class StageFact:
     forward_seconds: float
     backward_seconds: float
     output_bytes: int = 0
+    output_numbers: tuple[Numbers, ...] = ()
 
     def __post_init__(self) -> None:
-        negative = [name for name, value in asdict(self).items() if name != "name" and value < 0]
+        negative = [
+            name for name, value in asdict(self).items() if name not in ("name", "output_numbers") and value < 0
+        ]
         if negative:
             raise ValueError(f"profile: stage {self.name!r} has negative {', '.join(negative)}")

@@ -127,6 +127,7 @@ def _cut(profile: Profile, parts: int) -> Profile:
             forward_seconds=stage.forward_seconds / parts,
             backward_seconds=stage.backward_seconds / parts,
             output_bytes=stage.output_bytes // parts,
+            output_numbers=tuple(one._replace(numel=one.numel // parts) for one in stage.output_numbers),
         )
         for stage in profile.stages
     ]

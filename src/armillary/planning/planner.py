@@ -25,6 +25,7 @@ from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, 
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, refuse_other_allowed, resolve
+from armillary.planning.edges import EdgeWish, EdgeWishes
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
@@ -61,6 +62,8 @@ def plan(
     allow: Collection[str] = (),
     rule: str = PRICE,
     timed: Mapping[str, OwnerSearch] = NONE_SEARCHED,
+    edge: EdgeWish = None,
+    edge_back: EdgeWish = None,
 ) -> Plan:
     """The cheapest plan that fits; under another rule, the one that it makes.
 
@@ -70,8 +73,7 @@ def plan(
         assumptions: what the optimizer keeps and how fast a rank's processor is.
         schedule: by its registry name, as in Choice("ring", {"slack": 1}). Under one that owns the loop (`run.step`)
             nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
-        prefetch: look-ups leave before their batch, in a loop over `run.batches`; see `looking_ahead`. None: where a
-            step is shorter for it.
+        prefetch: look-ups leave before their batch, in a loop over `run.batches`. None: where a step is shorter for it.
         steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
             Else a note says what it would bring.
         micro_batches: of a step and data coordinate, where the caller cuts them; a batch of the profile is one of them.
@@ -80,6 +82,7 @@ def plan(
         rule: "price", or "parallax": tables that are only read by row go by their owners, as many as its search finds,
             everything else by all-reduce.
         timed: of rule "parallax", searches over exchanges that a job timed, by table; the others go by forecast.
+        edge, edge_back: codecs of what stages of a pipeline hand on and get back (NOT exact): one, or by stage.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
@@ -88,14 +91,15 @@ def plan(
     refuse_other_allowed(allow)
     priced = {"steps_by_run": steps_by_run, "micro_batches": micro_batches is not None, "allow": list(allow)}
     refuse_with_rule(rule, {f"schedule {schedule}": owns_loop(schedule), **priced})
-    case = Case(profile, topology, assumptions)
+    case, edges = Case(profile, topology, assumptions), EdgeWishes(edge, edge_back)
+    edges.refuse_without_edges(schedule, SCHEDULES[schedule.name])
     if owns_loop(schedule):
         is_cut = SCHEDULES[schedule.name].is_cut
         by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
         _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers", "allow": list(allow)})
         if is_cut:
             asked = staged_wishes(case, schedule, constraints, lazy)
-            return with_expected(with_taken(plan_staged(case, schedule, *asked)), case)
+            return with_expected(with_taken(plan_staged(case, schedule, *asked, edges)), case)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     if rule != PRICE:

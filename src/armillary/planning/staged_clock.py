@@ -17,13 +17,16 @@ from armillary.facts.plan import Group, Plan
 from armillary.facts.stage import StageFact
 from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import Clock, Flight, Lane, Request, Span
+from armillary.planning.edges import coding_seconds_of, sent_over
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
 from armillary.planning.stage_groups import crossing
+from armillary.schedules.edge import EdgeCode, codes_of
 from armillary.schedules.instruction import Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.rank_list import Wires
 from armillary.schedules.registry import RECOMPUTE, options_of
 
 __all__ = ["play"]
@@ -33,13 +36,14 @@ WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
 @dataclass(frozen=True)
 class _Stage:
-    """Seconds of one micro-batch, and of the optimizer's step; bytes of what it passes on, of its weights, and of the
-    counts behind gradients that are summed on their way. Pieces: of the backward, whose seconds they add up to."""
+    """Seconds of one micro-batch without coding, and of the optimizer's step; the last of its modules, which says what
+    it passes on; bytes of its weights, and of the counts behind gradients that are summed on their way. Pieces: of the
+    backward, whose seconds they add up to."""
 
     forward: float
     backward: tuple[Piece, ...]
     update: float
-    output_bytes: int
+    passed: StageFact
     weight_bytes: int
     count_bytes: int
 
@@ -83,6 +87,7 @@ class _Play:
         if not plan.stages or not options_of(plan).method.is_lowered:  # left whole; carried out by an engine of its own
             raise _not_played(plan)
         self.plan, self.case, self.options = plan, case, options_of(plan)
+        self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
         self.flights: list[tuple[int, Flight]] = []  # with the sender
@@ -104,7 +109,7 @@ class _Play:
             self._played if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
             reduces=self.replicas > 1,
-            one_queue=self.case.topology.backend != "gloo",
+            wires=Wires(self.case.topology.backend != "gloo", self.codes),
         )
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
@@ -153,6 +158,8 @@ class _Play:
             return False
         for (letter, _), time in zip(wanted, times, strict=True):
             clock.wait(f"stage {letter.stage}", time or 0.0)
+            if one.op in ("F", "B"):
+                self._code(number, letter, "decode")
         if one.op in ("UPDATE", "NORM"):
             for flight in self.reduced.pop((number, one.step, one.stage), ()):
                 clock.wait(flight.group, flight.land_seconds)
@@ -168,8 +175,20 @@ class _Play:
             self.reduced[key] = []
             self._release(number, clock, one, () if key in self.over else self._trained(one.stage))
         elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
+            if one.op == "SEND":
+                self._code(number, one.letter, "encode")
             self._meet(number, one)
         return True
+
+    def _code(self, number: int, letter: Letter, side: str) -> None:
+        """One side of a letter that is coded."""
+        code, below = self._crossing(letter)
+        if seconds := coding_seconds_of(code, below.passed, self.case):
+            self.ranks[number].clock.work(f"stage {letter.stage}", side, seconds)
+
+    def _crossing(self, letter: Letter) -> tuple[EdgeCode | None, _Stage]:
+        """How it is coded, and the stage below the edge."""
+        return self.codes.get((letter.what, letter.stage)), self.stages[letter.stage - (letter.what != "activation")]
 
     def _backward(self, number: int, clock: Clock, one: Instruction) -> None:
         """With the step's last micro-batch gradients become final, one after another."""
@@ -229,12 +248,12 @@ class _Play:
         clock.spans.append(Span(lane, name, "send", start, seconds, nbytes))
         self.flights.append((sender, Flight(name, one.letter.what, letter.sent, letter.arrived, nbytes)))
 
-    def _bytes_of(self, letter: Letter) -> int:
-        stage, below = self.stages[letter.stage], self.stages[letter.stage - 1]
+    def _bytes_of(self, letter: Letter) -> float:
+        stage, (code, below) = self.stages[letter.stage], self._crossing(letter)
         sums = stage.weight_bytes + stage.count_bytes
-        bytes_of: dict[What, int] = {
-            "activation": stage.output_bytes,
-            "activation gradient": below.output_bytes,
+        bytes_of: dict[What, float] = {
+            "activation": sent_over(code, below.passed),
+            "activation gradient": sent_over(code, below.passed),
             "partial gradient": sums,
             "gradient": sums,
             "weights": stage.weight_bytes,
@@ -259,7 +278,7 @@ def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage
         backward = (Piece("", again, None), *_backward_of(part, case), Piece("", fill_seconds(facts, case), None))
         weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
         update = dense_update_seconds(weights, case)
-        yield _Stage(forward, backward, update, part[-1].output_bytes, weights, counts)
+        yield _Stage(forward, backward, update, part[-1], weights, counts)
 
 
 def _backward_of(part: Sequence[StageFact], case: Case) -> Iterator[Piece]:

@@ -18,11 +18,13 @@ from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
+from armillary.planning.edges import EdgeWishes, loads_with_edges, notes_on_edges, sent_over
 from armillary.planning.pricing import Case, fill_seconds
 from armillary.planning.stage_groups import NO_WAYS, Part, Ways, crossing, departures_of, parts_of_stage
 from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
+from armillary.schedules.edge import Edge, codes_of
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.notes import notes_on
@@ -37,6 +39,7 @@ __all__ = ["StagedWay", "plan_staged", "staged_ways"]
 
 ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
 RECOMPUTE = Choice("recompute")
+NO_EDGES = EdgeWishes()
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,25 @@ class _Subject:
     tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
 
 
-def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABLES, ways: Ways = NO_WAYS) -> Plan:
+def plan_staged(
+    case: Case,
+    choice: Choice,
+    wished: Mapping[str, Wish] = NO_TABLES,
+    ways: Ways = NO_WAYS,
+    edges: EdgeWishes = NO_EDGES,
+) -> Plan:
     """
     Args:
         choice: a schedule that cuts the model, with options if wanted (`ScheduleOptions`).
         wished: the tables to keep by row, by name.
         ways: dense exchanges that are asked for, by parameter.
+        edges: how what crosses between stages is coded.
 
     Raises:
         ValueError: options that do not go together, a cut that is no stage of the profile, or too few modules.
     """
     topology, profile = case.topology, case.profile
-    options = read(choice, topology.workers)
+    options = edges.of(read(choice, topology.workers))
     refuse_rows(options, list(wished), topology.workers)
     subject = _subject(case, options, wished)
     options = subject.options
@@ -83,7 +93,10 @@ def plan_staged(case: Case, choice: Choice, wished: Mapping[str, Wish] = NO_TABL
         consensus="same" if options.method.is_side_by_side else "owners",
         compute_seconds=options.method.pace(options, seconds),
         activation_bytes=options.method.peak(options, subject.stages),
-        notes=notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
+        notes=(
+            *notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
+            *notes_on_edges(options),
+        ),
         priced_with=asdict(case.assumptions),
     )
 
@@ -153,10 +166,9 @@ def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]
 def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     load = subject.stages[j]
     cost = Forecast(seconds=load.seconds, peak_bytes=load.activation_bytes)
-    begins = subject.begins[j]
-    if j in subject.options.recompute:
-        return StagePlan(begins, residency=RECOMPUTE, forecast=cost)
-    return StagePlan(begins, forecast=cost)
+    edge = subject.options.edges[j] if subject.options.edges else Edge()
+    plain = StagePlan(subject.begins[j], edge=edge.forward, edge_back=edge.back, forecast=cost)
+    return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain
 
 
 def _subject(case: Case, options: ScheduleOptions, wished: Collection[str] = ()) -> _Subject:
@@ -189,6 +201,7 @@ def _subject(case: Case, options: ScheduleOptions, wished: Collection[str] = ())
     tables = tuple(tuple(fact for fact in facts if fact.name in wished) for facts in parameters)
     loads = tuple(_load(part, facts, case) for part, facts in zip(parts, whole, strict=True))
     begins = tuple(part[0].name for part in parts)
+    loads = loads_with_edges(loads, options, case)
     return _Subject(options, options.schedule(), begins, loads, whole, tables)
 
 
@@ -237,6 +250,7 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
         count_bytes=reduced_bytes(facts) - sum(fact.bytes for fact in facts),
         activation_bytes=sum(unit.activation_bytes for unit in part),
         output_bytes=part[-1].output_bytes,
+        output_numbers=part[-1].output_numbers,
     )
 
 
@@ -259,14 +273,14 @@ def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
     steps, messages = options.method.traffic(options, j)
     if not messages:
         return Forecast()
-    below = subject.stages[j - 1].output_bytes if j else 0
+    below, codes = subject.stages[max(0, j - 1)], codes_of(options.edges)
     # behind gradients that are summed a count per parameter travels
-    bytes_of: dict[str, int] = {
+    bytes_of: dict[str, float] = {
         "weights": load.weight_bytes,
         "partial gradient": load.weight_bytes + load.count_bytes,
         "gradient": load.weight_bytes + load.count_bytes,
-        "activation": load.output_bytes,
-        "activation gradient": below,
+        "activation": sent_over(codes.get(("activation", j)), load),
+        "activation gradient": sent_over(codes.get(("activation gradient", j)), below),
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS, load.weight_bytes),
     }

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from armillary.reference.clipped import clip_gradients
+from armillary.reference.edges import Edges
 from armillary.schedules.clipping import Clip
-from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.remedies.remedy import Remedy, stale_share
 from armillary.schedules.schedule import Schedule
@@ -78,6 +78,7 @@ class Reference:
         self._history: dict[int, Weights] = {}
         self.remedies: Sequence[Remedy] = ()  # to be set before the first step
         self.is_whole = False  # values cross no cut, and lie as the model made them; likewise
+        self.edges = Edges()  # how what crosses a cut is coded, likewise
         self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
         self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
         self._made_with: list[dict[str, Any]] = []  # the optimizer's groups at the last step since the last drain
@@ -176,6 +177,7 @@ class Reference:
                     parameters.append(parameter)
             buffers = self.buffers[self._copies[micro_batch]][j] if self._copies is not None else {}
             device = next((p.device for p in weights.values()), torch.device("cpu"))
+            came = value
             with seeded(self.seed, place, device):
                 value = functional_call(stage, {**weights, **buffers}, (value,))
                 if j in self.objectives:
@@ -184,7 +186,7 @@ class Reference:
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 elif not self.is_whole:
-                    value = crossed(value)
+                    value = self.edges.crossed(value, came, place)
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)
         return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.crossing import Crossing
+from armillary.reference.edges import Edges
 from armillary.schedules.clipping import Clip
-from armillary.schedules.layout import crossed
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
 
@@ -58,6 +58,7 @@ class WorkersReference:
         self.crossings: Sequence[Crossing] = ()  # groups whose exchange is not exact; set before the first step
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
+        self.edges = Edges()  # to be set before the first step
         self._step = 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._versions: dict[int, Weights] = {}
@@ -130,9 +131,13 @@ class WorkersReference:
                     leaves.append(weights[name])
                     parameters.append(parameter)
             device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+            came = value
             with seeded(self.seed, (self._step, number, j), device):
                 value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
-                value = self.loss(value, target) if stage is self.stages[-1] else crossed(value)
+                if stage is self.stages[-1]:
+                    value = self.loss(value, target)
+                else:
+                    value = self.edges.crossed(value, came, (self._step, number, j))
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         return value.detach(), ((p, g) for p, g in zip(parameters, found, strict=True) if g is not None)
 

@@ -18,11 +18,12 @@ CONSTANTS = (bool, int, float, str, type(None))
 
 
 class TensorForm(NamedTuple):
-    """asks: for a gradient."""
+    """asks: for a gradient. is_coded: whether a codec of the edge writes it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     asks: bool
+    is_coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class Form:
             TypeError: a leaf or a container that JSON cannot say; the message says what can.
         """
         leaves = [
-            {"shape": leaf.shape, "dtype": str(leaf.dtype).removeprefix("torch."), "asks": leaf.asks}
+            {
+                "shape": leaf.shape,
+                "dtype": str(leaf.dtype).removeprefix("torch."),
+                "asks": leaf.asks,
+                **({"coded": True} if leaf.is_coded else {}),
+            }
             if isinstance(leaf, TensorForm)
             else {"is": _constant(leaf)}
             for leaf in self.leaves
@@ -55,7 +61,7 @@ class Form:
         leaves = tuple(
             leaf["is"]
             if "is" in leaf
-            else TensorForm(tuple(leaf["shape"]), getattr(torch, leaf["dtype"]), leaf["asks"])
+            else TensorForm(tuple(leaf["shape"]), getattr(torch, leaf["dtype"]), leaf["asks"], leaf.get("coded", False))
             for leaf in fields["leaves"]
         )
         if "spec" in fields:

@@ -4,11 +4,13 @@ What is to come is said beforehand (`expect`, in the order of the sends), so tha
 move while this process computes. The first letter of an edge brings its form along; after that only numbers travel. One
 of another form is refused on the sending side.
 
-Nothing can be expected of a peer behind a letter whose form is not known yet: the receives of its tensors come first.
+How the tensors of a letter are written is said with it (`Writing`). Where the data decide how long that is, the lengths
+go ahead. Nothing can be expected of a peer behind a letter whose form or lengths are not known yet: the receives of its
+tensors come first.
 """
 
 from collections import defaultdict, deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +21,58 @@ from armillary.runtime.channel import Channel, Pending
 from armillary.runtime.form import Form, TensorForm, form_of
 from armillary.schedules.instruction import Letter
 
-__all__ = ["Mailbox"]
+__all__ = ["AS_IT_IS", "Mailbox", "Room", "Writing"]
 
 LENGTH, FORM = "length of the form of ", "form of "  # what goes ahead of an edge's first letter
+LENGTHS = "lengths of "  # ahead of every letter that needs them
 
 Parts = list[tuple[Pending, Tensor]]
+
+
+class Room(NamedTuple):
+    """What a tensor on the wire needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Writing(Protocol):
+    """How the tensors of one letter are written, on either side."""
+
+    def form(self, leaves: list[Any], spec: TreeSpec) -> Form:
+        """On the sending side."""
+
+    def varying(self, form: Form) -> list[int]:
+        """Which of the tensors, by number, are written in as many numbers as the data decide."""
+
+    def write(self, form: Form, tensors: list[Tensor]) -> list[Tensor]:
+        """One for each; those that vary have one dimension."""
+
+    def room(self, form: Form, lengths: list[int]) -> list[Room]:
+        """lengths: of those that vary."""
+
+    def read(self, form: Form, written: list[Tensor]) -> list[Tensor]:
+        """Undoes `write`."""
+
+
+class _AsItIs:
+    def form(self, leaves: list[Any], spec: TreeSpec) -> Form:
+        return form_of(leaves, spec)
+
+    def varying(self, form: Form) -> list[int]:
+        return []
+
+    def write(self, form: Form, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
+    def room(self, form: Form, lengths: list[int]) -> list[Room]:
+        return [Room(leaf.shape, leaf.dtype) for leaf in form.tensors]
+
+    def read(self, form: Form, written: list[Tensor]) -> list[Tensor]:
+        return written
+
+
+AS_IT_IS: Writing = _AsItIs()
 
 
 class _Line(NamedTuple):
@@ -50,12 +99,13 @@ class Mailbox:
         self._sent_forms: dict[tuple[int, str], Form] = {}  # by peer and edge
         self._forms: dict[tuple[int, str], Form] = {}
         self._expected: dict[_Line, deque[Letter]] = defaultdict(deque)  # for which no room is made yet
-        self._lengths: dict[_Line, tuple[Pending, Tensor]] = {}  # of the form of the first of them
+        self._lengths: dict[_Line, tuple[Pending, Tensor]] = {}  # of the first of them: of its form, or of its tensors
+        self._writing: dict[Letter, Writing] = {}  # of all that is to come
         self._line_of: dict[Letter, _Line] = {}  # of all that is to come
         self._posted: dict[Letter, Parts] = {}
         self._under_way: dict[Letter, Parts] = {}
 
-    def send(self, letter: Letter, peer: int, leaves: list[Any], spec: TreeSpec) -> None:
+    def send(self, letter: Letter, peer: int, leaves: list[Any], spec: TreeSpec, writing: Writing = AS_IT_IS) -> None:
         """Starts a letter; holds its tensors until `over`.
 
         Raises:
@@ -64,7 +114,7 @@ class Mailbox:
         line, edge = self._line(letter, peer), (peer, letter.edge)
         while self._one_queue and self._expected[line]:
             self._learn(line)
-        form, message = form_of(leaves, spec), list[tuple[Pending, Tensor]]()
+        form, message = writing.form(leaves, spec), list[tuple[Pending, Tensor]]()
         if edge not in self._sent_forms:
             text = torch.frombuffer(bytearray(form.to_json().encode()), dtype=torch.uint8)
             message += [
@@ -78,8 +128,11 @@ class Mailbox:
                 f"want micro-batches of one shape and dtype (drop the last incomplete batch, or pad it; enter autocast "
                 f"around every step alike, or around none)"
             )
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        self._under_way[letter] = message + [self._start(letter, line, tensor) for tensor in tensors]
+        written = writing.write(form, [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
+        if varying := writing.varying(form):
+            lengths = torch.tensor([written[number].numel() for number in varying])
+            message.append(self._start(letter, line, lengths, LENGTHS))
+        self._under_way[letter] = message + [self._start(letter, line, tensor) for tensor in written]
 
     def over(self, letter: Letter) -> None:
         """Waits until the peer has a letter, and lets go of its tensors."""
@@ -91,10 +144,10 @@ class Mailbox:
         for letter in list(self._under_way):
             self.over(letter)
 
-    def expect(self, letter: Letter, peer: int) -> None:
+    def expect(self, letter: Letter, peer: int, writing: Writing = AS_IT_IS) -> None:
         """Makes room for the next letter that the peer sends."""
         line = self._line(letter, peer)
-        self._line_of[letter] = line
+        self._line_of[letter], self._writing[letter] = line, writing
         self._expected[line].append(letter)
         self._post(line)
 
@@ -107,7 +160,8 @@ class Mailbox:
         for pending, tensor in self._posted.pop(letter):
             pending.wait()
             tensors.append(tensor)
-        form, arrived = self._forms[line.peer, letter.edge], iter(tensors)
+        form = self._forms[line.peer, letter.edge]
+        arrived = iter(self._writing.pop(letter).read(form, tensors))
         leaves = [
             next(arrived).requires_grad_(leaf.asks) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves
         ]
@@ -117,26 +171,38 @@ class Mailbox:
         return _Line(peer, "" if self._is_lowered else letter.edge)
 
     def _post(self, line: _Line) -> None:
-        """Makes room for what is expected, as far as forms are known."""
+        """Makes room for what is expected, as far as forms and lengths are known."""
         expected = self._expected[line]
-        while expected and (line.peer, expected[0].edge) in self._forms:
-            letter = expected.popleft()
-            room = [
-                torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-                for leaf in self._forms[line.peer, letter.edge].tensors
-            ]
-            self._posted[letter] = [self._receive(letter, line, part) for part in room]
-        if expected and line not in self._lengths:
-            self._lengths[line] = self._receive(expected[0], line, torch.empty(1, dtype=torch.int32), LENGTH)
+        while expected and line not in self._lengths:
+            letter = expected[0]
+            form = self._forms.get((line.peer, letter.edge))
+            if form is None:
+                self._lengths[line] = self._receive(letter, line, torch.empty(1, dtype=torch.int32), LENGTH)
+            elif varying := self._writing[letter].varying(form):
+                lengths = torch.empty(len(varying), dtype=torch.int64)
+                self._lengths[line] = self._receive(letter, line, lengths, LENGTHS)
+            else:
+                self._make_room(line, form, [])
+
+    def _make_room(self, line: _Line, form: Form, lengths: list[int]) -> None:
+        """For the first of what is expected."""
+        letter = self._expected[line].popleft()
+        rooms = self._writing[letter].room(form, lengths)
+        parts = [torch.empty(room.shape, dtype=room.dtype, device=self._device) for room in rooms]
+        self._posted[letter] = [self._receive(letter, line, part) for part in parts]
 
     def _learn(self, line: _Line) -> None:
-        """Waits for the form of the first letter that no room is made for."""
-        pending, length = self._lengths.pop(line)
+        """Waits for the form or the lengths of the first letter that no room is made for."""
+        pending, lengths = self._lengths.pop(line)
         pending.wait()
         letter = self._expected[line][0]
-        pending, text = self._receive(letter, line, torch.empty(int(length), dtype=torch.uint8), FORM)
-        pending.wait()
-        self._forms[line.peer, letter.edge] = Form.from_json(text.numpy().tobytes().decode())
+        form = self._forms.get((line.peer, letter.edge))
+        if form is None:
+            pending, text = self._receive(letter, line, torch.empty(int(lengths), dtype=torch.uint8), FORM)
+            pending.wait()
+            self._forms[line.peer, letter.edge] = Form.from_json(text.numpy().tobytes().decode())
+        else:
+            self._make_room(line, form, lengths.tolist())
         self._post(line)
 
     def _start(self, letter: Letter, line: _Line, tensor: Tensor, part: str = "") -> tuple[Pending, Tensor]:

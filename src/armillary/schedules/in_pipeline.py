@@ -34,6 +34,7 @@ def pipeline_method(
         examples=examples,
         has_rows=True,
         has_exchanges=True,
+        no_edges="",
         across=lambda options, workers: options.stages // parts,
         implied=lambda given, workers: {"stages": parts * _across(given, workers, parts)},
         defaults=lambda given, workers: {"micro_batches": _across(given, workers, parts)},

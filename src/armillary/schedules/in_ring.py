@@ -38,6 +38,7 @@ def ring_method(
         axis=DATA,
         is_lowered=is_lowered,
         keeps_own_statistics=True,
+        no_edges="weights and gradients go from process to process, activations stay where they are made",
         implied=_one_each,
         refuse_late_norm=refuse_in_ring,
         owner=_owner,

@@ -19,6 +19,7 @@ Source: the action list of torch.distributed.pipelining, which has F, B, sends, 
 
 from typing import Literal, NamedTuple
 
+from armillary.schedules.edge import EdgeCode
 from armillary.schedules.schedule import Place
 
 __all__ = ["NO_MICRO_BATCH", "Instruction", "Letter", "Op", "What"]
@@ -58,7 +59,7 @@ class Instruction(NamedTuple):
     """
     Args of note:
         tick: of the schedule's clock, counted from the first step; the order of the list, not a time to wait for.
-        letter, peer: of SEND, RECEIVE and OVER.
+        letter, peer: of SEND, RECEIVE and OVER. code: how the letter is coded, if it is.
     """
 
     op: Op
@@ -68,6 +69,7 @@ class Instruction(NamedTuple):
     stage: int
     letter: Letter | None = None
     peer: int = -1
+    code: EdgeCode | None = None
 
     @property
     def place(self) -> Place:

@@ -8,13 +8,10 @@ carries it: the one that a message has anyway, since only that is the same on bo
 Nothing crosses a cut where each worker runs the whole model (rings).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-__all__ = ["crossed", "plain"]
+__all__ = ["plain"]
 
 ALIGNMENT_BYTES = 64  # of what torch's allocator hands out on a host; matrix kernels may round otherwise at another one
 
@@ -25,21 +22,3 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor
     rows = tensor.contiguous().view(-1).view(tensor.shape)  # contiguous() alone keeps odd strides of size 1
     return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
-
-
-def crossed(value: Any) -> Any:
-    """A nest of tensors as the next stage gets it, inside one graph: values plain going up, gradients going down."""
-    return tree_map_only(Tensor, _Crossing.apply, value)
-
-
-class _Crossing(torch.autograd.Function):
-    """Changes no number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # a value that nobody uses has no gradient, rather than zeros
-        return plain(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else plain(gradient)

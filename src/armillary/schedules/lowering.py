@@ -16,7 +16,7 @@ from armillary.schedules.agenda import Agenda, Due
 from armillary.schedules.chain import Chain
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Op
-from armillary.schedules.rank_list import RankList
+from armillary.schedules.rank_list import ONE_QUEUE, RankList, Wires
 from armillary.schedules.relay import Relay
 from armillary.schedules.schedule import Schedule
 
@@ -40,7 +40,7 @@ class Lowering:
         clip: with a norm over all stages, their squares travel.
         served: stages whose row-sharded tables are spread over all ranks.
         reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
-        one_queue: whether both directions of a pair share one; see Note [Early room] in `rank_list.py`.
+        wires: how letters travel.
 
     Raises:
         ValueError: a stage runs on several ranks, but they do not have one micro-batch each.
@@ -54,11 +54,11 @@ class Lowering:
         clip: Clip | None = None,
         served: Collection[int] = (),
         reduces: bool = False,
-        one_queue: bool = True,
+        wires: Wires = ONE_QUEUE,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
         self._ranks, self._served = tuple(ranks), frozenset(served)
-        self._written = RankList(rank, one_queue)
+        self._written = RankList(rank, wires)
         self._around: Chain | Relay
         if is_relayed(schedule, ranks):
             self._around = Relay(schedule, ranks, clip, self._written)

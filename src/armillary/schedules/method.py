@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
 from armillary.schedules.clipping import Clip, Norm
+from armillary.schedules.edge import Edge, refuse_edges
 from armillary.schedules.messages import Message
 from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
@@ -26,7 +27,7 @@ Options = Mapping[str, Any]
 Objective = Callable[[Any, Any], Any]
 
 # Said elsewhere in a plan: in its stage table, its mesh, or by default.
-DERIVED = ("name", "method", "stages", "points", "recompute")
+DERIVED = ("name", "method", "stages", "points", "recompute", "edges")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ScheduleOptions:
         clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
         remedies: against stale weights, by name, in the order in which they act.
         bucket_bytes: of gradients that travel together, where the model is not cut; 0: the planner's default.
+        edges: by stage, how what it hands on and gets back is coded; empty where nothing is.
 
     Raises:
         ValueError: an option that the schedule cannot honour; the message says what it wants.
@@ -59,6 +61,7 @@ class ScheduleOptions:
     clip_by: Norm | None = None
     remedies: tuple[str, ...] = ()
     bucket_bytes: int = 0
+    edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.stages, self.micro_batches) < 1 or min(self.slack, self.bucket_bytes) < 0:
@@ -75,6 +78,8 @@ class ScheduleOptions:
         if self.clip_by is not None and self.clip_norm is None:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
         self.method.check(self)
+        if self.edges:
+            refuse_edges(self.edges, self.schedule(), self.method.no_edges)
         if self.clip is not None and self.clip.waits:
             self._refuse_late_norm(self.clip)
         self.built_remedies()
@@ -242,6 +247,7 @@ class Method:
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
         has_rows: tables may be kept by row under it.
         has_exchanges: gradients of whole parameters are averaged over ranks by exchanges, not by its own messages.
+        no_edges: why what stages hand on cannot be coded; empty where it can.
         implied: (options given, processes) -> options that follow from the number of processes.
         defaults: the same, of those that a user may still set.
         check: refuses options that it cannot honour. refuse_late_norm: see `norm_in_time`.
@@ -269,6 +275,7 @@ class Method:
     keeps_own_statistics: bool = False
     has_rows: bool = False
     has_exchanges: bool = False
+    no_edges: str = "every process runs the whole model, so no activation goes to another"
     implied: Callable[[Options, int], Options] = _nothing_implied
     defaults: Callable[[Options, int], Options] = _nothing_implied
     check: Callable[[ScheduleOptions], None] = _no_complaint

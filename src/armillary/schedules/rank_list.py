@@ -11,22 +11,35 @@ some actions after the one that needed them, by the clock.
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from armillary.schedules.edge import Codes
 from armillary.schedules.instruction import Instruction, Letter, Op
 
-__all__ = ["RankList"]
+__all__ = ["ONE_QUEUE", "RankList", "Wires"]
 
 PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
 
 
-class RankList:
-    """
+@dataclass(frozen=True)
+class Wires:
+    """How letters travel.
+
     Args:
         one_queue: whether both directions of a pair share one; see Note [Early room].
+        codes: of edges that are coded.
     """
 
-    def __init__(self, rank: int, one_queue: bool) -> None:
-        self.rank, self._one_queue = rank, one_queue
+    one_queue: bool = True
+    codes: Codes = field(default_factory=dict)
+
+
+ONE_QUEUE = Wires()
+
+
+class RankList:
+    def __init__(self, rank: int, wires: Wires) -> None:
+        self.rank, self._wires = rank, wires
         self._list: list[Instruction] = []
         self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
 
@@ -49,7 +62,8 @@ class RankList:
         if sender != receiver and self.rank in (sender, receiver):
             op: Op = "SEND" if self.rank == sender else "RECEIVE"
             peer = receiver if self.rank == sender else sender
-            self._list.append(_of_letter(op, tick, letter, peer))
+            code = self._wires.codes.get((letter.what, letter.stage))
+            self._list.append(_of_letter(op, tick, letter, peer)._replace(code=code))
 
     def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
         """An action needs a letter: whoever sent it knows that it has arrived."""
@@ -64,7 +78,7 @@ class RankList:
 
     def taken(self) -> list[Instruction]:
         """What was written since the last call."""
-        taken, self._list = _with_early_room(self._list, self._one_queue), []
+        taken, self._list = _with_early_room(self._list, self._wires.one_queue), []
         return taken
 
 

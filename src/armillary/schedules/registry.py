@@ -1,10 +1,12 @@
 """The schedules there are, by name, and a plan's schedule with nothing left open."""
 
+from dataclasses import replace
 from typing import Any
 
 from armillary.facts.choice import Choice
 from armillary.facts.plan import Plan
 from armillary.facts.registry import Registry
+from armillary.schedules.edge import Edge
 from armillary.schedules.method import Method, ScheduleOptions
 
 __all__ = ["SCHEDULES", "options_of", "owns_loop", "read"]
@@ -69,7 +71,13 @@ def options_of(plan: Plan) -> ScheduleOptions:
     for name, value in said.items():
         if _frozen(found := choice.options.get(name, value)) != _frozen(value):
             raise ValueError(f"plan: schedule {choice} has {name}={found}, the stage table says {value}; drop {name}")
-    return _on_mesh(plan, read(Choice(choice.name, {**choice.options, **said}), plan.workers))
+    options = read(Choice(choice.name, {**choice.options, **said}), plan.workers)
+    return _on_mesh(plan, replace(options, edges=_edges(plan)))
+
+
+def _edges(plan: Plan) -> tuple[Edge, ...]:
+    edges = tuple(Edge(stage.edge, stage.edge_back) for stage in plan.stages)
+    return edges if any(edge != Edge() for edge in edges) else ()
 
 
 def _on_mesh(plan: Plan, options: ScheduleOptions) -> ScheduleOptions:

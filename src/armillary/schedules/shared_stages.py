@@ -78,6 +78,7 @@ SCHEDULES.register(
         table=_table,
         knows=frozenset({"slack", "micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
         is_lowered=False,
+        no_edges="its messages, sums and weights among them, are not lowered to a list that could say codecs",
         examples=({"workers": 3}, {"workers": 6, "slack": 1}),
         implied=_implied,
         refuse_late_norm=refuse_on_one_device,

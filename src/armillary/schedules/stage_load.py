@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from armillary.facts.stage import Numbers
+
 __all__ = ["StageLoad"]
 
 
@@ -12,7 +14,7 @@ class StageLoad:
 
     Args of note:
         weight_bytes: of the trained parameters. count_bytes: of one number per parameter, sent behind gradients.
-        output_bytes: what it hands to the next stage.
+        output_bytes: what it hands to the next stage. output_numbers: of what of it a codec may write.
     """
 
     first: str
@@ -23,3 +25,4 @@ class StageLoad:
     count_bytes: int
     activation_bytes: int
     output_bytes: int
+    output_numbers: tuple[Numbers, ...] = ()

@@ -16,6 +16,7 @@ from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
+from armillary.planning.edges import EdgeWish, EdgeWishes
 from armillary.planning.expected import with_expected
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import SIMULTANEOUS
@@ -31,7 +32,7 @@ from armillary.runtime.transport import Transport
 from armillary.runtime.watch.live_bytes import LiveBytes
 from armillary.runtime.watch.probe import Loss
 from armillary.runtime.watch.profiler import profile
-from armillary.schedules.registry import owns_loop
+from armillary.schedules.registry import SCHEDULES, owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.events import Decided
 from armillary.session.misfit import handed_in, refuse_unfit
@@ -58,7 +59,8 @@ class Wishes:
             with a schedule that owns the loop is never timed.
         times_prefetch: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
         prefetch: whether the plan shall look ahead where none are timed; None: by price.
-        steps_by_run, micro_batches, allow, rule: as in `plan`; what the rule searches is timed in this job.
+        steps_by_run, micro_batches, allow, rule, edge, edge_back: as in `plan`; what the rule searches is timed in
+            this job.
     """
 
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class Wishes:
     micro_batches: int | None = None
     allow: Sequence[str] = ()
     rule: str = PRICE
+    edge: EdgeWish = None
+    edge_back: EdgeWish = None
 
     def __post_init__(self) -> None:
         refuse_misread(self.constraints, self.lazy, self.schedule)
@@ -88,6 +92,12 @@ class Wishes:
             "allow": list(self.allow),
         }
         refuse_with_rule(self.rule, priced)
+        edges = EdgeWishes(self.edge, self.edge_back)
+        if edges and self.plan is not None:
+            raise ValueError(
+                "plan: a plan that is given says its own edges; edit its stages, or drop edge and edge_back"
+            )
+        edges.refuse_without_edges(self.schedule, SCHEDULES[self.schedule.name])
 
     @property
     def owns_loop(self) -> bool:
@@ -173,7 +183,8 @@ def _planned(
         made = make_plan(
             found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
             prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run and is_one,
-            micro_batches=wishes.micro_batches, rule=wishes.rule, timed=owners, **wanted,
+            micro_batches=wishes.micro_batches, rule=wishes.rule, timed=owners, edge=wishes.edge,
+            edge_back=wishes.edge_back, **wanted,
         )  # fmt: skip
         return {CHOSEN: made.to_json()}
     plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)

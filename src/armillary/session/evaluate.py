@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from armillary.facts.plan import Plan
 from armillary.runtime.transport import Transport
+from armillary.session.edges_at_eval import edges_at_eval
 
 __all__ = ["Measure", "Shown", "evaluated", "evaluating"]
 
@@ -19,6 +21,9 @@ class Shown(Protocol):
 
     @property
     def model(self) -> nn.Module: ...
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def transport(self) -> Transport: ...
@@ -40,7 +45,8 @@ def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str,
     """
     mine: dict[str, float] = {}
     with run.transport.unrecorded(), run.newest():
-        with evaluating(run.model), torch.no_grad():
+        edges = edges_at_eval(run.model, run.plan, run.transport.step)
+        with edges, evaluating(run.model), torch.no_grad():
             for batch in batches:
                 for name, value in measure(run.model, batch).items():
                     mine[name] = mine.get(name, 0.0) + value

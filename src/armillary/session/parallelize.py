@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.planning.constraints import Constraint, names_of
+from armillary.planning.edges import EdgeWish
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.rule import PRICE
@@ -58,6 +59,8 @@ def parallelize(
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
     rule: str = PRICE,
+    edge: EdgeWish = None,
+    edge_back: EdgeWish = None,
     scaler: Any = None,
     report_after: float | None = 60.0,
     timeout: float = 600.0,
@@ -77,7 +80,7 @@ def parallelize(
     those that do not fit whole, schedules that own the loop and `autotune` need it.
 
     Args:
-        batches, loss, and all up to rule: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run` and a
+        batches, loss, and all up to edge_back: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run` and a
             `schedule` go with batches and loss.
         scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
 
@@ -88,6 +91,7 @@ def parallelize(
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
+        edge=edge, edge_back=edge_back,
     )  # fmt: skip
     patience = Patience(report_after, timeout)
     if batches is None and loss is None:
@@ -174,6 +178,8 @@ def auto_plan(
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
     rule: str = PRICE,
+    edge: EdgeWish = None,
+    edge_back: EdgeWish = None,
 ) -> Decided:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
     `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
@@ -182,8 +188,8 @@ def auto_plan(
     Args:
         batches: as one worker sees them; two a worker are drawn, one at least, and none is trained on. A loader does.
         loss: loss(model, batch) -> scalar tensor.
-        constraints, lazy, mean, schedule, steps_by_run, micro_batches, allow: as in `plan`; under mean "weights" the
-            loop declares them (`run.weigh`).
+        constraints, lazy, mean, schedule, steps_by_run, micro_batches, allow, edge, edge_back: as in `plan`; under mean
+            "weights" the loop declares them (`run.weigh`).
         prefetch: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
             training, bit for bit. None: by price where the batches are a DataLoader of torch's own, with a map-style
             dataset and a sampler of torch's; else the plan's notes say what it would bring, as with False.
@@ -199,6 +205,7 @@ def auto_plan(
     wishes = Wishes(
         constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
+        edge=edge, edge_back=edge_back,
     )  # fmt: skip
     return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), _over(wishes, batches))
 

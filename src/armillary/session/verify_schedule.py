@@ -19,8 +19,10 @@ from armillary.facts.plan import Plan
 from armillary.reference.crossing import Crossing
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
+from armillary.reference.edges import Edges
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.watch.probe import Loss
+from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.attach import attach
@@ -125,6 +127,7 @@ def _is_summed_in_order(run: OwnedLoop) -> bool:
 def _said(options: ScheduleOptions) -> str:
     said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
     said += f", {' and '.join(options.remedies)}" if options.remedies else ""
+    said += ", coded edges" if options.edges else ""
     return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
@@ -211,15 +214,17 @@ def _reference(
     stages = [stage.module for stage in stages_of(model, example, options.points)]
     named = dict(model.named_parameters())
     tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(case.plan)}
-    workers = options.replicas(case.plan.workers)
+    workers, edges = options.replicas(case.plan.workers), Edges(codes_of(options.edges), case.seed, options.stages)
     if tables or workers > 1:
         schedule = options.schedule()
         side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
         side_by_side.crossings = _crossings(case.plan, named, workers)
+        side_by_side.edges = edges
         return side_by_side, split.input_of
     own = copies if options.method.keeps_own_statistics else None
     reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
     reference.is_whole = own is not None and not options.method.is_lowered
+    reference.edges = edges
     reference.remedies = options.built_remedies()
     reference.objectives = options.method.objectives(options)
     return reference, split.input_of

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
 from armillary.planning.constraints import Constraint
+from armillary.planning.edges import EdgeWish
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.rule import PRICE
 from armillary.runtime.watch.probe import Loss
@@ -33,6 +34,8 @@ def verify(
     lazy: Sequence[str] = (),
     schedule: Choice = SIMULTANEOUS,
     rule: str = PRICE,
+    edge: EdgeWish = None,
+    edge_back: EdgeWish = None,
     steps: int = 5,
     seed: int = 0,
     exchanges: Sequence[str] | Literal["every"] = "every",
@@ -44,7 +47,7 @@ def verify(
         batches: the same on every rank, as many as steps x workers; each is one worker's batch of one step.
         loss: loss(model, batch) -> scalar tensor, the mean over the batch.
         plan: to be held to the truth; without, one is made as in `auto_plan` (`constraints`, `lazy`,
-            `schedule`, `rule`).
+            `schedule`, `rule`, `edge`, `edge_back`).
         exchanges: to be forced besides, one after the other; () for none.
 
     Raises:
@@ -61,5 +64,7 @@ def verify(
             "verify: ranks draw other batches than rank 0; give every rank the same, unshuffled or "
             "shuffled by one seed: verify itself takes each worker's share"
         )
-    wishes = Wishes(constraints=constraints, lazy=lazy, plan=plan, schedule=schedule, rule=rule)
+    wishes = Wishes(
+        constraints=constraints, lazy=lazy, plan=plan, schedule=schedule, rule=rule, edge=edge, edge_back=edge_back
+    )
     return verify_workload(script, steps=steps, seed=seed, wishes=wishes, exchanges=exchanges)

@@ -13,6 +13,8 @@ from armillary.cli.options import (
     AskedWorkload,
     Corpus,
     Data,
+    EdgeBacks,
+    Edges,
     Exchanges,
     IsSmall,
     Lazy,
@@ -56,6 +58,8 @@ def plan_command(
     allow: Allow = [],  # noqa: B006
     rule: Rule = PRICE,
     schedule: Schedule = SIMULTANEOUS.name,
+    edge: Edges = [],  # noqa: B006
+    edge_back: EdgeBacks = [],  # noqa: B006
     workers: Workers = None,
     out: Out = None,
     verbose: Verbose = False,
@@ -79,5 +83,7 @@ def plan_command(
         profile_file=profile_file,
         allow=allow,
         rule=rule,
+        edges=edge,
+        edge_backs=edge_back,
     )
     plan_asked(task, wanted, workers, seed, AskedPrint(out, json, verbose))

@@ -10,9 +10,12 @@ from armillary.cli.options import (
     OUTPUT,
     RUN,
     AsJson,
+    AskedPlan,
     AskedWorkload,
     Corpus,
     Data,
+    EdgeBacks,
+    Edges,
     Gbit,
     IsSmall,
     LatencyUs,
@@ -65,6 +68,8 @@ def simulate_command(
     topology_file: TopologyFile = None,
     profile_file: ProfileFile = None,
     schedule: Schedule = SIMULTANEOUS.name,
+    edge: Edges = [],  # noqa: B006
+    edge_back: EdgeBacks = [],  # noqa: B006
     workers: Count = None,
     gbit: Gbit = 1.0,
     latency_us: LatencyUs = 100.0,
@@ -87,4 +92,5 @@ def simulate_command(
     asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
     if scaling:
         scaling_asked(subject, small, asked, out, json)
-    simulate_asked(task if task is not None else Path(str(subject)), asked, schedule, out, json)
+    way = AskedPlan(schedule=schedule, edges=edge, edge_backs=edge_back)
+    simulate_asked(task if task is not None else Path(str(subject)), asked, way, out, json)

@@ -15,6 +15,8 @@ from armillary.cli.options import (
     AskedWorkload,
     Corpus,
     Data,
+    EdgeBacks,
+    Edges,
     Exchanges,
     IsSmall,
     Lazy,
@@ -85,6 +87,8 @@ def train_command(
     trials: Trials = 0,
     replan_every: ReplanEvery = 0,
     schedule: Schedule = SIMULTANEOUS.name,
+    edge: Edges = [],  # noqa: B006
+    edge_back: EdgeBacks = [],  # noqa: B006
     workers: Workers = None,
     steps: Steps = None,
     resume: Resume = False,
@@ -105,7 +109,17 @@ def train_command(
     from armillary.cli.train import AskedRun, train_asked
 
     wanted = AskedPlan(
-        lazy, replicate, exchange, schedule, plan_file, topology_file, trials=trials, allow=allow, rule=rule
+        lazy,
+        replicate,
+        exchange,
+        schedule,
+        plan_file,
+        topology_file,
+        trials=trials,
+        allow=allow,
+        rule=rule,
+        edges=edge,
+        edge_backs=edge_back,
     )
     run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, replan_every)
     train_asked(task, wanted, run, json, verbose)

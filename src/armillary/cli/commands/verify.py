@@ -12,6 +12,8 @@ from armillary.cli.options import (
     AskedWorkload,
     Corpus,
     Data,
+    EdgeBacks,
+    Edges,
     Exchanges,
     IsSmall,
     Lazy,
@@ -57,6 +59,8 @@ def verify_command(
     allow: Allow = [],  # noqa: B006
     rule: Rule = PRICE,
     schedule: Schedule = SIMULTANEOUS.name,
+    edge: Edges = [],  # noqa: B006
+    edge_back: EdgeBacks = [],  # noqa: B006
     workers: Workers = None,
     steps: Steps = 5,
     one_batch: OneBatch = False,
@@ -75,5 +79,16 @@ def verify_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.verify import AskedVerification, verify_asked
 
-    wanted = AskedPlan(lazy, replicate, exchange, schedule, plan_file, topology_file, allow=allow, rule=rule)
+    wanted = AskedPlan(
+        lazy,
+        replicate,
+        exchange,
+        schedule,
+        plan_file,
+        topology_file,
+        allow=allow,
+        rule=rule,
+        edges=edge,
+        edge_backs=edge_back,
+    )
     verify_asked(task, wanted, AskedVerification(workers, steps, seed, one_batch), json)

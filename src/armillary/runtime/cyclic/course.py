@@ -8,6 +8,7 @@ from torch import Tensor
 
 from armillary.schedules.agenda import Due
 from armillary.schedules.clipping import Clip
+from armillary.schedules.edge import Codes
 from armillary.schedules.instruction import Instruction
 from armillary.schedules.method import Objective
 from armillary.schedules.remedies.remedy import Remedy
@@ -31,6 +32,7 @@ class Course:
         recompute: stages that keep only their input and run again before their backward.
         clip: of the mean gradient of every step.
         objectives: of the schedule's uncoupled stages, objective(output, target) -> scalar mean over one micro-batch.
+        codes: of what crosses between stages.
         remedies: against stale weights, in the order in which they act.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
@@ -46,6 +48,7 @@ class Course:
     observe: Observer = _ignore
     remedies: tuple[Remedy, ...] = ()
     objectives: Mapping[int, Objective] = field(default_factory=dict)
+    codes: Codes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if {*self.objectives} != {*self.schedule.uncoupled}:

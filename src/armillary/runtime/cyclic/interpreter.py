@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
+from armillary.runtime.cyclic.coded_letter import CodedLetter, Crossed
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.remedied_step import RemediedStep
@@ -33,10 +34,11 @@ from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights
-from armillary.runtime.mailbox import Mailbox
+from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.norm_in_time import refuse_late_norm
+from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Place
 
 __all__ = ["Interpreter"]
@@ -74,7 +76,7 @@ class Interpreter:
             course.clip,
             served=tuple(seat.tables),
             reduces=seat.team.reduces,
-            one_queue=seat.one_queue,
+            wires=Wires(seat.one_queue, course.codes),
         )
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
         self.micro_batches = sorted({action.micro_batch for action in here})
@@ -91,6 +93,8 @@ class Interpreter:
         self._device = next((parameter.device for parameter in own), torch.device("cpu"))
         self._device_type = device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
+        self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
+        self._crossed = Crossed(course.seed, self._first, schedule.stages)
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
@@ -181,16 +185,15 @@ class Interpreter:
 
     def _forward(self, one: Instruction) -> None:
         step, micro_batch, j = one.place
-        version, team, tables = self.schedule.version(one.place, self.drains), self._seat.team, self._seat.tables
+        version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
         is_last = j == self.schedule.stages - 1
         loss = OwnLoss(partial(self._loss, j, self._targets.pop(one.place)), is_last) if j in self._losses else None
         rows = tables[j].visit(one.place, version) if j in tables else None
-        number = team.place.rank * self.schedule.micro_batches + micro_batch  # among those of all replicas
         value, self._flights[one.place] = take_off(
             self._stages[j],
             Reads(version, self._weights[j].read(step, micro_batch, version), rows),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
-            (self._course.seed, (step, number, j)),
+            (self._course.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
             loss=loss,
             keep=j not in self._course.recompute,
@@ -284,11 +287,16 @@ class Interpreter:
         assert one.letter is not None and self._mailbox is not None
         make = self._makes.get(one.letter.what)
         value = self._values.pop(one.letter) if make is None else Value(*tree_flatten(make(one.letter)))
-        self._mailbox.send(one.letter, one.peer, value.leaves, value.spec)
+        self._mailbox.send(one.letter, one.peer, value.leaves, value.spec, self._writing(one, value.passed_on))
 
     def _expect(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
-        self._mailbox.expect(one.letter, one.peer)
+        self._mailbox.expect(one.letter, one.peer, self._writing(one))
+
+    def _writing(self, one: Instruction, passed_on: frozenset[int] = frozenset()) -> Writing:
+        """How the letter's tensors are written."""
+        assert one.letter is not None
+        return AS_IT_IS if one.code is None else CodedLetter(one.code, one.letter, self._crossed, passed_on)
 
     def _see_over(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None

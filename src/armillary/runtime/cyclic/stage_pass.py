@@ -43,10 +43,12 @@ class _Acting(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A nest of tensors, taken apart: what crosses from one stage to the next."""
+    """A nest of tensors, taken apart: what crosses from one stage to the next. passed_on: numbers of the leaves that go
+    out as they came in."""
 
     leaves: list[Any]
     spec: TreeSpec
+    passed_on: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +200,9 @@ def take_off(
         plain(leaf.detach()).requires_grad_(ask) if isinstance(leaf, Tensor) else leaf
         for leaf, ask in zip(leaves, asks, strict=True)
     ]
-    return Value(passed, spec), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
+    came = {id(leaf) for leaf in value.leaves if isinstance(leaf, Tensor)}
+    passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)
+    return Value(passed, spec, passed_on), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
 
 
 def _asks(leaf: Any) -> bool:

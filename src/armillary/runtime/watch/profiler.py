@@ -91,7 +91,16 @@ def profile(
         held[fact.stage] += fact.bytes
     flops, returned = operations.flops, operations.output_bytes
     costed = tuple(
-        StageFact(path, flops[path], held[path], activations[path], forward[path], backward[path], returned[path])
+        StageFact(
+            path,
+            flops[path],
+            held[path],
+            activations[path],
+            forward[path],
+            backward[path],
+            returned[path],
+            operations.output_numbers.get(path, ()),
+        )
         for path in held
     )
     running = running_modules(model)

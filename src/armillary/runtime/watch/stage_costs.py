@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from armillary.facts.stage import Numbers
 from armillary.runtime.watch.stage_paths import OUTSIDE
+from armillary.schedules.edge import is_codable
 
 __all__ = ["Activations", "CountOperations"]
 
@@ -34,6 +36,7 @@ class CountOperations(TorchDispatchMode):
         self.path = [OUTSIDE]
         self.flops: Counter[str] = Counter()
         self.output_bytes: Counter[str] = Counter()
+        self.output_numbers: dict[str, tuple[Numbers, ...]] = {}
 
     def enter(self, stage: str, inputs: Any) -> None:
         self.path.append(stage)
@@ -42,6 +45,11 @@ class CountOperations(TorchDispatchMode):
         self.path.pop()
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         self.output_bytes[stage] = sum(tensor.nbytes for tensor in tensors)  # the outermost module leaves last
+        self.output_numbers[stage] = tuple(
+            Numbers(tensor.numel(), tensor.itemsize)
+            for tensor in tensors
+            if is_codable(tensor) and tensor.requires_grad
+        )
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

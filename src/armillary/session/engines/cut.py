@@ -7,6 +7,7 @@ from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.transport import Transport
 from armillary.runtime.watch.untouched import untouched
+from armillary.schedules.edge import codes_of
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.counted_channel import CountedChannel
@@ -48,5 +49,6 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     course = Course(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
         remedies=options.built_remedies(), objectives=options.method.objectives(options),
+        codes=codes_of(options.edges, first_step),
     )  # fmt: skip
     return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)

@@ -1,0 +1,171 @@
+"""What is coded where a pipeline is cut: the activation that goes on, and the gradient that comes back.
+
+An edge has the number of the stage below it. It is written in a plan as a codec's choice, with two options more: of so
+many first steps (`warm_up`) letters travel as they are, and evaluation does as training does, or not (`at_eval`). A
+gradient by the choice `same` is coded as its activation is; where that keeps places, its numbers at these places travel
+as they are, and the others are zeros on both sides.
+
+Coded are floating numbers of two or more dimensions that ask for a gradient, where they leave the stage that made them:
+flattened, a micro-batch at a time. All else travels as it is, so nothing is coded twice. Nothing is remembered: what a
+code leaves out is lost. No gradient flows through a codec, it passes by it (straight through).
+
+Source: Bian et al., "Does compressing activations help model parallel training?", MLSys 2024; DCT (Gupta et al., KDD
+2021) for gradients in the places of their activations.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.codecs.codec import Codec, Draw, codec_of
+from armillary.codecs.edges import guarded
+from armillary.facts.choice import Choice
+from armillary.schedules.messages import workers_of_stages
+from armillary.schedules.random_stream import place_seed
+from armillary.schedules.schedule import Place, Schedule
+
+__all__ = ["NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "is_codable", "refuse_edges"]
+
+SAME = Choice("same")
+EVALS = ("same", "off")
+NEVER = 1 << 62  # a step that no run reaches
+
+
+class Edge(NamedTuple):
+    """Of one stage, as a plan names them; None: as it is."""
+
+    forward: Choice | None = None
+    back: Choice | None = None
+
+
+class EdgeCode(NamedTuple):
+    """How letters of one kind are coded.
+
+    Args:
+        codec: guarded.
+        warm_up: letters of earlier steps travel as they are; NEVER: all do, and say what is coded on the way back.
+        leads: the places that it keeps are those of the gradient.
+        follows: only numbers at the places that the activation kept travel; `codec` is not asked.
+    """
+
+    codec: Codec
+    warm_up: int = 0
+    leads: bool = False
+    follows: bool = False
+
+    @property
+    def rests(self) -> bool:
+        """Whether all its letters travel as they are."""
+        return self.warm_up >= NEVER
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether lengths of codes are known beforehand."""
+        return self.codec.is_fixed and not self.follows
+
+
+Codes = Mapping[tuple[str, int], EdgeCode]  # by what a letter is and the stage that made it
+
+
+def is_codable(tensor: Tensor) -> bool:
+    """Of an activation that was made where it leaves."""
+    return tensor.is_floating_point() and tensor.dim() >= 2 and tensor.layout == torch.strided
+
+
+def draw_of(codec: Codec, seed: int, place: Place, leaf: int, stages: int, is_back: bool) -> Draw:
+    """Where a codec's random numbers come from, apart from all that stages draw.
+
+    Args:
+        place: that made the letter; micro-batches are those of all replicas. leaf: number of the tensor in it.
+    """
+    if not codec.draws:
+        return None
+    step, micro_batch, stage = place
+    apart = place_seed(seed, (step, micro_batch, (1 + is_back) * stages + stage))
+    return torch.Generator().manual_seed(place_seed(apart, (leaf, 0, 0)))
+
+
+def at_eval(edge: Edge, step: int) -> Codec | None:
+    """What evaluation does to the activations of an edge after so many steps."""
+    if edge.forward is None or edge.forward.options.get("at_eval", "same") == "off":
+        return None
+    codec, warm_up = _read("edge", edge.forward)
+    return codec if step >= warm_up else None
+
+
+def codes_of(edges: Sequence[Edge], first_step: int = 0) -> Codes:
+    """
+    Args:
+        edges: by stage. first_step: how many steps were taken before.
+
+    Raises:
+        ValueError: no such codec, options that it refuses, or `same` of nothing.
+    """
+    found: dict[tuple[str, int], EdgeCode] = {}
+    for stage, edge in enumerate(edges):
+        there = None if edge.forward is None else _read("edge", edge.forward)
+        is_same = edge.back == SAME
+        if is_same and there is None:
+            raise ValueError(f"edge_back: {SAME} of stage {stage}, whose edge is not coded; name the edge's codec too")
+        back = there if is_same else (None if edge.back is None else _read("edge_back", edge.back))
+        by_place = is_same and there is not None and there[0].places is not None
+        if there is not None:
+            found["activation", stage] = EdgeCode(there[0], max(0, there[1] - first_step), leads=by_place)
+        elif back is not None:
+            found["activation", stage] = EdgeCode(back[0], NEVER)
+        if back is not None:
+            found["activation gradient", stage + 1] = EdgeCode(back[0], max(0, back[1] - first_step), follows=by_place)
+    return found
+
+
+def _read(what: str, choice: Choice) -> tuple[Codec, int]:
+    """The codec, and in how many steps it rests."""
+    own = {"warm_up": 0, "at_eval": EVALS[0]}
+    options: dict[str, Any] = {**own, **choice.options}
+    warm_up, eval_ = options.pop("warm_up"), options.pop("at_eval")
+    if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 0:
+        raise ValueError(f"{what}: warm_up is a number of steps, 0 or more, got {warm_up!r}")
+    if eval_ not in EVALS or (what == "edge_back" and "at_eval" in choice.options):
+        raise ValueError(f"{what}: at_eval is {' or '.join(EVALS)}, and of an edge, not of its way back; got {eval_!r}")
+    try:
+        return guarded(codec_of(Choice(choice.name, options))), warm_up
+    except ValueError as error:
+        raise ValueError(f"{what} {choice}: {error}") from error
+
+
+def refuse_edges(edges: Sequence[Edge], schedule: Schedule, why_none: str) -> None:
+    """
+    Args:
+        why_none: what speaks against coded edges under this schedule at all; empty: nothing.
+
+    Raises:
+        ValueError: an edge where nothing crosses, or where it cannot be coded; the message says why.
+    """
+    named = [stage for stage, edge in enumerate(edges) if edge != Edge()]
+    if not named:
+        return
+    if why_none:
+        raise ValueError(
+            f"schedule: {schedule.name} has no edges to code: {why_none}. Drop edge and edge_back, or take a pipeline "
+            f"(whose stages stay with a process)"
+        )
+    workers, last = workers_of_stages(schedule), schedule.stages - 1
+    for stage in named:
+        if stage >= last:
+            raise ValueError(
+                f"edge: stage {stage} hands nothing on: there are stages 0 to {last}, and edges behind "
+                f"{f'stages 0 to {last - 1}' if last else 'none of them'}; name one of those, or more stages"
+            )
+        if workers[stage] == workers[stage + 1]:
+            raise ValueError(
+                f"edge: stages {stage} and {stage + 1} are on one process, so nothing crosses between them; name other "
+                f"stages"
+            )
+        if edges[stage].back is not None and stage in schedule.uncoupled:
+            raise ValueError(
+                f"edge_back: stage {stage} learns from a loss of its own, and no gradient comes back to it; drop its "
+                f"edge_back"
+            )
+    codes_of(edges)

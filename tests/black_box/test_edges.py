@@ -1,0 +1,193 @@
+"""What crosses between the stages of a pipeline, coded: what a user names, reads in the plan, and gets."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import armillary
+import face
+from armillary.cli.find import find, small
+from armillary.cli.granted import edge_wish
+from armillary.codecs.codec import codec_of
+from armillary.planning.pricing import Case
+from armillary.planning.simulator import simulate
+from armillary.session.decide import Wishes
+from armillary.session.verify import verify_workload
+
+WIDTH, ROWS, STEPS = 32, 6, 3
+EIGHT, HALF = "quantize(bits=8)", "threshold(sparsity=0.5)"
+
+
+def chain():
+    torch.manual_seed(2)
+    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*parts, nn.Linear(WIDTH, 4))
+
+
+def batch(step, micro_batch):
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 4, generator=generator)
+
+
+def loss(model, pair):
+    return (model(pair[0]) - pair[1]).square().mean()
+
+
+def choice(text):
+    return None if text is None else armillary.Choice.parse(text)
+
+
+def plan_of(schedule, workers, edge=None, back=None, **asked):
+    batches = [batch(0, number) for number in range(workers)]
+    return face.plan_for(
+        chain(), loss, batches, workers, schedule=schedule, edge=choice(edge), edge_back=choice(back), **asked
+    )
+
+
+def test_a_plan_says_what_is_coded_that_it_is_not_exact_and_what_it_saves():
+    plain, made = plan_of("gpipe(micro_batches=3)", 2), plan_of("gpipe(micro_batches=3)", 2, EIGHT, "same")
+    assert plain.departures == () and made.departures == ("lossy",)
+    assert [(one.edge, one.edge_back) for one in made.stages] == [(choice(EIGHT), choice("same")), (None, None)]
+    said = " ".join(str(made).split())
+    assert "NOT exact: lossy" in said and EIGHT in said and "what a code of an edge leaves out is lost" in said
+    assert armillary.Plan.from_json(made.to_json()) == made
+    numbers = ROWS * WIDTH
+    codes = 1 + numbers + 4 * -(-numbers // 256)
+    raw, coded = (face.sent_bytes_planned(one) for one in (plain, made))
+    assert raw == 3 * 2 * 4 * numbers / 2 and coded == 3 * 2 * codes / 2
+    assert made.activation_bytes > plain.activation_bytes  # codes are held as long as activations
+    edited = replace(plain, stages=(replace(plain.stages[0], edge_back=choice(EIGHT)), plain.stages[1]))
+    assert [edited.departures_of(group) for group in edited.groups] == [("lossy",), ()]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workers", "edge", "back", "words"),
+    [
+        ("ring", 2, EIGHT, None, "under ring weights and gradients go from process to process, activations stay"),
+        ("zero_ring", 2, EIGHT, None, "activations stay where they are made"),
+        ("shared_stages", 3, EIGHT, None, "its messages, sums and weights among them, are not lowered"),
+        ("one_device(stages=2, micro_batches=2)", 2, EIGHT, None, "every process runs the whole model"),
+        ("accumulation", 2, None, EIGHT, "every process runs the whole model"),
+        ("simultaneous", 2, EIGHT, None, "every process runs the whole model"),
+        ("gpipe", 1, EIGHT, None, "there is one stage"),
+        ("gpipe", 2, None, "same", "whose edge is not coded; name the edge's codec too"),
+        ("gpipe", 2, "quantise(bits=8)", None, "did you mean quantize"),
+        ("gpipe", 2, "quantize(bits=3)", None, "edge quantize.bits=3.: codec: quantize knows 8, 4 and 2 bits"),
+        ("gpipe", 2, "one_bit(warm_up=-1)", None, "warm_up is a number of steps"),
+        ("gpipe", 2, EIGHT, "one_bit(at_eval=off)", "at_eval is same or off, and of an edge"),
+        ("gpipe", 2, "one_bit(at_eval=never)", None, "at_eval is same or off"),
+    ],
+)
+def test_what_cannot_be_coded_is_refused_with_the_reason(schedule, workers, edge, back, words):
+    with pytest.raises(ValueError, match=words):
+        plan_of(schedule, workers, edge, back)
+
+
+def test_an_edge_that_there_is_not_is_refused_by_its_number():
+    seen = armillary.profile(chain(), [batch(0, 0)], loss)
+    for edge, words in (({1: choice(EIGHT)}, "stage 1 hands nothing on"), ({"0": choice(EIGHT)}, "numbers of stages")):
+        with pytest.raises(ValueError, match=words):
+            armillary.plan(seen, face.machines(2), schedule=choice("gpipe"), edge=edge)
+    old = replace(seen, stages=tuple(replace(stage, output_numbers=()) for stage in seen.stages))
+    with pytest.raises(ValueError, match="the profile knows no floating numbers"):
+        armillary.plan(old, face.machines(2), schedule=choice("gpipe"), edge=choice(EIGHT))
+
+
+def sent_in_steps(rank, world, plans):
+    """Bytes of three steps with others before them, which bring the forms of letters; and the losses."""
+    found = []
+    for plan in plans:
+        model = chain()
+        run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch(0, 0), check_order=True)
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                face.count_bytes(run)
+            face.step(run, [batch(step, number) for number in range(3)])
+        found.append((face.count_bytes(run), face.losses(run)))
+        face.close(run)
+    return found
+
+
+def test_what_is_sent_is_what_the_plan_says_and_a_run_learns(crew):
+    texts = ((None, None), (EIGHT, "hadamard(quantize(bits=4))"), (HALF, "same"))
+    plans = [plan_of("one_f_one_b(micro_batches=3)", 3, *text) for text in texts]
+    answers = crew(3).run(sent_in_steps, plans)
+    sent = [sum(answer[number][0] for answer in answers) / 3 / STEPS for number in range(3)]
+    raw, fixed, decided = map(face.sent_bytes_planned, plans)
+    assert sent[:2] == pytest.approx([raw, fixed], rel=1e-9) and fixed < 0.3 * raw
+    assert sent[2] == pytest.approx(decided, rel=0.3)
+    losses = [[sum(step) for step in answers[0][number][1]] for number in range(3)]
+    assert all(told[-1] < told[0] for told in losses) and losses[0] != losses[1]
+
+
+def verified(rank, world, wishes):
+    workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
+    found = [verify_workload(workload, steps=4, wishes=one) for one in wishes]
+    return [(one.tolerance, [each.name for each in one.differences if each.verdict != "equal"]) for one in found]
+
+
+def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
+    same, random = choice("same"), choice("random_k(keep=0.3, warm_up=1)")
+    two, four = choice("one_f_one_b(stages=2, micro_batches=2)"), choice("pipeline(stages=4, recompute=[1])")
+    wishes = [
+        Wishes(schedule=two, edge=choice(HALF), edge_back=same),
+        Wishes(schedule=four, edge={1: random}, edge_back=choice(EIGHT)),
+    ]
+    assert crew(4).run(verified, wishes) == [[(0.0, [])] * 2] * 4
+
+
+def seen_in_evaluation(rank, world, plans):
+    found = []
+    for plan in plans:
+        model = chain()
+        run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch(0, 0))
+        face.step(run, [batch(0, number) for number in range(3)])
+        (out,) = face.evaluate(run, lambda model, given: model(given), [batch(7, 0)[0]])
+        found.append((out, face.weights(run)))
+        face.close(run)
+    return found
+
+
+def test_evaluation_reads_what_crosses_as_training_does_unless_it_is_switched_off(crew):
+    texts = (EIGHT, "quantize(bits=8, at_eval=off)", "quantize(bits=8, warm_up=9)")
+    plans = [plan_of("gpipe(micro_batches=3)", 2, text, "same") for text in texts]
+    begins = int(plans[0].stages[1].begins.split(".")[0])
+    for number, (out, weights) in enumerate(crew(2).run(seen_in_evaluation, plans)[0]):
+        model = chain()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            hidden = model[:begins](batch(7, 0)[0])
+            meant = codec_of(choice(EIGHT)).meaning(hidden.view(-1), None).view(hidden.shape)
+            assert not torch.equal(meant, hidden)
+            assert torch.equal(out, model[begins:](hidden if number else meant))
+
+
+def test_the_clock_plays_codes_and_what_coding_costs():
+    """On a slow link a step is shorter for it, on a quick one longer."""
+    seen = armillary.profile(chain(), [batch(0, 0)], loss)
+    for speed, is_shorter in ((1e5, True), (1e12, False)):
+        link = armillary.Link(1e-5, speed)
+        case = Case(seen, armillary.Topology(1, 2, link, link, 1 << 33))
+        named = {"edge": choice("hadamard(quantize(bits=4))"), "edge_back": choice(EIGHT)}
+        plans = [armillary.plan(seen, case.topology, schedule=choice("gpipe"), **ways) for ways in ({}, named)]
+        plain, coded = (simulate(plan, case) for plan in plans)
+        assert (coded.step_seconds < plain.step_seconds) is is_shorter
+        assert sum(flight.sent_bytes for flight in coded.flights) == pytest.approx(plans[1].forecast.sent_bytes)
+        assert {"encode", "decode"} <= {span.action for span in coded.spans} - {span.action for span in plain.spans}
+
+
+def test_the_command_line_reads_edges_as_they_are_written():
+    assert edge_wish("--edge", []) is None and edge_wish("--edge", [HALF]) == choice(HALF)
+    assert edge_wish("--edge", [f"{HALF}=0,2", "one_bit=1"]) == {0: choice(HALF), 2: choice(HALF), 1: choice("one_bit")}
+    assert edge_wish("--edge-back", ["same=1"]) == {1: choice("same")}
+    for texts, words in (
+        ([f"{EIGHT}=layer.*"], r"--edge: choice: .*Want CHOICE or CHOICE=STAGES"),
+        ([EIGHT, f"{HALF}=0"], "is for all stages; name the stages of each"),
+        ([f"{EIGHT}=0", f"{HALF}=0,1"], "stage 0 has quantize.bits=8. and threshold"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            edge_wish("--edge", texts)
+    with pytest.raises(ValueError, match="says its own edges"):
+        Wishes(plan=plan_of("gpipe", 2), edge=choice(EIGHT))
