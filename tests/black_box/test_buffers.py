@@ -119,9 +119,9 @@ def requests(rank, world, plan):
     for wanted in (True, False):
         model = chain()
         run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), pair_loss, broadcast_buffers=wanted)
-        before = run.run._transport.sequence
+        before = run.run._transport.counts.total()
         face.step(run, [batch_of(rank, 0)])
-        found.append(run.run._transport.sequence - before)
+        found.append(run.run._transport.counts.total() - before)
         face.close(run)
     return found
 

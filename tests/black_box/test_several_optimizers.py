@@ -214,13 +214,13 @@ def together(rank, world, plan, every, through_batches, seldom="layers"):
     model = made(Reader)
     run = face.start(plan, model, halves(model), word_loss)
     optimizers = run.optimizer if seldom == "layers" else run.optimizer[::-1]
-    before = run.run._transport.sequence
+    before = run.run._transport.counts.total()
     batches = [word_batch(rank, step) for step in range(6)]
     for step, batch in enumerate(face.batches_of(run, batches) if through_batches else batches):
         word_loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.words.parameters(), 0.05)
         step_of(optimizers, step, every)
-    requests = run.run._transport.sequence - before
+    requests = run.run._transport.counts.total() - before
     whole = face.weights(run)
     face.close(run)
     return whole, requests
@@ -254,13 +254,13 @@ def test_two_optimizers_with_prefetch_train_as_one_process(crew):
 def with_one(rank, world, plan):
     model = made(Reader)
     run = face.start(plan, model, OPTIMIZERS["adagrad"](model.parameters()), word_loss)
-    before = run.run._transport.sequence
+    before = run.run._transport.counts.total()
     for step in range(6):
         word_loss(model, word_batch(rank, step)).backward()
         torch.nn.utils.clip_grad_norm_(model.words.parameters(), 0.05)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    requests = run.run._transport.sequence - before
+    requests = run.run._transport.counts.total() - before
     face.close(run)
     return requests
 
