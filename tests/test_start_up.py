@@ -39,7 +39,10 @@ ANSWERED_AT_ONCE = {
     **{
         (name, "--help"): "Exit codes" for name in ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
     },
+    (): "Plan, run and check the training of an ordinary PyTorch model",
     ("train", "--stepz", "3"): "--steps",
+    ("train", "--step", "3"): "Possible options:",
+    ("train", "language_model", "--workers", "two"): "Input should be a valid integer",
     ("plan", "langauge_model"): "did you mean 'language_model'?",
     ("verify", "nowhere.py"): "no file nowhere.py",
     ("measure", "vision", "--set", "widht=3"): "vision has no option 'widht'; did you mean 'width'?",

@@ -37,6 +37,12 @@ def test_a_file_of_ratings_is_trained_on_and_gone_on_with_bit_for_bit(tmp_path):
     assert len(kept[0]) > 4 and same(*kept)
 
 
+def test_without_ratings_one_line_says_where_to_get_some(tmp_path):
+    ended = face.command("train", "recommender", folder=tmp_path)
+    assert (ended.code, ended.out) == (2, "") and ended.err.count("\n") == 1, ended
+    assert "pass --data PATH of MovieLens" in ended.err and "pip download --no-deps -d .cache recbole" in ended.err
+
+
 def test_a_bad_path_or_file_is_said_in_one_line_before_workers_start(tmp_path):
     (tmp_path / "u.data").write_text("user,item\n")
     for data, said in (

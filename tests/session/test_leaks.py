@@ -141,11 +141,11 @@ def test_a_gradient_that_nobody_exchanges_any_more_is_an_error():
     def told(owner, leaf):
         owner.seen = getattr(owner, "seen", 0) + 1
 
-    when_final(weight, owner, told)
+    when_final(weight, owner, told, "head.weight")
     weight.sum().backward()
     assert owner.seen == 1
     del owner
-    with pytest.raises(RuntimeError, match=r"shape \(2,\) got a gradient that nobody exchanges"):
+    with pytest.raises(RuntimeError, match=r"head.weight of shape \(2,\) got a gradient that nobody exchanges"):
         weight.sum().backward()
 
 

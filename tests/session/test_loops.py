@@ -240,13 +240,23 @@ def decay_from_now_on(run, model, optimizer, rank):
     optimizer.step()
 
 
+def another_optimizer_midway(run, model, optimizer, rank):
+    """
+    Expect: emb.weight: zeros_like needs the whole table, but its rows are owned by the workers
+    """
+    other = torch.optim.Adam(model.parameters(), lr=0.1)
+    other.zero_grad()
+    model(ids_of(rank, 0)).backward()
+    other.step()
+
+
 def broken(gradient):
     raise ZeroDivisionError
 
 
 REFUSALS = [
     two_graphs, one_graph_twice, a_stranger, unfrozen_later, two_weights, negative_weight, weights_unasked_for,
-    no_batch, an_error_half_way, decay_from_now_on,
+    no_batch, an_error_half_way, decay_from_now_on, another_optimizer_midway,
 ]  # fmt: skip
 
 
