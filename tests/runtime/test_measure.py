@@ -111,7 +111,7 @@ def test_work_that_waits_for_its_turn_counts_with_its_waits(monkeypatch):
         now[0] += 0.001 + (0.03 if calls[0] % 10 == 0 else 0.0)
 
     monkeypatch.setattr(index_timer.time, "perf_counter", lambda: now[0])
-    assert index_timer._Timer(0.2, list, torch.device("cpu")).seconds(work) == pytest.approx(0.004, rel=0.05)
+    assert index_timer.Timer(0.2, list, torch.device("cpu")).seconds(work) == pytest.approx(0.004, rel=0.05)
 
 
 def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
