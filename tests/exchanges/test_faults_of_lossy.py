@@ -9,6 +9,7 @@ import torch
 from armillary.codecs.codec import build_codec
 from armillary.exchanges import coded as coded_file
 from armillary.reference.lockstep import OutOfStep
+from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from in_lockstep import built, trained
 
@@ -115,6 +116,16 @@ refresh_skipped_on_one_rank = after_push(
 one_threshold_for_all_layers = before_push(
     lambda state, parcel, place: {**state, "limit": state["limit"].amax().expand_as(state["limit"]).clone()}
 )
+
+
+def without_what_this_rank_skips(state, parcel, place):
+    """What waits for a parameter that this rank does not use, while others do, is forgotten."""
+    residual = state["residual"].clone()
+    for used, (begin, end) in zip(parcel.used.tolist(), parcel.layout.spans, strict=True):
+        residual[begin:end] *= used
+    return {**state, "residual": residual}
+
+
 residual_of_other_buckets = before_push(lambda state, parcel, place: {**state, "residual": state["residual"].roll(8)})
 other_order_on_one_rank = in_the_channel(lambda answer, rank, number: answer.flip(0) if rank == 1 else answer)
 
@@ -124,6 +135,7 @@ FAULTS = {
     "residual dropped by thresholds": (residual_dropped, QUARTER),
     "residual dropped by factors": (residual_dropped, "low_rank(rank=1, start=2)"),
     "residual of the buckets before": (residual_of_other_buckets, "quantize(bits=2, tile=8)"),
+    "residual lost where a rank skips": (before_push(without_what_this_rank_skips), "random_k(keep=0.25)"),
     "second error dropped": (second_error_dropped, "quantize(bits=2, tile=8, wire=scattered)"),
     "kept from the result": (kept_from(1), "quantize(bits=2, tile=8)"),
     "kept from the mean, as torch's hook has it": (kept_from(3), "low_rank(rank=1, start=2)"),
@@ -145,7 +157,20 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_shows(name):
     fault, text = FAULTS[name]
-    assert trained(text, 3, torch.float64, fault=fault, steps=6 if text == QUARTER else 4)
+    assert trained(text, 3, torch.float64, fault=fault)
+
+
+def used_flags_of_others_ignored(self, result):
+    """A parameter that this rank did not use gets no gradient here, though others used it."""
+    own = [parameter.grad is not None for parameter in self.parameters]
+    self._keep(result)
+    for parameter, view, is_mine in zip(self.parameters, self.views, own, strict=True):
+        parameter.grad = view if is_mine else None
+
+
+def test_a_rank_that_ignores_what_others_use_shows(monkeypatch):
+    monkeypatch.setattr(Bucket, "withdraw", used_flags_of_others_ignored)
+    assert trained("quantize(bits=8, tile=8)", 3, torch.float64, steps=3)
 
 
 PATCHES = {
