@@ -268,6 +268,23 @@ def test_no_function_takes_more_than_seven_arguments():
                 assert len(names) <= 7, f"{path.relative_to(ROOT)}: {node.name} takes {names}"
 
 
+# Called from outside, or the truth of a departure, which tests hold runs to.
+CALLED_ELSEWHERE = {"_repr_html_", "commands", "ema", "in_a_row", "keep_untouched_rows"}
+
+
+def test_nothing_is_there_that_only_tests_call():
+    defined: dict[str, str] = {}
+    used: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not (node.decorator_list or "__" in node.name):
+                defined[node.name] = path.relative_to(ROOT).as_posix()
+            elif isinstance(node, ast.Attribute | ast.Name):
+                used.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    dead = {name: path for name, path in defined.items() if name not in used | CALLED_ELSEWHERE | set(face.__all__)}
+    assert not dead, f"nobody in the source calls these: {dead}"
+
+
 def test_every_file_says_what_it_is():
     for path in FILES:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"

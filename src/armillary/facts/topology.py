@@ -115,10 +115,6 @@ class Topology:
         """The slowest link a message to a random rank may cross."""
         return self.between if self.nodes > 1 else self.inside
 
-    @property
-    def slowest_side(self) -> Side:
-        return "between" if self.nodes > 1 else "inside"
-
     def link_of(self, request: str, side: Side) -> Link:
         """The link on that side as this kind of request finds it: as measured, else the link itself."""
         for measured in self.requests:
@@ -147,15 +143,6 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
-
-    def node_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the node that holds `rank`."""
-        first = self.node_of(rank) * self.workers_per_node
-        return tuple(range(first, first + self.workers_per_node))
-
-    def rail_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same place as `rank` in every node."""
-        return tuple(range(rank % self.workers_per_node, self.workers, self.workers_per_node))
 
     @property
     def fingerprint(self) -> str:
