@@ -115,6 +115,10 @@ class Topology:
         """The slowest link a message to a random rank may cross."""
         return self.between if self.nodes > 1 else self.inside
 
+    @property
+    def slowest_side(self) -> Side:
+        return "between" if self.nodes > 1 else "inside"
+
     def link_of(self, request: str, side: Side) -> Link:
         """The link on that side as this kind of request finds it: as measured, else the link itself."""
         for measured in self.requests:
