@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from armillary.exchanges.exchange import build_dense
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.team import Team
+from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 
@@ -188,9 +191,13 @@ def _ring(transport: Transport, sizes: Sizes, slack: int) -> Mode:
 
 def _delayed(transport: Transport, sizes: Sizes) -> Mode:
     """Late by one step, like a ring with slack N."""
-    model = _model(sizes)
+    model, place = _model(sizes), transport.place
     optimizer = _sgd(model)
-    run = DelayedAllReduce(_late_buckets(model), optimizer, transport, transport.place.workers)
+    units = [
+        dense_unit(label, {str(number): one for number, one in enumerate(bucket)}, build_dense("all_reduce"), place)
+        for label, bucket in _late_buckets(model).items()
+    ]
+    run = OwnLoop(Team(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
     return Mode(partial(_step, model, optimizer, _batch(transport, sizes)), run.settle)
 
 

@@ -59,7 +59,8 @@ def main() -> None:
     if rank == 0:
         case = Case(decided.profile, decided.topology, assumptions)
         found = {
-            "conditions": {"workload": options.workload, "workers": workers, "machine": machine()},
+            "conditions": {"workload": options.workload, "workers": workers, "machine": machine()}
+            | {"ranks_per_host": decided.plan.workers_per_node},
             "forecast": {name: _forecast(plan, case) for name, plan in plans.items()},
             "simulated_order": by_simulation({n: p for n, p in plans.items() if n in _priced(plans)}, case),
             "frozen": frozen,

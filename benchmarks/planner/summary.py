@@ -6,8 +6,9 @@ machine does by itself, and the two together are that plan.
 """
 
 import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ BARS = Bars()
 
 @dataclass(frozen=True)
 class Error:
-    """(forecast - measured) / measured of one plan."""
+    """(forecast - measured) / measured of one plan; not a number where that was not measured."""
 
     plan: str
     sent_bytes: float
@@ -89,6 +90,8 @@ def outcome(cell: str, found: dict[str, Any]) -> Outcome:
     for name in names:
         forecast = found["forecast"][name]
         sent_bytes = statistics.fmean(first[name]["sent_bytes"])
+        if found["conditions"].get("ranks_per_host", 1) > 1:  # counted is what leaves a host
+            sent_bytes = math.nan
         errors.append(
             Error(
                 name,
@@ -123,10 +126,16 @@ def misses(found: Sequence[Outcome]) -> list[str]:
     if max(regrets) > BARS.largest_regret:
         missed.append(f"a regret of {max(regrets):.1%}")
     for name in FIGURES:
-        off = statistics.median(abs(getattr(one.error(one.carried_out), name)) for one in found)
+        off = _median_off((one.error(one.carried_out) for one in found), name)
         if off > getattr(BARS, name):
             missed.append(f"{name} off by {off:.1%} (median)")
     return missed
+
+
+def _median_off(errors: Iterable[Error], name: str) -> float:
+    """Of those that were measured."""
+    known = [abs(off) for error in errors if not math.isnan(off := getattr(error, name))]
+    return statistics.median(known) if known else math.nan
 
 
 def _cells(found: Sequence[Outcome]) -> str:
@@ -161,8 +170,8 @@ def _bars(found: Sequence[Outcome]) -> str:
         "| --- | --- | --- | --- |",
     ]
     for name in FIGURES:
-        one = statistics.median(abs(getattr(cell.error(cell.carried_out), name)) for cell in found)
-        every = statistics.median(abs(getattr(error, name)) for cell in found for error in cell.errors)
+        one = _median_off((cell.error(cell.carried_out) for cell in found), name)
+        every = _median_off((error for cell in found for error in cell.errors), name)
         lines.append(f"| {name} | {getattr(BARS, name):.0%} | {one:.1%} | {every:.1%} |")
     noise = statistics.median(one.noise for one in found)
     return "\n".join([*lines, "", f"The same plan twice differs by {noise:.1%} (median over the cells)."])
@@ -171,7 +180,8 @@ def _bars(found: Sequence[Outcome]) -> str:
 def _worst(found: Sequence[Outcome]) -> str:
     lines = ["The worst cells:", ""]
     for name in FIGURES:
-        ordered = sorted(found, key=lambda one: abs(getattr(one.error(one.carried_out), name)), reverse=True)[:WORST]
+        known = [one for one in found if not math.isnan(getattr(one.error(one.carried_out), name))]
+        ordered = sorted(known, key=lambda one: abs(getattr(one.error(one.carried_out), name)), reverse=True)[:WORST]
         said = ", ".join(f"{one.cell} {getattr(one.error(one.carried_out), name):+.0%}" for one in ordered)
         lines.append(f"* {name}: {said}")
     ordered = sorted(found, key=lambda one: one.regret(one.carried_out), reverse=True)[:WORST]

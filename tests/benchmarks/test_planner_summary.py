@@ -1,5 +1,7 @@
 """Arithmetic of the planner's grid: regret, noise and errors by hand, and which bars are missed."""
 
+import math
+
 import pytest
 from benchmarks.planner.cells import SPEEDS, WORKERS, WORKLOADS, Cell, grid
 from benchmarks.planner.summary import misses, outcome, report
@@ -64,5 +66,19 @@ def test_a_report_names_every_cell_and_the_worst():
 
 def test_the_grid_is_the_product_and_names_are_its_files():
     cells = grid()
-    assert len(cells) == len({cell.name for cell in cells}) == len(WORKLOADS) * len(WORKERS) * len(SPEEDS) == 36
+    alone = [cell for cell in cells if cell.ranks_per_host == 1]
+    assert len(alone) == len(WORKLOADS) * len(WORKERS) * len(SPEEDS) == 36
+    assert len(cells) == len({cell.name for cell in cells}) == 36 + 8
+    shared = next(cell for cell in cells if cell.name == "vision_3x2_300Mbit")
+    assert (shared.hosts, shared.workers) == (3, 6)
     assert Cell("vision", 8, 0.0).name == "vision_8_unshaped" and Cell("vision", 8, 100.0).name == "vision_8_100Mbit"
+
+
+def test_bytes_of_hosts_of_several_ranks_are_not_compared():
+    one = found()
+    one["conditions"]["ranks_per_host"] = 2
+    shared, alone = outcome("vision_3x2_300Mbit", one), outcome("vision_2_100Mbit", found(sent=103.0))
+    assert math.isnan(shared.error("all_reduce").sent_bytes)
+    assert not any("sent_bytes" in bar for bar in misses([shared]))
+    assert any("sent_bytes off by 3.0%" in bar for bar in misses([shared, alone]))
+    assert "* sent_bytes: vision_2_100Mbit +3%" in report([shared, alone])

@@ -13,6 +13,7 @@ from armillary.facts.plan import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
+from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.saving.saved import REST
 from armillary.runtime.watch.profiler import profile
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
@@ -138,11 +139,9 @@ def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_
 
 def verify_against_another_rule(rank, world, rule):
     """The reference is told another rule than the run."""
-    kept = verify_schedule._truths, verify_schedule.Reference
+    kept = verify_schedule._truths, verify_schedule.WorkersReference
     if rule == "fresh":
-        verify_schedule.Reference = lambda stages, optimizer, schedule, *rest: Reference(
-            stages, optimizer, simultaneous(schedule.workers), *rest
-        )
+        verify_schedule.WorkersReference = FreshReference
     else:
         verify_schedule._truths = lambda case: kept[0](
             case._replace(plan=dataclasses.replace(case.plan, schedule=LATE))
@@ -150,7 +149,12 @@ def verify_against_another_rule(rank, world, rule):
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
     finally:
-        verify_schedule._truths, verify_schedule.Reference = kept
+        verify_schedule._truths, verify_schedule.WorkersReference = kept
+
+
+class FreshReference(WorkersReference):
+    def __init__(self, stages, optimizer, schedule, *rest):
+        super().__init__(stages, optimizer, simultaneous(schedule.workers), *rest)
 
 
 @pytest.mark.parametrize("rule", ["fresh", "unclipped"])
@@ -246,11 +250,18 @@ def test_the_bytes_forecast_are_the_bytes_sent_and_held(crew, bucket_bytes):
 # What is refused, and what is not
 
 
+def beside(model):
+    """A loss that reads the weights in a way of its own."""
+    kept = list(model.parameters())
+    return lambda model, batch: loss(model, batch) + sum(p.square().sum() for p in kept)
+
+
 def misuse(rank, world, made):
     said, model = [], model_of()
     owned = dataclasses.replace(made.groups[0], exchange=Choice("owned_dense", {"owner": 0}))
     for attempt in (
-        lambda: attach(made, model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: attach(made, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss),
+        lambda: started(made, model, optimizer_of(model), beside(model), batch_of(0, 0)),
         lambda: driven(made.with_group(owned)),
         lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"slack": 1}))),
         lambda: driven(dataclasses.replace(made, schedule=Choice("delayed_all_reduce", {"clip_norm": -1.0}))),
@@ -265,8 +276,9 @@ def misuse(rank, world, made):
 
 def test_misuse_is_answered_with_what_to_do(crew):
     for said in crew(2).run(misuse, plan_of(LATE, 2)):
-        owns, exchange, strange, negative, batches = said
-        assert "needs loss and example" in owns and "knows all_reduce only" in exchange
+        owns, reads, exchange, strange, negative, batches = said
+        assert "needs example" in owns and "the loss reads 0.0.weight, 0.0.bias, 1.0.weight beside the model" in reads
+        assert "knows all_reduce only" in exchange
         assert "delayed_all_reduce has no slack; it may have bucket_bytes, clip_norm" in strange
         assert "clip wants a positive norm" in negative
         assert "hands in 1 micro-batches" in batches and "got 2" in batches

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Choice
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.team import Team
+from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
 from armillary.schedules.cyclic import cyclic
@@ -107,7 +110,8 @@ def train_with_stale_gradients(rank, workers, kind):
         run = Interpreter(as_stages(model), optimizer, Course(schedule, squared_error), seat)
     else:
         transport = Transport()
-        run = DelayedAllReduce({"all": list(model.parameters())}, optimizer, transport, workers)
+        unit = dense_unit("all", dict(model.named_parameters()), build_dense("all_reduce"), transport.place)
+        run = OwnLoop(Team(transport.place, transport, groups={0: [unit]}).reducer(0, is_late=True), optimizer)
     for batches in data(3, workers, torch.float64):
         if kind == "ring":
             run.step([batches[rank]])

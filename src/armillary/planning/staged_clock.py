@@ -84,7 +84,7 @@ class _Play:
             )
         if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
             raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
-        if not plan.stages or not options_of(plan).method.is_lowered:  # left whole; carried out by an engine of its own
+        if not options_of(plan).method.is_lowered:  # carried out by an engine of its own
             raise _not_played(plan)
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)
@@ -92,7 +92,7 @@ class _Play:
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
         self.flights: list[tuple[int, Flight]] = []  # with the sender
         self.replicas = self.options.replicas(plan.workers)
-        self.reduced: dict[tuple[int, int, int], list[Flight]] = {}  # by rank, step and stage; those released
+        self.reduced: dict[tuple[int, int, int], list[int]] = {}  # places in `flights`, by rank, step and stage
         self.over = set[tuple[int, int, int]]()  # whose gradients are all there
         self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
 
@@ -103,6 +103,7 @@ class _Play:
 
     def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
         schedule, clip = self.options.schedule(), self.options.clip
+        clip = None if clip is None else clip.over(schedule.stages)
         lowering = Lowering(
             schedule,
             rank,
@@ -161,9 +162,10 @@ class _Play:
             if one.op in ("F", "B"):
                 self._code(number, letter, "decode")
         if one.op in ("UPDATE", "NORM"):
-            for flight in self.reduced.pop((number, one.step, one.stage), ()):
+            for place in self.reduced.pop((number, one.step, one.stage), ()):
+                _, flight = self.flights[place]
                 clock.wait(flight.group, flight.land_seconds)
-                self.flights.append((number, flight._replace(land_seconds=max(flight.land_seconds, clock.now_seconds))))
+                self.flights[place] = number, flight._replace(land_seconds=clock.now_seconds)
         if one.op == "F":
             clock.work(f"stage {one.stage}", "forward", stage.forward)
         elif one.op == "B":
@@ -220,11 +222,10 @@ class _Play:
             crossed = crossing(facts, group.own_exchange, self.options, self.case)
             sent, seconds = crossed.sent_bytes, crossed.link_seconds
             clock.work(group.name, "pack", crossed.processor_seconds)
-            launch = clock.now_seconds
-            is_inside = self.case.topology.nodes == 1
-            request = Request(sent, seconds * is_inside, seconds * (not is_inside))
-            landed = clock.send(group.name, "all-reduce", [request])
-            gone.append(Flight(group.name, "all-reduce", launch, landed, sent))
+            launch, is_inside = clock.now_seconds, self.case.topology.nodes == 1
+            landed = clock.send(group.name, "all-reduce", [Request(sent, seconds * is_inside, seconds * (not is_inside))])
+            gone.append(len(self.flights))
+            self.flights.append((number, Flight(group.name, "all-reduce", launch, landed, sent)))
 
     def _meet(self, number: int, one: Instruction) -> None:
         """One side has done its part; with both the letter moves."""
@@ -269,12 +270,13 @@ def _not_played(plan: Plan) -> ValueError:
 
 
 def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage]:
-    units = [stage for stage in case.profile.stages if stage.name]
-    starts = [next(place for place, unit in enumerate(units) if unit.name == one.begins) for one in plan.stages]
+    units = [stage for stage in case.profile.stages if stage.name or not plan.stages]  # left whole: all there is
+    starts = [next(place for place, unit in enumerate(units) if unit.name == one.begins) for one in plan.stages] or [0]
+    recomputed = [number for number, one in enumerate(plan.stages) if one.residency.name == RECOMPUTE]
     for number, (first, end) in enumerate(pairwise([*starts, len(units)])):
         part, facts = units[first:end], _facts(plan, case, number)
         forward = sum(unit.forward_seconds for unit in part)
-        again = forward if plan.stages[number].residency.name == RECOMPUTE else 0.0
+        again = forward if number in recomputed else 0.0
         backward = (Piece("", again, None), *_backward_of(part, case), Piece("", fill_seconds(facts, case), None))
         weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
         update = dense_update_seconds(weights, case)

@@ -10,7 +10,7 @@ Source: torch.nn.utils.clip_grad_norm_. Departures: float64 instead of the gradi
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Literal, get_args
 
@@ -56,6 +56,10 @@ class Clip:
     def needs_all_stages(self) -> bool:
         """Whether stages must learn of one another's gradients."""
         return self.by != "stage"
+
+    def over(self, stages: int) -> "Clip":
+        """The same, where there are so many: the norm over all of one is its own, which nobody need be told."""
+        return replace(self, by="stage") if stages == 1 and self.by == "global" else self
 
     def step_of_norm(self, step: int, drains: Collection[int]) -> int | None:
         """The step by whose norm over all stages a step is clipped; None: each of its stages by its own."""

@@ -66,15 +66,13 @@ def _beside_ring(planned: Planned) -> str:
 SCHEDULES.register(
     "delayed_all_reduce",
     Method(
-        table=lambda options: delayed_all_reduce(options.micro_batches),
+        table=lambda options: delayed_all_reduce(workers=1),
         knows=frozenset({"clip_norm", "bucket_bytes"}),
         axis=DATA,
         is_cut=False,
-        is_lowered=False,
+        is_side_by_side=True,
         is_even=True,
         keeps_own_statistics=True,
-        implied=lambda given, workers: {"micro_batches": workers},
         notes=_notes,
-        follows=("micro_batches",),
     ),
 )

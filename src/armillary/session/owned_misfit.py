@@ -28,7 +28,9 @@ def owned_misfit(plan: Plan, job: TrainJob, workers: int) -> str:
 
 def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
     name = plan.schedule.name
-    if lacking := [what for what in ("loss", "example") if getattr(job, what) is None]:
+    options = options_of(plan)
+    lacking = [what for what in ("loss", "example") if getattr(job, what) is None]
+    if lacking and (options.method.is_cut or len(lacking) == 1):
         yield (
             f"schedule {name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
             f"loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
@@ -47,7 +49,6 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
     yield from other_job(plan, trainable, workers)
     if any(tensor.is_meta for tensor in [*job.model.parameters(), *job.model.buffers()]):
         yield f"schedule {name} cannot begin from a model on the meta device; build it on a real one"
-    options = options_of(plan)
     if options.method.is_cut:
         yield from _unfit_optimizer(options, job.optimizer)
         yield from table_complaints(plan, options, trainable, job.optimizer)

@@ -7,7 +7,7 @@ where tables are kept by row, the two are compared to rounding instead; so they 
 whatever the address (`session/kernel_mode.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.reference.edges import Edges
 from armillary.runtime.hybrid.handle import TableHandle
-from armillary.runtime.watch.probe import Loss
 from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
@@ -29,6 +28,7 @@ from armillary.session.attach import attach
 from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import stages_of
 from armillary.session.cyclic.tables import table_groups
+from armillary.session.cyclic.whole import Whole
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
@@ -203,31 +203,25 @@ def _reference(
     case: _Case, model: nn.Module, optimizer: Optimizer
 ) -> tuple[Reference | WorkersReference, Callable[[Batch], Any]]:
     """The truth at its start, and what its first stage reads of a batch."""
-    options, workload = case.options, case.workload
+    options = case.options
     copies = range(options.micro_batches)
-    if not options.method.is_cut:
-        whole = [_Whole(model, workload.loss)]
-        reference = Reference(whole, optimizer, options.schedule(), _given, case.seed, copies, options.clip)
-        return reference, lambda batch: batch
-    split = SplitLoss(workload.loss, model, next(Feed(workload, (0, case.micro_batches), case.seed)))
-    example = split.input_of(next(Feed(workload, (0, case.micro_batches), case.seed)))
-    stages = [stage.module for stage in stages_of(model, example, options.points)]
+    stages, loss, input_of = _cut(case, model) if options.method.is_cut else _left_whole(case, model)
     named = dict(model.named_parameters())
     tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(case.plan)}
     workers, edges = options.replicas(case.plan.workers), Edges(codes_of(options.edges), case.seed, options.stages)
     if tables or workers > 1:
         schedule = options.schedule()
-        side_by_side = WorkersReference(stages, optimizer, schedule, split.of_output, tables, case.seed, options.clip)
+        side_by_side = WorkersReference(stages, optimizer, schedule, loss, tables, case.seed, options.clip)
         side_by_side.crossings = _crossings(case.plan, named, workers)
         side_by_side.edges = edges
-        return side_by_side, split.input_of
+        return side_by_side, input_of
     own = copies if options.method.keeps_own_statistics else None
-    reference = Reference(stages, optimizer, options.schedule(), split.of_output, case.seed, own, options.clip)
+    reference = Reference(stages, optimizer, options.schedule(), loss, case.seed, own, options.clip)
     reference.is_whole = own is not None and not options.method.is_lowered
     reference.edges = edges
     reference.remedies = options.built_remedies()
     reference.objectives = options.method.objectives(options)
-    return reference, split.input_of
+    return reference, input_of
 
 
 def _crossings(plan: Plan, named: Mapping[str, nn.Parameter], workers: int) -> list[Crossing]:
@@ -239,15 +233,23 @@ def _crossings(plan: Plan, named: Mapping[str, nn.Parameter], workers: int) -> l
     return found
 
 
-class _Whole(nn.Module):
-    """A model and its loss as one stage, from a batch to the loss."""
+class _Cut(NamedTuple):
+    """Stages, what the last one's loss is, what the first one reads of a batch."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
+    stages: Sequence[nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    input_of: Callable[[Batch], Any]
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.loss(self.model, batch)
+
+def _cut(case: _Case, model: nn.Module) -> _Cut:
+    example = next(Feed(case.workload, (0, case.micro_batches), case.seed))
+    split = SplitLoss(case.workload.loss, model, example)
+    stages = stages_of(model, split.input_of(example), case.options.points)
+    return _Cut([stage.module for stage in stages], split.of_output, split.input_of)
+
+
+def _left_whole(case: _Case, model: nn.Module) -> _Cut:
+    return _Cut([Whole(model, case.workload.loss)], _given, lambda batch: batch)
 
 
 def _given(loss: Tensor, batch: Batch) -> Tensor:

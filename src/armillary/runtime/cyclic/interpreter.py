@@ -68,12 +68,13 @@ class Interpreter:
             )
         self.schedule, self.drains = schedule, list[int]()
         self._optimizer, self._course, self._seat = optimizer, course, seat
-        refuse_late_norm(schedule, seat.ranks, course.clip)
+        clip = None if course.clip is None else course.clip.over(schedule.stages)
+        refuse_late_norm(schedule, seat.ranks, clip)
         self._lowering = Lowering(
             schedule,
             seat.rank,
             seat.ranks,
-            course.clip,
+            clip,
             served=tuple(seat.tables),
             reduces=seat.team.reduces,
             wires=Wires(seat.one_queue, course.codes),
@@ -81,11 +82,12 @@ class Interpreter:
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
         self.micro_batches = sorted({action.micro_batch for action in here})
         self._stages = {stage.index: stage for stage in stages if stage.index in {action.stage for action in here}}
-        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages}
+        crosses = seat.team.reduces
+        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if crosses}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
         ranks = schedule.micro_batches // max(1, len(self.micro_batches))
         self._sums = {j: StageSums(weights.flat, ranks) for j, weights in self._weights.items()}
-        self._updates = Updates(list(self._weights.values()), course.clip, self.drains)
+        self._updates = Updates(list(self._weights.values()), clip, self.drains)
         for stage in stages:
             for parameter in stage.module.parameters() if stage.index not in self._lowering.owned else ():
                 optimizer.state.pop(parameter, None)
@@ -128,7 +130,7 @@ class Interpreter:
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
-        reducer = self._reducers[stage.index]
+        reducer = self._reducers.get(stage.index)
         return StageWeights(stage, step, len(self.micro_batches), None if reducer is None else reducer.put)
 
     def _is_late(self, j: int) -> bool:
@@ -221,18 +223,16 @@ class Interpreter:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         means = weights.complete(step, micro_batch, landed.beside)
         if means is not None:
-            reducer = self._reducers[j]
-            if reducer is None:
-                self._sums[j].put(step, means)
+            if j in self._reducers:
+                self._reducers[j].close(step)
             else:
-                reducer.close(step)
+                self._sums[j].put(step, means)
         self._forget(j)
         self._course.observe(one, flight.version, self._flights.keys())
 
     def _reduce(self, one: Instruction) -> None:
         """Groups leave from now on, as their gradients become final."""
         reducer = self._reducers[one.stage]
-        assert reducer is not None
         reducer.release(one.step)
         self._sums[one.stage].expect(one.step, partial(reducer.mean, one.step))
 

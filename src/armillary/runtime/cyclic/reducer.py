@@ -57,6 +57,11 @@ class Reducer:
         """A gradient of this rank's is final. It is copied."""
         self._open(step)
         unit, number = self._at[parameter]
+        if number not in unit.bucket.waiting:
+            raise RuntimeError(
+                f"{unit.bucket.layout.names[number]} of shape {tuple(parameter.shape)} got a second gradient in one "
+                "step, after the first had been given away (a checkpoint with use_reentrant=True?)"
+            )
         with torch.no_grad():
             unit.bucket.put(number, gradient, self._scale)
         self._launch_ready(step)

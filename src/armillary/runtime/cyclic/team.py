@@ -36,14 +36,12 @@ class Team:
         units = (unit for those in self.groups.values() for unit in those)
         return self.place.workers > 1 or any(unit.exchange.is_guarded for unit in units)
 
-    def reducer(self, stage: int, is_late: bool) -> Reducer | None:
-        """Of the stage's gradients; None where nothing crosses.
+    def reducer(self, stage: int, is_late: bool) -> Reducer:
+        """Of the stage's gradients.
 
         Args:
             is_late: whether a step's mean is wanted only when the next step's gradients are there.
         """
-        if not self.reduces:
-            return None
         assert self.requests is not None
         units = self.groups.get(stage, ())
         for unit in units if is_late else ():

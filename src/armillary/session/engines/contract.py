@@ -25,7 +25,7 @@ __all__ = ["ENGINES", "Engine", "Parts"]
 class Parts:
     """
     Args of note:
-        stages: the model, cut. A schedule that does not cut has it as one stage.
+        stages: the model, cut. A schedule that does not cut has it and its loss as one, without a loss it alone.
         input_of: what the first stage reads of a batch.
     """
 

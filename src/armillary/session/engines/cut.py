@@ -6,14 +6,14 @@ from armillary.facts.plan import Plan
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.transport import Transport
-from armillary.runtime.watch.untouched import untouched
 from armillary.schedules.edge import codes_of
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.counted_channel import CountedChannel
-from armillary.session.cyclic.split_loss import SplitLoss, scaler_refused
+from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
+from armillary.session.cyclic.whole import whole_stage
 from armillary.session.engines.contract import Parts
 from armillary.session.train_job import TrainJob
 
@@ -30,13 +30,12 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     """
     options, channel = options_of(plan), CountedChannel(transport)
     seed = seed_from_step(job.seed, first_step)
-    assert job.loss is not None
     if not options.method.is_cut:
-        with untouched(job.model), scaler_refused():
-            job.loss(job.model, job.example)
-        whole = [Stage(0, job.model, {name: name for name, _ in job.model.named_parameters()})]
-        course = Course(options.schedule(), lambda output, batch: output, seed)
-        return Parts(plan, options, job, transport, channel, whole, course, lambda batch: batch, RunTables())
+        names = {name: name for name, _ in job.model.named_parameters()}
+        whole = Stage(0, job.model, names) if job.loss is None else whole_stage(job.model, job.loss, job.example)
+        course = Course(options.schedule(), lambda output, batch: output, seed, clip=options.clip)
+        return Parts(plan, options, job, transport, channel, [whole], course, lambda batch: batch, RunTables())
+    assert job.loss is not None
     split = SplitLoss(job.loss, job.model, job.example)
     value = split.input_of(job.example)
     stages = stages_of(job.model, value, options.points)

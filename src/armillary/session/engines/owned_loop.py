@@ -27,8 +27,10 @@ from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.average import Average
+from armillary.session.engines.contract import Engine
 from armillary.session.engines.cut import parts_of
 from armillary.session.engines.interpreted import engine_of
+from armillary.session.engines.own_loop import OwnLoopEngine
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
@@ -71,11 +73,29 @@ class OwnedLoop:
         """From a plain model and optimizer, at the transport's step."""
         self.first_step = self.transport.step  # of this part of the training
         self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
-        self.engine = engine_of(self.plan.schedule.name)(self.parts)
+        self.engine = self._driven()
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
             self._undo = refuse_state(self.optimizer, self._refuse_state)
+
+    def _driven(self) -> Engine:
+        """By the list of instructions; without a loss by the loop of the user's own."""
+        if self.job.loss is not None:
+            return engine_of(self.plan.schedule.name)(self.parts)
+        self.first.look_at(self.model)
+        return OwnLoopEngine(self.parts, self._looped)
+
+    def _stepped(self) -> None:
+        """A step is over."""
+        self._taken += 1
+        self.transport.step += 1
+        self.tally.steps += 1
+
+    def _looped(self) -> None:
+        """A step of the user's own loop is over."""
+        self.first.compare()
+        self._stepped()
 
     def _telling(self) -> ToldLosses | None:
         if self.engine.teller is None:
@@ -140,9 +160,7 @@ class OwnedLoop:
         self.first.take(batches)
         self.first.compare()
         self._collect(self.engine.step(batches), is_step=True)
-        self._taken += 1
-        self.transport.step += 1
-        self.tally.steps += 1
+        self._stepped()
         return self.losses()
 
     def _refuse_other_batches(self, batches: Sequence[Batch]) -> None:
@@ -291,6 +309,7 @@ class OwnedLoop:
 
     def _detach(self) -> None:
         self.engine.detach()
+        self.first.look_away()
         for handle in self._undo:
             handle.remove()
 
@@ -322,13 +341,15 @@ class OwnedLoop:
         return {ALL: float(sum(storages.values()) + self.engine.beside_bytes)}
 
     def no_sync(self) -> NoReturn:
+        if self.job.loss is None:
+            self._refuse("no_sync", "a step has one micro-batch of a worker: join them, or use more workers")
         self._refuse("no_sync", "it takes all micro-batches of a step together: give them to run.step")
 
     def weigh(self, weight: float) -> NoReturn:
         self._refuse("weigh", "its mean is over micro-batches; plan with schedule simultaneous and mean='weights'")
 
     def batches(self, loader: Any) -> NoReturn:
-        self._refuse("batches", "it needs as many micro-batches on every rank: use run.shard and run.step")
+        self._refuse("batches", "it needs as many micro-batches on every rank: use run.shard")
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ValueError(f"run.{what}: the plan's schedule {self.plan.schedule.name} owns the loop; {remedy}")

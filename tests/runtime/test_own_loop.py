@@ -1,12 +1,15 @@
-"""One step late by a collective: the user's plain loop, equal to the reference, gradients under way a whole step."""
+"""The user's own loop, one step late: equal to the reference, gradients under way a whole step."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from armillary.exchanges.exchange import Place, build_dense
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
+from armillary.runtime.cyclic.own_loop import OwnLoop
+from armillary.runtime.cyclic.team import Team
+from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.random_stream import seeded
@@ -44,6 +47,29 @@ def truth(workers, optimizer="momentum", drains=(), clips=False, model=make, **o
     return seen, losses, reference.buffers
 
 
+def attached(buckets, optimizer, requests, place, **more):
+    units = [
+        dense_unit(name, {str(n): one for n, one in enumerate(members)}, build_dense("all_reduce"), place)
+        for name, members in buckets.items()
+    ]
+    return OwnLoop(Team(place, requests, groups={0: units}).reducer(0, is_late=True), optimizer, **more)
+
+
+def clipping(net):
+    """As `clip` does to what is in `.grad`."""
+
+    def change(means):
+        for parameter, mean in means.items():
+            parameter.grad = mean.clone()
+        clip(net.parameters())
+        changed = {parameter: parameter.grad for parameter in means}
+        for parameter in means:
+            parameter.grad = None
+        return changed
+
+    return change
+
+
 def buckets_of(net):
     """In the order in which gradients arrive; none has all of a layer."""
     parameters = list(net.parameters())[::-1]
@@ -55,8 +81,9 @@ def one_worker(rank, requests, workers, optimizer="momentum", **wishes):
     drains, settles, looks, clips = (wishes.pop(name, ()) for name in ("drains", "settles", "looks", "clips"))
     net = wishes.pop("model", make)(**wishes)
     made = OPTIMIZERS[optimizer](net.parameters())
-    before = {"before_step": lambda: clip(net.parameters())} if clips == "given" else {}
-    run = DelayedAllReduce(buckets_of(net), made, requests, workers, **before)
+    run = attached(
+        buckets_of(net), made, requests, Place(rank, workers), **({"change": clipping(net)} if clips else {})
+    )
     scheduler, losses, seen = drop(made, DROP), [], {}
     for step, batches in enumerate(data(STEPS, workers, wishes.get("dtype", torch.float64))):
         if step in drains:
@@ -67,16 +94,13 @@ def one_worker(rank, requests, workers, optimizer="momentum", **wishes):
         with seeded(0, (step, rank, 0), CPU):
             loss = squared_error(net(inputs), target)
         loss.backward()
-        if clips == "in the loop":
-            clip(net.parameters())
         made.step()
         scheduler.step()
         losses.append(loss.detach())
         if step in looks:
             with run.newest():
                 seen[step] = weights(net)
-    if clips != "in the loop":
-        run.drain()
+    run.drain()
     return seen, weights(net), losses, list(net.buffers())
 
 
@@ -111,7 +135,7 @@ CASES = [
     {"dtype": torch.float32},
     {"norm": nn.BatchNorm1d, "drains": (1, 4)},
     {"optimizer": "adamw", "settles": (2, 3), "looks": (0, 1, 3, 5)},
-    {"drains": (3,), "looks": (0, 2, 3, 5), "clips": "given"},
+    {"drains": (3,), "looks": (0, 2, 3, 5), "clips": True},
 ]
 
 
@@ -124,7 +148,7 @@ def test_one_and_two_workers_train_as_the_reference_does_bit_for_bit(crew, worke
 
 def test_more_workers_differ_by_the_order_of_summing_only(crew):
     """gloo's own order: compared to rounding."""
-    cases = [{"optimizer": "momentum", "looks": (2,)}, {"optimizer": "adamw", "drains": (3,), "clips": "given"}]
+    cases = [{"optimizer": "momentum", "looks": (2,)}, {"optimizer": "adamw", "drains": (3,), "clips": True}]
     for workers in (3, 4):
         replies = crew(workers).run(job, cases)
         for place, wishes in enumerate(cases):
@@ -164,7 +188,7 @@ def test_a_rank_whose_backward_touches_nothing_joins_with_zeros():
         with torch.no_grad():
             layer.weight.fill_(1.0)
         optimizer = OPTIMIZERS["sgd"](layer.parameters())
-        run = DelayedAllReduce({"all": [layer.weight]}, optimizer, seat, 2)
+        run = attached({"all": [layer.weight]}, optimizer, seat, Place(rank, 2))
         for _ in range(2):
             (other * 2 if rank else layer(torch.ones(1, 1).double()).sum()).backward()
             optimizer.step()
@@ -183,7 +207,7 @@ def test_buckets_leave_in_one_order_whatever_order_gradients_appear_in():
             nn.init.eye_(layer.weight)
         optimizer = OPTIMIZERS["sgd"](p for layer in layers for p in layer.parameters())
         buckets = {str(place): list(layer.parameters()) for place, layer in enumerate(layers)}
-        run = DelayedAllReduce(buckets, optimizer, seat, 2)
+        run = attached(buckets, optimizer, seat, Place(rank, 2))
         first, last = layers if rank else layers[::-1]
         for _ in range(2):
             last(first(torch.ones(1, WIDTH).double())).sum().backward()
@@ -198,10 +222,10 @@ def alone(**options):
     net = make(dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](net.parameters())
     seat = Table(1).of(0)
-    return net, optimizer, seat, DelayedAllReduce(buckets_of(net), optimizer, seat, 1, **options)
+    return net, optimizer, seat, attached(buckets_of(net), optimizer, seat, Place(0, 1), **options)
 
 
-def test_a_bucket_is_under_way_until_the_same_moment_of_the_next_step():
+def test_groups_are_under_way_until_the_end_of_the_next_backward():
     net, optimizer, seat, _ = alone()
     names = list(buckets_of(net))
     (first, second), *_ = data(1, 2)
@@ -211,14 +235,14 @@ def test_a_bucket_is_under_way_until_the_same_moment_of_the_next_step():
     loss = squared_error(net(second[0]), second[1])
     assert len(seat.events) == len(names)  # nothing was waited for so far
     loss.backward()
-    assert seat.events[len(names) :] == [(what, name) for name in names for what in ("waited", "sent")]
+    assert seat.events[len(names) :] == [(what, name) for what in ("sent", "waited") for name in names]
 
 
 def test_grad_after_backward_is_the_mean_of_the_step_before():
     def act(rank, seat):
         net = make(dropout=0.0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        DelayedAllReduce(buckets_of(net), optimizer, seat, 2)
+        attached(buckets_of(net), optimizer, seat, Place(rank, 2))
         shown = []
         for batches in data(3, 2):
             squared_error(net(batches[rank][0]), batches[rank][1]).backward()
@@ -235,21 +259,22 @@ def test_grad_after_backward_is_the_mean_of_the_step_before():
         assert set(first) == {None} and same(second, means[0]) and same(third, means[1])
 
 
-def test_clipping_in_the_loop_is_exact_until_something_must_be_applied_without_it():
-    wishes = {"dropout": 0.0, "clips": "in the loop"}
-    got = at_a_table(2, lambda rank, seat: one_worker(rank, seat, 2, **wishes))
-    after, _, _ = truth(2, dropout=0.0, clips=True)
-    assert all(same(final, after[-2]) for _, final, _, _ in got)  # the last gradients are still to be applied
-
-    net, optimizer, _, run = alone()
-    inputs, target = data(1, 1)[0][0]
-    for _ in range(2):
-        squared_error(net(inputs), target).backward()
-        clip(net.parameters())
-        optimizer.step()
-    for act in (run.drain, lambda: run.newest().__enter__()):
-        with pytest.raises(RuntimeError, match="give the same change as before_step"):
-            act()
+def test_a_change_of_the_gradients_in_the_loop_is_refused_as_the_last_ones_could_not_have_it():
+    for change in (
+        lambda p: p.grad.mul_(0.5),
+        lambda p: setattr(p, "grad", p.grad * 0.5),
+        lambda p: setattr(p, "grad", None),
+    ):
+        net, optimizer, _, _ = alone()
+        inputs, target = data(1, 1)[0][0]
+        for step in range(2):
+            squared_error(net(inputs), target).backward()
+            if step:
+                change(next(net.parameters()))
+                with pytest.raises(RuntimeError, match="clip by the plan: its schedule's clip_norm"):
+                    optimizer.step()
+            else:
+                optimizer.step()
 
 
 def test_a_learning_rate_set_between_steps_belongs_to_the_gradients_made_after_it():
@@ -291,12 +316,12 @@ def test_what_would_go_wrong_silently_is_refused():
 
     net, optimizer, seat, _ = alone()
     stranger = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"steps 1 parameters of no bucket, of shapes \[\(3,\)\]"):
-        DelayedAllReduce(buckets_of(net), OPTIMIZERS["sgd"]([*net.parameters(), stranger]), seat, 1)
+    with pytest.raises(ValueError, match=r"steps 1 parameters of no group, of shapes \[\(3,\)\]"):
+        attached(buckets_of(net), OPTIMIZERS["sgd"]([*net.parameters(), stranger]), seat, Place(0, 1))
     optimizer.add_param_group({"params": [stranger]})
     backward(net)
     stranger.sum().backward()
-    with pytest.raises(ValueError, match="steps 1 parameters of no bucket"):
+    with pytest.raises(ValueError, match="steps 1 parameters of no group"):
         optimizer.step()
 
     net, optimizer, _, _ = alone()

@@ -1,0 +1,67 @@
+"""Simulated beside measured, for five schedules on two hosts: python -m benchmarks.played.run   (root, iproute2)
+
+Exit code 1 if a schedule's seconds are off by more than 15 %, or it cannot be played.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.netlab.lab import Lab
+
+HERE = Path(__file__).parent
+SPEEDS = (100.0, 1000.0)  # Mbit/s
+SIZES = {"data": "patterns", "architecture": "vit", "width": 96, "depth": 6, "batch_size": 8}
+SMALL = {"data": "patterns", "architecture": "vit", "width": 16, "depth": 2, "batch_size": 4}
+WITHIN = 0.15
+
+Rows = dict[str, dict[str, Any]]  # by schedule
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="does it work? A tiny model, nothing is kept")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "played.json")
+    options = parser.parse_args()
+    found = {f"{speed:g} Mbit/s": _measured(speed, options.small) for speed in SPEEDS[-1:] if options.small} or {
+        f"{speed:g} Mbit/s": _measured(speed, False) for speed in SPEEDS
+    }
+    if not options.small:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(table({link: one["rows"] for link, one in found.items()}))
+    return int(not options.small and any(is_off(row) for one in found.values() for row in one["rows"].values()))
+
+
+def _measured(mbit_per_second: float, is_small: bool) -> dict[str, Any]:
+    steps, rounds = ("2", "1") if is_small else ("10", "3")
+    sizes = SMALL if is_small else SIZES
+    with TemporaryDirectory() as folder, Lab(2, mbit_per_second) as lab:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.played.job", "--sizes", json.dumps(sizes)]
+        lab.run([*command, "--steps", steps, "--rounds", rounds, "--out", str(out)], timeout_seconds=600, pin=True)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def is_off(row: dict[str, Any]) -> bool:
+    return row["played"] is None or abs(row["played"] / row["measured"] - 1) > WITHIN
+
+
+def table(found: dict[str, Rows]) -> str:
+    """found: by link."""
+    lines = ["| link | schedule | simulated ms | measured ms (blocks) | simulated / measured |", "| --- " * 5 + "|"]
+    for link, rows in found.items():
+        for name, row in rows.items():
+            blocks = "-".join(f"{1e3 * one:.0f}" for one in (min(row["blocks"]), max(row["blocks"])))
+            played = "not played" if row["played"] is None else f"{1e3 * row['played']:.1f}"
+            ratio = "" if row["played"] is None else f"{row['played'] / row['measured']:.2f}"
+            lines.append(f"| {link} | {name} | {played} | {1e3 * row['measured']:.1f} ({blocks}) | {ratio} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
