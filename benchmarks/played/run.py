@@ -26,9 +26,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="does it work? A tiny model, nothing is kept")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "played.json")
     options = parser.parse_args()
-    found = {f"{speed:g} Mbit/s": _measured(speed, options.small) for speed in SPEEDS[-1:] if options.small} or {
-        f"{speed:g} Mbit/s": _measured(speed, False) for speed in SPEEDS
-    }
+    speeds = SPEEDS[-1:] if options.small else SPEEDS
+    found = {f"{speed:g} Mbit/s": _measured(speed, options.small) for speed in speeds}
     if not options.small:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -138,3 +138,27 @@ def test_what_the_own_loop_cannot_do_is_said_with_a_remedy(crew):
         assert "call it between two steps" in inside
         assert "nobody said what the loss is; give loss=loss(model, batch) and example=batch" in step
         assert "run.no_sync" in sync and "one micro-batch" in sync
+
+
+def stepped_alone(rank, world, plan):
+    model = chain()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    with pytest.raises(RuntimeError) as error:
+        step_alone(armillary.attach(plan, model, optimizer, loss=loss_of, example=pair_batch(0, 0)), model, optimizer)
+    pair_loss(model, pair_batch(1, rank)).backward()
+    optimizer.step()  # the run is over
+    return str(error.value)
+
+
+def step_alone(run, model, optimizer):
+    with run:
+        run.step([pair_batch(0, number) for number in run._engine.micro_batches])
+        pair_loss(model, pair_batch(0, 0)).backward()
+        optimizer.step()
+
+
+def test_a_step_of_ones_own_where_run_step_takes_them_is_refused_and_not_trained_on_alone(crew):
+    for text in ("delayed_all_reduce", "accumulation(micro_batches=1)"):
+        for said in crew(1).run(stepped_alone, plan_of(text, 1)):
+            assert f"under schedule {text.split('(')[0]} steps are taken by run.step" in said
+            assert ("attach without loss and example" in said) == (text == "delayed_all_reduce")

@@ -91,9 +91,8 @@ def truth(made, steps, drains=(), dtype=torch.float64):
             stages[-1] = nn.Sequential(*stages[-1], *list(model)[found.stages * cut :])
         of = functional.mse_loss
     if found.method.is_side_by_side and workers > 1:
-        reference = WorkersReference(
-            stages, optimizer, found.schedule(), lambda v, t: functional.mse_loss(v, t[1]), {}, 5
-        )
+        of_batch = (lambda v, t: functional.mse_loss(v, t[1])) if found.method.is_cut else of
+        reference = WorkersReference(stages, optimizer, found.schedule(), of_batch, {}, 5)
     else:
         reference = Reference(stages, optimizer, found.schedule(), of, 5, None, found.clip)
     losses = []
@@ -102,7 +101,8 @@ def truth(made, steps, drains=(), dtype=torch.float64):
             reference.drain()
         batches = [batch_of(step, m, dtype) for m in range(found.total(workers))]
         if isinstance(reference, WorkersReference):
-            pairs, each = [(batch[0], batch) for batch in batches], found.micro_batches
+            is_cut, each = found.method.is_cut, found.micro_batches
+            pairs = [(batch[0] if is_cut else batch, batch) for batch in batches]
             by_worker = reference.step([pairs[first : first + each] for first in range(0, len(pairs), each)])
             losses.append([one for mine in by_worker for one in mine])
         else:

@@ -223,7 +223,9 @@ class _Play:
             sent, seconds = crossed.sent_bytes, crossed.link_seconds
             clock.work(group.name, "pack", crossed.processor_seconds)
             launch, is_inside = clock.now_seconds, self.case.topology.nodes == 1
-            landed = clock.send(group.name, "all-reduce", [Request(sent, seconds * is_inside, seconds * (not is_inside))])
+            landed = clock.send(
+                group.name, "all-reduce", [Request(sent, seconds * is_inside, seconds * (not is_inside))]
+            )
             gone.append(len(self.flights))
             self.flights.append((number, Flight(group.name, "all-reduce", launch, landed, sent)))
 

@@ -9,7 +9,6 @@ Source: Kim et al., EuroSys 2019; Fournier & Oyallon, 2024.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 

@@ -65,23 +65,26 @@ class OwnedLoop:
         self._finished: list[StepLosses] = []
         self._taken = 0  # steps here
         self._undo: list[RemovableHandle] = []
+        self._is_at_work = False  # the engine, which may step the optimizer
         one_each = [rank for rank in range(plan.workers) if plan.mesh.sharing_data(rank)[0] == rank]
         self.first = FirstBatches(transport, job.check_data and len(one_each) > 1, one_each)
         self.begin()
 
     def begin(self) -> None:
         """From a plain model and optimizer, at the transport's step."""
+        self._undo.clear()
         self.first_step = self.transport.step  # of this part of the training
         self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
         self.engine = self._driven()
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
-            self._undo = refuse_state(self.optimizer, self._refuse_state)
+            self._undo += refuse_state(self.optimizer, self._refuse_state)
 
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""
         if self.job.loss is not None:
+            self._undo.append(self.optimizer.register_step_pre_hook(self._refuse_own_step))
             return engine_of(self.plan.schedule.name)(self.parts)
         self.first.look_at(self.model)
         return OwnLoopEngine(self.parts, self._looped)
@@ -159,9 +162,30 @@ class OwnedLoop:
             self._refuse_other_batches(batches)
         self.first.take(batches)
         self.first.compare()
-        self._collect(self.engine.step(batches), is_step=True)
+        with self._working():
+            self._collect(self.engine.step(batches), is_step=True)
         self._stepped()
         return self.losses()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._is_at_work = True
+        try:
+            yield
+        finally:
+            self._is_at_work = False
+
+    def _refuse_own_step(self, *_: Any) -> None:
+        """
+        Raises:
+            RuntimeError: a loop of the user's own steps the optimizer, with gradients that nobody exchanged.
+        """
+        if not self._is_at_work:
+            alone = "" if self.options.method.is_cut else ", or attach without loss and example to keep a loop of yours"
+            raise RuntimeError(
+                f"optimizer.step() was called on rank {self.rank}, but under schedule {self.plan.schedule.name} steps "
+                f"are taken by run.step(micro_batches), which steps the optimizer: call that alone{alone}"
+            )
 
     def _refuse_other_batches(self, batches: Sequence[Batch]) -> None:
         """Where processes are stages of one replica, each is given all of its micro-batches."""
@@ -189,11 +213,13 @@ class OwnedLoop:
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""
-        self._collect(self.engine.settle(), everything=True)
+        with self._working():
+            self._collect(self.engine.settle(), everything=True)
 
     def drain(self) -> None:
         """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
-        self._collect(self.engine.drain(), everything=True)
+        with self._working():
+            self._collect(self.engine.drain(), everything=True)
 
     def drained(self) -> list[StepLosses]:
         """Drains; the losses of all steps that nobody was given yet."""
