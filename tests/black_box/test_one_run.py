@@ -49,11 +49,14 @@ def said_by(attempt):
     return "nothing"
 
 
-def without_a_loss(rank, world, plans):
-    """What is said where the schedule owns the loop and nobody gave it the loss; and with a scaler."""
+def without_an_example(rank, world, plans):
+    """What is said where the schedule owns the loop and nobody gave it an example; and with a scaler."""
     found = []
     for plan in plans:
-        for more in ({}, {"scaler": torch.amp.GradScaler("cpu"), "loss": pair_loss, "example": pair_batch(0, 0)}):
+        for more in (
+            {"loss": pair_loss},
+            {"scaler": torch.amp.GradScaler("cpu"), "loss": pair_loss, "example": pair_batch(0, 0)},
+        ):
             model = chain()
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             found.append(said_by(lambda: armillary.attach(plan, model, optimizer, **more)))  # noqa: B023
@@ -62,12 +65,12 @@ def without_a_loss(rank, world, plans):
     return found
 
 
-def test_a_plan_that_owns_the_loop_is_refused_without_loss_and_with_a_scaler(crew):
+def test_a_plan_that_owns_the_loop_is_refused_without_an_example_and_with_a_scaler(crew):
     for ranks in (1, 2, 3):
         names = [text for text, count in SCHEDULES.items() if count == ranks]
-        for found in crew(ranks).run(without_a_loss, [plan_of(text) for text in names]):
+        for found in crew(ranks).run(without_an_example, [plan_of(text) for text in names]):
             for text, missing, scaled in zip(names, found[::2], found[1::2], strict=True):
-                assert "loss" in missing and "example" in missing and text.partition("(")[0] in missing, missing
+                assert "needs example" in missing and text.partition("(")[0] in missing, missing
                 assert "GradScaler" in scaled, scaled
 
 

@@ -11,9 +11,7 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text
 from armillary.facts.stage import StageFact
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.planning.staged_tables import team_traffic
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import ring_messages
@@ -303,18 +301,3 @@ def test_a_zero_ring_says_what_it_holds_and_sends_beside_fully_sharded_data_para
     homes = 400 * 4 / workers * (1 + LINKS_ONLY.optimizer_slots)
     tokens = sum(size * mean_copies(schedule, stage) for stage in range(stages))
     assert sum(group.forecast.memory_bytes for group in made.groups) == pytest.approx(homes + tokens)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "replicas", "share"),
-    [(6, 1, 6, 1.0), (3, 2, 6, 0.5), (3, 2, 3, 1.0), (2, 4, 4, 0.5), (2, 4, 2, 1.0)],
-    ids=["hosts of one", "all on hosts of two", "a replica a host", "two replicas a host", "a replica a host of four"],
-)
-def test_a_mean_over_replicas_is_priced_by_what_crosses_a_hosts_link(nodes, per_node, replicas, share):
-    """Of a ring on hosts of several of its ranks one sends beyond, with the shares of all; the others cost nothing."""
-    between, inside = Link(0.0, 1e6), Link(0.0, 1e300)
-    sent, busy = team_traffic(1_000_000, replicas, Topology(nodes, per_node, inside, between, 1 << 40))
-    assert sent == pytest.approx(2 * (replicas - 1) / replicas * 1e6)
-    assert busy.between == pytest.approx(sent / 1e6 * share) and busy.inside == pytest.approx(0.0)
-    alone = Topology(1, nodes * per_node, Link(0.0, 1e6), between, 1 << 40)
-    assert team_traffic(1_000_000, replicas, alone)[1].between == 0.0
