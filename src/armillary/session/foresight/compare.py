@@ -136,7 +136,8 @@ def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
     path = folder / f"{noun}.json"
     if not path.is_file():
         raise ValueError(
-            f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` leaves it"
+            f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` leaves "
+            "it. A script leaves none: there, print(run.report()) before run.close()"
         )
     return read_kept(path, kind, noun)
 
