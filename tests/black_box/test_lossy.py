@@ -18,7 +18,6 @@ from contracts.journey import (
     sick_at_2,
     trained_beside,
     truth_after,
-    verified,
 )
 
 TABLE = "words.weight"
@@ -143,12 +142,6 @@ def test_factors_are_saved_and_opened_in_other_buckets_and_on_other_workers(crew
     assert crew(2).run(resumed, plan, tmp_path) == [[], []]
     assert all(crew(2).run(opened, words_plan({"*": Choice.parse(text), TABLE: "all_reduce"}, 2), tmp_path))
     assert all(crew(3).run(opened, words_plan({"*": Choice.parse(text)}, 3), tmp_path))
-
-
-@pytest.mark.parametrize("text", ["threshold(sparsity=0.9, lifespan=2)", "low_rank(rank=1, start=1)"])
-def test_verify_holds_it_to_its_own_truth(crew, text):
-    for is_equal, said in crew(3).run(verified, shelf, Choice.parse(text)):
-        assert is_equal and "NOT exact, held to its own oracle" in said, said
 
 
 def scaled(rank, workers, plan, init_scale):
