@@ -138,6 +138,16 @@ def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
     assert crew(4).run(verified, wishes) == [[(0.0, [])] * 2] * 4
 
 
+def test_dct_as_published_codes_gradients_between_replicas_and_activations_between_stages(crew):
+    wish = Wishes(
+        {"*": choice("threshold(sparsity=0.99)")},
+        schedule=choice("one_f_one_b(stages=2)"),
+        edge=choice("threshold(sparsity=0.9)"),
+        edge_back=choice("same"),
+    )
+    assert [found for ((_, found),) in crew(4).run(verified, [wish])] == [[]] * 4
+
+
 def seen_in_evaluation(rank, world, plans):
     found = []
     for plan in plans:
