@@ -27,7 +27,7 @@ class InterpretedEngine:
         schedule, tables, place = parts.course.schedule, parts.tables.by_stage, parts.transport.place
         self.parts, self.teller, self._own = parts, None, None
         team = team_of(parts)
-        self.units = [unit for units in team.groups.values() for unit in units]
+        self.units = [unit for units in team.groups.values() for unit in units] if team.reduces else []
         if parts.options.method.is_side_by_side:
             seat = side_by_side(schedule, team, tables)
         else:
