@@ -7,6 +7,7 @@ from armillary.planning.planner import plan
 from armillary.runtime.saving.checkpoint import latest_checkpoint
 from armillary.runtime.watch.profiler import profile
 from armillary.session.attach import attach
+from armillary.session.coded_sum import coded_sum
 from armillary.session.decide import assumptions_of
 from armillary.session.every import CheckpointEvery
 from armillary.session.foresight.simulate import simulate
@@ -26,6 +27,7 @@ __all__ = [
     "assumptions_of",
     "attach",
     "auto_plan",
+    "coded_sum",
     "latest_checkpoint",
     "measure",
     "parallelize",

@@ -26,7 +26,7 @@ from armillary.session.source import leaves
 from armillary.session.truths import SeededBatch, seeded_loss
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["HELD_OUT", "Told", "Trained", "trained"]
+__all__ = ["HELD_OUT", "Lockstep", "Told", "Trained", "trained"]
 
 HELD_OUT = 8  # batches by which both are judged
 
@@ -52,7 +52,7 @@ def trained(workload: Workload, both: Both, asked: Asked, seed: int, held_out: S
     Raises:
         RuntimeError: the workload's loss writes into its batch, which both sides take.
     """
-    workers, answer = asked.topology.workers, _Lockstep(asked.topology.workers_per_node)
+    workers, answer = asked.topology.workers, Lockstep(asked.topology.workers_per_node)
     torch.manual_seed(seed)
     model = workload.model()
 
@@ -98,7 +98,7 @@ def _judged(workload: Workload, side: Replicas, held_out: Sequence[Batch]) -> fl
     return sum(losses) / len(losses)
 
 
-class _Lockstep:
+class Lockstep:
     """Answers with the programs that ranks would run. sent_bytes: what a rank sent so far, mean over ranks."""
 
     def __init__(self, workers_per_node: int) -> None:
