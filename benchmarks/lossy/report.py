@@ -1,0 +1,117 @@
+"""The page's tables from the cells that were kept: seconds a step and to a metric, and the metric after equal steps."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.hybrid.summary import over_best, over_each, quartiles
+from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
+from benchmarks.lossy.tasks import Task
+
+__all__ = ["page", "reached_at"]
+
+REACH = 0.98  # of the way from the first metric of the exact training to its best one: what all are timed to
+PLAIN, FP16 = ("ddp_25mb", "ddp_2mb"), ("ddp_fp16_25mb", "ddp_fp16_2mb")
+
+
+def page(folder: Path, tasks: Mapping[str, Task]) -> str:
+    """In Markdown."""
+    return "\n".join(line for name, task in tasks.items() for line in _of_task(folder / name, name, task)) + "\n"
+
+
+def reached_at(steps: Sequence[int], metric: Sequence[float], wanted: float, more_is_better: bool) -> float:
+    """The first step at which a curve comes to that metric, between its looks; infinite if it never does."""
+    sign = 1 if more_is_better else -1
+    values, goal = sign * np.asarray(metric), sign * wanted
+    if not (values >= goal).any():
+        return float("inf")
+    place = int(np.argmax(values >= goal))
+    if place == 0:
+        return float(steps[0])
+    return float(np.interp(goal, values[place - 1 : place + 1], steps[place - 1 : place + 1]))
+
+
+def _of_task(folder: Path, name: str, task: Task) -> list[str]:
+    curves = {one: _curves(folder, same_training(one)) for one in (*OURS, *PEERS)}
+    exact = curves[EXACT]
+    steps, means = exact[0]["steps"], np.mean([one["metric"] for one in exact], 0)
+    best = float(means.max() if task.more_is_better else means.min())
+    goal = float(means[0]) + REACH * (best - float(means[0]))
+    said = f"{task.metric} after {steps[-1]} steps, mean and spread of {len(exact)} seeds; wanted {goal:.4g}"
+    lines = [f"## {name}", "", said, ""]
+    head = ("contender", "what crosses", "at the end", "spread", "less the exact one", "steps to it")
+    lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    takes = {}
+    for one, those in curves.items():
+        last = [curve["metric"][-1] for curve in those]
+        takes[one] = reached_at(steps, list(np.mean([c["metric"] for c in those], 0)), goal, task.more_is_better)
+        spread = f"{statistics.stdev(last):.4f}" if len(last) > 1 else "-"
+        gap = statistics.fmean(last) - float(means[-1])
+        reach = f"{takes[one]:.0f}" if np.isfinite(takes[one]) else "never"
+        cells = (one, OURS.get(one, ""), f"{statistics.fmean(last):.4f}", spread, f"{gap:+.4f}", reach)
+        lines.append(f"| {' | '.join(cells)} |")
+    for path in sorted(folder.glob("seconds_*.json"), key=lambda path: float(path.stem.split("_")[1])):
+        lines += ["", *_seconds(json.loads(path.read_text()), takes)]
+    for path in sorted(folder.glob("live_*.json")):
+        lines += ["", _live(path, folder, curves, task, goal)]
+    return [*lines, ""]
+
+
+def _curves(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"trajectory_{name}_seed*.json"))]
+
+
+def _by_contender(found: Mapping[str, Any], key: str) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {}
+    for turn in sorted(found["turns"], key=lambda turn: turn["round"]):
+        seconds.setdefault(turn["mode"], []).append(turn[key])
+    return seconds
+
+
+def _seconds(found: Mapping[str, Any], takes: Mapping[str, float]) -> list[str]:
+    seconds, sent = _by_contender(found, "step_seconds"), _by_contender(found, "sent_bytes")
+    speed = f"{found['mbit']:g} Mbit/s" if found["mbit"] else "links without a limit"
+    lines = [f"{speed}, {found['workers']} hosts, {found['rounds']} paired rounds; {found['machine']}", ""]
+    head = (
+        "contender",
+        "ms a step (quartiles)",
+        "MB sent",
+        "times DDP",
+        "times fp16 hook",
+        "s to it",
+        "to it, times DDP",
+    )
+    lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    best_ddp = min(statistics.median(seconds[one]) * takes[one] for one in PLAIN)
+    for one, those in seconds.items():
+        middle = quartiles([1e3 * each for each in those])
+        over = [statistics.median(over_best(over_each(seconds, one, rivals))[1]) for rivals in (PLAIN, FP16)]
+        until = statistics.median(those) * takes[one]
+        times = f"{best_ddp / until:.2f}" if until and np.isfinite(until) else "-"
+        lines.append(
+            f"| {one} | {middle.median:.1f} ({middle.first:.1f}-{middle.third:.1f}) "
+            f"| {statistics.median(sent[one]) / 1e6:.3f} | {over[0]:.2f} | {over[1]:.2f} | {until:.1f} | {times} |"
+        )
+    return lines
+
+
+def _live(path: Path, folder: Path, curves: Mapping[str, Any], task: Task, goal: float) -> str:
+    """One cell end to end, beside the product of its two factors."""
+    live = json.loads(path.read_text())
+    name, speed, first = live["contender"], f"{live['mbit']:g}", curves[live["contender"]][0]
+    step = json.loads((folder / f"seconds_{speed}.json").read_text())
+    middle = statistics.median(_by_contender(step, "step_seconds")[name])
+    at = reached_at(live["steps"], live["metric"], goal, task.more_is_better)
+    said = f"after {float(np.interp(at, live['steps'], live['seconds'])):.1f} s" if np.isfinite(at) else "never"
+    product = middle * reached_at(first["steps"], first["metric"], goal, task.more_is_better)
+    apart = max(abs(a - b) for a, b in zip(live["metric"], first["metric"], strict=True))
+    whole = live["seconds"][-1] / (middle * live["steps"][-1])
+    return (
+        f"Live, end to end: {name} at {speed} Mbit/s came to it {said}; steps to it times seconds a step say "
+        f"{product:.1f} s. All its steps took {whole:.2f} of the product. Its metric is at most {apart:.4f} from the "
+        "lockstep's."
+    )
