@@ -6,7 +6,7 @@ import sys
 import pytest
 from benchmarks.netlab import Lab, LabUnavailable
 
-pytestmark = pytest.mark.netlab
+pytestmark = [pytest.mark.netlab, pytest.mark.benchmark]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.netlab
         ("breakdown", (4, 30), "--mbit 30 --rounds 1 --steps 1 --small --folder {}", "turns",
          {"alone", "nothing", "rounds", "messages", "everything"}),
         ("lossy", (2, 30),
-         "--task perceptron --small --mbit 30 --contenders exact,int8,ddp_powersgd --rounds 1 --steps 1", "turns", {"exact", "int8", "ddp_powersgd"}),
+         "--task perceptron --small --mbit 30 --contenders exact,int8,ddp_powersgd --rounds 1 --steps 1", "turns",
+         {"exact", "int8", "ddp_powersgd"}),
     ],
 )  # fmt: skip
 def test_a_job_carries_out_all_that_it_compares(tmp_path, job, links, options, kept_as, names):

@@ -42,6 +42,7 @@ def test_ratios_are_of_one_round():
 
 
 @pytest.mark.netlab
+@pytest.mark.benchmark
 def test_a_job_times_both_revisions(tmp_path):
     out = tmp_path / "found.json"
     told = f"--case dense --older {ROOT} --newer {ROOT} --rounds 2 --steps 1 --small --out {out}".split()
