@@ -10,7 +10,7 @@ from armillary.exchanges.exchange import build_dense
 from armillary.reference.replicas import Replicas, Shared
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.foresight.side_by_side import Lockstep
-from armillary.session.truths import seeded_loss
+from armillary.session.truths import SeededBatch, seeded_loss
 from armillary.session.workload import Workload
 from benchmarks.lossy.contenders import OURS
 from benchmarks.lossy.judged import held_out, judged
@@ -44,6 +44,6 @@ def trajectory(name: str, task: Task, workload: Workload, seed: int, looks: Sequ
         if step in looks:
             found.append(judged(workload, side.models[0], batches, task.metric))
         if step < max(looks):
-            drawn = [(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
+            drawn = [SeededBatch(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
             side.step(drawn, lambda net, one: seeded_loss(workload, net, one))
     return Curve(sorted(looks), found, answer.sent_bytes / max(looks))
