@@ -12,7 +12,9 @@ from torch import Tensor
 from armillary.exchanges.exchange import Place, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
 from armillary.exchanges.ownership import Ownership
+from armillary.exchanges.parcel import Parcel
 from armillary.facts.collectives import Program
+from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.runtime.process_group import stop_process_group
 from armillary.runtime.transport import Transport
@@ -62,11 +64,16 @@ def _dense(name: str, example: Any, transport: Transport, topology: Topology) ->
     exchange, place = build_dense(name, **example), transport.place
     if topology.workers_per_node > 1 and not example.get("local_aggregation"):
         return None  # what a flat exchange sends inside a node is not counted: nothing to hold it to
-    flat = torch.ones(DENSE_BYTES // 4)
-    counted = _counted(transport, lambda: transport.complete(exchange.push(flat.clone(), place), name))
-    predicted = sum(exchange.sent_bytes(DENSE_BYTES, topology))
+    layout = Layout(("weight",), ((DENSE_BYTES // 4,),), "float32", exchange.align, exchange.is_guarded)
+    values, tail = torch.ones(layout.numel), torch.tensor([1.0] + [0.0] * exchange.is_guarded, dtype=torch.float64)
+    state = exchange.begin(layout, place, values)
+
+    def push() -> Any:
+        return transport.complete(exchange.push(Parcel(values.clone(), tail.clone(), layout), state, place), name)
+
+    counted, predicted = _counted(transport, push), sum(exchange.sent_bytes(layout, topology))
     if example.get("local_aggregation"):  # across nodes only: to the owner's node and back
-        predicted = 2 * (topology.nodes - 1) * DENSE_BYTES
+        predicted = 2 * (topology.nodes - 1) * layout.joined_bytes
     return _row(name, example, place, predicted, counted)
 
 

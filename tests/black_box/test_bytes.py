@@ -6,11 +6,12 @@ from small_models import OPTIMIZERS, Reader, chain, made, pair_batch, pair_loss,
 import face
 
 TABLE = "words.weight"
+STEPS = 8
 
 
 def words_plan(workers, exchange, per_node=0):
     """Profiled on the very batches that are trained on."""
-    batches = [word_batch(worker, step) for step in range(4) for worker in range(workers)]
+    batches = [word_batch(worker, step) for step in range(STEPS) for worker in range(workers)]
     pattern = "*" if exchange in ("all_reduce", "owned_dense") else TABLE
     return face.plan_for(made(Reader), word_loss, batches, workers, exchange={pattern: exchange}, per_node=per_node)
 
@@ -21,7 +22,7 @@ def sent_by_words(rank, world, plan):
     run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), word_loss)
     face.count_bytes(run)
     sent = []
-    for step in range(4):
+    for step in range(STEPS):
         face.step(run, [word_batch(rank, step)])
         sent.append(face.count_bytes(run))
     face.close(run)

@@ -163,7 +163,7 @@ def test_accumulation_is_exact_planned_verified_and_trained(armillary):
         (("--schedule", "one_device(stages=99)"), "modules make no 99 stages"),
         (("--schedule", "one_device(points=[nowhere])"), "cannot cut at nowhere"),
         (("--schedule", "one_device", "--lazy", "5.weight"), "can be lazy under this schedule only if kept by row"),
-        (("--schedule", "delayed_all_reduce", "--lazy", "0.weight"), "lazy have no effect"),
+        (("--schedule", "delayed_all_reduce", "--lazy", "5.weight"), "lazy have no effect"),
     ],
 )
 def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, options, message):
