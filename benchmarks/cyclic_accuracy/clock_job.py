@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from armillary.exchanges.exchange import build_dense
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.delayed_all_reduce import DelayedAllReduce
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.team import Team
+from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
@@ -140,8 +143,11 @@ def _ddp(sizes: Sizes, bucket_mib: float) -> Mode:
 def _delayed(sizes: Sizes, transport: Transport) -> Mode:
     model = _model(sizes)
     optimizer = _sgd(model)
-    buckets = {f"stage {j}": [model[j].weight] for j in reversed(range(len(sizes)))}
-    run = DelayedAllReduce(buckets, optimizer, transport, transport.place.workers)
+    place, exchange = transport.place, build_dense("all_reduce")
+    units = [
+        dense_unit(f"stage {j}", {f"{j}.weight": model[j].weight}, exchange, place) for j in reversed(range(len(sizes)))
+    ]
+    run = OwnLoop(Team(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
     return partial(_step, model, optimizer), run.settle
 
 
