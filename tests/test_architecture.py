@@ -157,7 +157,6 @@ NAMED = {
     "facts/profile_table.py: _loads(facts)",
     "facts/profile_table.py: _rows(facts)",
     "runtime/cyclic/norm_chain.py: _arrived(posted)",
-    "runtime/cyclic/stage_pass.py: take_off(place)",
     "runtime/transport.py: _record(parts)",
     "runtime/transport.py: start(parts)",
     "runtime/transport.py: start_together(asked)",

@@ -6,12 +6,13 @@ Seeding by place instead of by process makes dropout the same in every mode and 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from armillary.schedules.schedule import Place
 
-__all__ = ["place_seed", "seed_from_step", "seed_streams", "seeded"]
+__all__ = ["Stream", "place_seed", "seed_from_step", "seed_streams", "seeded"]
 
 _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
@@ -50,6 +51,13 @@ def seed_streams(seed: int, device: torch.device) -> None:
         accelerator = torch.get_device_module(device)
         with accelerator.device(device):
             accelerator.manual_seed(seed)
+
+
+class Stream(NamedTuple):
+    """The random numbers of one place. seed: the run's."""
+
+    seed: int
+    place: Place
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.norm_in_time import refuse_late_norm
+from armillary.schedules.random_stream import Stream
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Place
 
@@ -195,7 +196,7 @@ class Interpreter:
             self._stages[j],
             Reads(version, self._weights[j].read(step, micro_batch, version), rows),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
-            (self._course.seed, (step, self._first + micro_batch, j)),
+            Stream(self._course.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
             loss=loss,
             keep=j not in self._course.recompute,

@@ -27,6 +27,7 @@ from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.agenda import Agenda, Due
 from armillary.schedules.instruction import Letter
 from armillary.schedules.norm_in_time import refuse_on_one_device
+from armillary.schedules.random_stream import Stream
 from armillary.schedules.schedule import Place
 from armillary.schedules.shared import Sharing
 
@@ -141,7 +142,7 @@ class Shared:
             self._stage,
             Reads(version, weights),
             enter(given) if arrived is None else Value(*arrived),
-            (self._course.seed, place),
+            Stream(self._course.seed, place),
             self._autocasts[step],
             loss=OwnLoss(lambda output: self._course.loss(output, target), is_last=True) if self._is_last else None,
             keep=j not in self._course.recompute,

@@ -21,8 +21,7 @@ from armillary.runtime.cyclic.autocast import Autocast
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.layout import plain
-from armillary.schedules.random_stream import seeded
-from armillary.schedules.schedule import Place
+from armillary.schedules.random_stream import Stream, seeded
 
 __all__ = ["Flight", "Landed", "OwnLoss", "Reads", "Value", "enter", "take_off"]
 
@@ -159,7 +158,7 @@ def take_off(
     stage: Stage,
     reads: Reads,
     value: Value,
-    place: tuple[int, Place],
+    stream: Stream,
     autocast: Autocast,
     loss: OwnLoss | None = None,
     keep: bool = True,
@@ -167,7 +166,7 @@ def take_off(
     """The forward pass.
 
     Args:
-        place: the run's seed and the place, which fix the random numbers.
+        stream: that its forward draws from.
         autocast: that of the user when the micro-batch was handed in.
         loss: of a stage that learns from one. The value returned is the last stage's loss; of another it is the output,
             through which no gradient comes back.
@@ -184,7 +183,7 @@ def take_off(
         # a second run must not move running statistics a second time
         buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
-        with torch.set_grad_enabled(keep or again), seeded(*place, device), autocast.again(), rows:
+        with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows:
             output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
             made = output if loss is None else loss.of(output)
             leaves, spec = tree_flatten(made)
