@@ -68,7 +68,7 @@ def test_a_burst_that_passes_at_once_is_not_taken_for_the_links_speed(shaped, ki
 
 
 def test_compute_that_took_longer_alone_makes_no_request_take_no_time(shaped, monkeypatch):
-    lasts = iter([1.0] * link_timer.PRODUCTS * QUICK.repeats)
+    lasts = iter([1.0] * link_timer.PRODUCTS * QUICK.rows)
 
     def computed(*_):
         shaped.now += next(lasts, 1e-4)
@@ -76,6 +76,33 @@ def test_compute_that_took_longer_alone_makes_no_request_take_no_time(shaped, mo
     monkeypatch.setattr(link_timer.torch, "mm", computed)
     found = request_link(shaped, "AllToAll", "between", 4, QUICK, torch.device("cpu"))
     assert found.link.bytes_per_second == pytest.approx(LINKS["AllToAll"].bytes_per_second, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_one_request_in_three_that_waits_for_a_core_is_not_the_links_latency(shaped, monkeypatch, kind):
+    """As threads of gloo do: the sum of a row would be three times what its requests usually take."""
+    complete, asked = shaped.complete, [0]
+
+    def now_and_then(program, label):
+        complete(program, label)
+        asked[0] += 1
+        shaped.now += 0.02 * (asked[0] % 3 == 0)
+
+    monkeypatch.setattr(shaped, "complete", now_and_then)
+    found = request_link(shaped, kind, "between", 4, QUICK, torch.device("cpu"))
+    assert found.link.latency_seconds == pytest.approx(LINKS[kind].latency_seconds, rel=1e-6)
+
+
+def test_a_smallest_request_slower_than_a_larger_one_is_not_the_links_latency(shaped, monkeypatch):
+    complete = shaped.complete
+
+    def slow_at_first(program, label):
+        complete(iter([request := next(program)]), label)
+        shaped.now += 0.005 * (request.tensor.nbytes == QUICK.sizes[0])
+
+    monkeypatch.setattr(shaped, "complete", slow_at_first)
+    found = request_link(shaped, "AllToAll", "between", 4, QUICK, torch.device("cpu"))
+    assert found.link.latency_seconds == pytest.approx(LINKS["AllToAll"].latency_seconds, rel=1e-6)
 
 
 def test_a_slow_link_is_not_asked_for_large_messages(shaped, monkeypatch):
@@ -139,7 +166,7 @@ def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
 
 def job(rank, workers):
     transport, told = open_transport(), []
-    found = measure(transport, replace(QUICK, sizes=(1 << 10, 1 << 14), repeats=2), told=told.append)
+    found = measure(transport, replace(QUICK, sizes=(1 << 10, 1 << 14), rows=2), told=told.append)
     transport.close()
     return found, told
 

@@ -96,7 +96,7 @@ def test_workers_that_do_not_fill_nodes_are_refused():
 
 def look(rank, workers):
     told = []
-    effort = replace(THOROUGH, sizes=(1 << 10, 1 << 14), repeats=1)
+    effort = replace(THOROUGH, sizes=(1 << 10, 1 << 14), rows=1)
     found = survey(find("language_model", small("language_model")), 0, told.append, effort)
     return found.topologies, found.profile.model_fingerprint, found.profile.workers, told
 

@@ -5,10 +5,13 @@ once, and backends differ in what they make of either. So each is timed and fitt
 
 Requests are timed as training makes them: several in a row (a look-up's header, ids and rows) after a little compute,
 without a barrier before it. Right after a barrier every rank is awake and waits; after compute ranks come one by one,
-and where they share cores some still wait for one. That wait is compute's, not every request's: each after compute, a
-short all-to-all of 8 ranks on 2 cores seemed to take 5 to 7 ms, while one more in a row takes 3. And links are timed in
-use: many (clouds', and every token bucket) let a burst pass faster than they go on, and training sends a burst's bytes
-over and over.
+and where they share cores some still wait for one. That wait is compute's, so the first request of a row does not
+count: of 8 ranks on 2 cores a short all-to-all right after compute seemed to take 5 to 7 ms, and one more in a row 3.
+
+Of quick requests one in four takes five times as long as the others (threads that wait for a core), so the median of
+many counts: as many as pass in some tens of milliseconds. By sums of three in four rows, the latency of an all-to-all
+of 2 ranks on one quiet machine was anything from 0.3 to 3.3 ms. And links are timed in use: many (clouds', and every
+token bucket) let a burst pass faster than they go on, and training sends a burst's bytes over and over.
 
 Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
 """
@@ -37,8 +40,7 @@ class Effort:
     """How long to look.
 
     Args of note:
-        kinds: of requests, by name. sizes: bytes of the tensors, ascending. repeats: per size, of `IN_A_ROW` requests;
-            the median counts.
+        kinds: of requests, by name. sizes: bytes of the tensors, ascending. rows: of requests per size, at least.
         longest_seconds: for one kind on one side; a slow link is measured with fewer large messages, yet with as many
             sizes as it takes to tell its speed from its latency.
         times_coding: whether to time the exchanges that are not exact; they are priced at a default otherwise.
@@ -46,17 +48,18 @@ class Effort:
 
     kinds: tuple[str, ...]
     sizes: tuple[int, ...]
-    repeats: int
+    rows: int
     longest_seconds: float
     times_coding: bool = False
 
 
-QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 4, 1.5)
+QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 3, 1.5)
 FEWEST_SIZES = 3
-IN_A_ROW = 3
+IN_A_ROW = 4
+SIZE_SECONDS, MOST_ROWS = 0.06, 24  # quick requests are made for so long, in so many rows at most
 WIDTH, PRODUCTS = 128, 20
 BURST_BYTES = 1 << 19  # sent before a size is timed, so that no credit is left
-THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 5, 8.0, True)
+THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 4, 8.0, True)
 
 
 def request_link(
@@ -69,13 +72,12 @@ def request_link(
     messages = {"AllReduce": 2 * (ranks - 1), "AllGather": ranks - 1, "AllToAll": 1}[kind]
     amounts, times = [], []
     budget = effort.longest_seconds
-    computed = _compute_seconds(transport, effort.repeats, device)
     for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
         request = _request(kind, size, ranks, SCOPES[side], device)
-        spent = transport.agree_largest([_seconds(transport, request, ranks, effort.repeats, computed)])[0]
+        spent = transport.agree_largest([_seconds(transport, request, ranks, effort.rows)])[0]
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
-        asked = effort.repeats * IN_A_ROW
+        asked = effort.rows * IN_A_ROW
         budget -= spent * asked
         if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * asked:
             break
@@ -87,10 +89,12 @@ def request_link(
 
 def _line(amounts: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
     """Seconds a message and seconds a byte, through the smallest and the largest request. Those between are left out: a
-    burst that passes at once makes them quick, and a plan lives on what is large."""
-    (messages, few), (_, many) = amounts[0], amounts[-1]
-    byte = max(0.0, times[-1] - times[0]) / (many - few)
-    return max(0.0, times[0] - few * byte) / messages, byte
+    burst that passes at once makes them quick, and a plan lives on what is large. But where a larger one was quicker
+    than the smallest, the smallest had waited for a core."""
+    quickest = times.index(min(times[:-1]))
+    (messages, few), (_, many) = amounts[quickest], amounts[-1]
+    byte = max(0.0, times[-1] - times[quickest]) / (many - few)
+    return max(0.0, times[quickest] - few * byte) / messages, byte
 
 
 def _foreseen(amounts: Sequence[tuple[float, float]], times: Sequence[float], factor: float) -> float:
@@ -116,23 +120,26 @@ def use_up_burst(transport: Transport, ranks: int, scope: Scope, device: torch.d
     transport.complete(_asking(_request("AllToAll", BURST_BYTES, ranks, scope, device)), "measure")
 
 
-def _seconds(transport: Transport, request: Request, ranks: int, repeats: int, computed: float) -> float:
-    """Of one request in a row: median of a few rows after one that warms up, less the compute before each, but not less
-    than the shortest there was; on an accelerator each request waits for the device."""
+def _seconds(transport: Transport, request: Request, ranks: int, fewest: int) -> float:
+    """The median request of rows without their first; on an accelerator each waits for the device. Every rank makes as
+    many rows, by what the row that warms up took on the slowest."""
     transport.barrier()
     use_up_burst(transport, ranks, request.scope, request.tensor.device)
-    marks, waits = [time.perf_counter()], []
-    for _ in range(repeats + 1):
-        _compute(request.tensor.device)
-        asked = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            transport.complete(_asking(request), "measure")
-            if request.tensor.device.type == "cuda":
-                torch.cuda.synchronize(request.tensor.device)
+    warm = transport.agree_largest([sum(_row(transport, request))])[0]
+    count = max(fewest, min(MOST_ROWS, int(SIZE_SECONDS / max(warm, 1e-9))))
+    return statistics.median(seconds for _ in range(count) for seconds in _row(transport, request)[1:])
+
+
+def _row(transport: Transport, request: Request) -> list[float]:
+    """Seconds of each request of a row, after a little compute."""
+    _compute(request.tensor.device)
+    marks = [time.perf_counter()]
+    for _ in range(IN_A_ROW):
+        transport.complete(_asking(request), "measure")
+        if request.tensor.device.type == "cuda":
+            torch.cuda.synchronize(request.tensor.device)
         marks.append(time.perf_counter())
-        waits.append(marks[-1] - asked)
-    taken = statistics.median(after - before for before, after in pairwise(marks[1:]))
-    return max(taken - computed, min(waits)) / IN_A_ROW
+    return [after - before for before, after in pairwise(marks)]
 
 
 def _compute(device: torch.device) -> None:
@@ -141,15 +148,6 @@ def _compute(device: torch.device) -> None:
         matrix = torch.ones(WIDTH, WIDTH)
         for _ in range(PRODUCTS):
             torch.mm(matrix, matrix)
-
-
-def _compute_seconds(transport: Transport, repeats: int, device: torch.device) -> float:
-    """Of one such piece, with all ranks at it: the mean, since ranks that share cores take turns."""
-    transport.barrier()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        _compute(device)
-    return transport.agree_largest([(time.perf_counter() - began) / repeats])[0]
 
 
 def _asking(request: Request) -> Program[Tensor]:
