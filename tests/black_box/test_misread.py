@@ -120,3 +120,11 @@ def test_what_a_loop_saves_and_cannot_be_loaded_is_named_by_its_key(crew, tmp_pa
         assert "loop['call'] is a builtins.function" in function
         assert "loop is a int; want a mapping" in number
         assert order == [1, 2], rank
+
+
+def test_a_layout_that_there_is_not_is_refused_in_one_line_before_the_first_step():
+    model = made(Reader)
+    said = said_by(
+        lambda: armillary.parallelize(model, OPTIMIZERS["sgd"](model.parameters()), constraints={"*": "row_shraded"})
+    )
+    assert "did you mean 'row_sharded'" in said, said

@@ -54,6 +54,7 @@ def attach(
     timeout: float = 600.0,
     check_order: bool = False,
     check_data: bool = True,
+    check_finite: bool = False,
     broadcast_buffers: bool = True,
     process_group: Any = None,
     topology: Topology | None = None,
@@ -80,6 +81,9 @@ def attach(
         check_order: compare every request across ranks before it is made (slow; finds ranks out of order).
         check_data: compare the first batches across ranks, so that none trains on another's data by mistake. What goes
             through the model's forward and `run.shard` is seen.
+        check_finite: a backward in which some rank's own gradients are not finite ends in a FloatingPointError on every
+            rank, which names rank and parameters; nothing is stepped. Takes a look at every gradient and 8 bytes a
+            backward. Not beside a GradScaler, which skips such steps, nor under a schedule that owns the loop.
         broadcast_buffers: rank 0's buffers (BatchNorm's statistics) reach all ranks after every step, as DDP's do
             before one. Without, every rank has its own, and rank 0's are saved. Not under a schedule that owns the
             loop, which has a rule of its own, nor where replicas differ.
@@ -92,7 +96,7 @@ def attach(
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.
     """
     job = TrainJob(model, as_one(optimizer), loss, example, seed, first_step, scaler, check_data, broadcast_buffers)
-    job = replace(job, profile=profile, topology=topology)
+    job = replace(job, profile=profile, topology=topology, check_finite=check_finite)
     patience = Patience(report_after, timeout)
     workers = workers_in(process_group)
     if workers % plan.workers_per_node:  # no groups can be opened, to hear what other ranks say

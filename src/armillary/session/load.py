@@ -22,23 +22,24 @@ from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_s
 from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
 from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
+from armillary.runtime.transport import Transport
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.exchange_state import fill_ranks
 from armillary.session.job import Job
 
-__all__ = ["HALF", "fill_averages", "load", "take_profile"]
+__all__ = ["HALF", "fill_averages", "is_nothing", "load", "take_profile"]
 
 HALF = "the run is now half loaded: load again"
 
 
-def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
+def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
     state_dict or of {"model": state_dict, "optimizer": state_dict}.
 
     Returns:
         What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for counters
-        and schedulers, not for random streams. Empty from a plain file.
+        and schedulers, not for random streams. Empty from a plain file, and where the path is None.
 
     Raises:
         ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
@@ -46,6 +47,9 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     """
     transport, trouble = run.transport, FirstError("load")
     run.executor.look_ups.serve_until("idle")
+    if is_nothing(path, transport):
+        return {}
+    assert path is not None
     named: dict[str, Any] | None = None
     saved: Saved | None = None
     with trouble.kept():
@@ -77,6 +81,23 @@ def load(run: UserLoop, path: str | Path) -> dict[str, Any]:
     if not saved.loops:
         return {}
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
+
+
+def is_nothing(path: str | Path | None, transport: Transport) -> bool:
+    """Collective: whether there is nothing to load, on all ranks.
+
+    Raises:
+        ValueError: there is on some ranks only. On every rank.
+    """
+    everyones = transport.share(path is None)
+    if len(set(everyones)) > 1:
+        none = ", ".join(str(rank) for rank, is_none in enumerate(everyones) if is_none)
+        raise ValueError(
+            f"load: path is None on rank {none} and a checkpoint on the others, so ranks would go on from different "
+            "weights; every rank must see the same folder (latest_checkpoint gives None where it finds nothing), or "
+            "be given the path that rank 0 found"
+        )
+    return path is None
 
 
 def take_profile(run: UserLoop | OwnedLoop, saved: Saved) -> None:

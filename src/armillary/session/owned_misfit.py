@@ -45,6 +45,11 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
             f"schedule {name} cannot have a GradScaler, as its stages are stepped at different times, before anybody "
             f"knows whether all gradients of the step are finite; use bfloat16, which needs no scaling"
         )
+    if job.check_finite:
+        yield (
+            f"schedule {name} owns the loop and cannot have check_finite=True; look at the losses that run.step "
+            "returns, or at those of run.evaluate"
+        )
     trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
     yield from other_job(plan, trainable, workers)
     if any(tensor.is_meta for tensor in [*job.model.parameters(), *job.model.buffers()]):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.planning.constraints import Constraint, names_of
+from armillary.planning.constraints import Constraint, names_of, refuse_unknown
 from armillary.planning.edges import EdgeWish
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.provisional import blank_profile, provisional_plan
@@ -66,6 +66,7 @@ def parallelize(
     timeout: float = 600.0,
     check_order: bool = False,
     check_data: bool = True,
+    check_finite: bool = False,
     broadcast_buffers: bool = True,
     process_group: Any = None,
 ) -> Run:
@@ -82,7 +83,8 @@ def parallelize(
     Args:
         batches, loss, and all up to edge_back: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run` and a
             `schedule` go with batches and loss.
-        scaler, report_after, timeout, check_order, check_data, broadcast_buffers, process_group: as in `attach`.
+        scaler, report_after, timeout, check_order, check_data, check_finite, broadcast_buffers, process_group: as in
+            `attach`.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
@@ -94,9 +96,11 @@ def parallelize(
         edge=edge, edge_back=edge_back,
     )  # fmt: skip
     patience = Patience(report_after, timeout)
+    job = TrainJob(
+        model, as_one(optimizer), scaler=scaler, check_data=check_data, check_finite=check_finite,
+        broadcast_buffers=broadcast_buffers,
+    )  # fmt: skip
     if batches is None and loss is None:
-        one = as_one(optimizer)
-        job = TrainJob(model, one, scaler=scaler, check_data=check_data, broadcast_buffers=broadcast_buffers)
         return _watched(job, wishes, Connecting(patience, check_order, process_group))
     if batches is None or loss is None:
         there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
@@ -104,14 +108,13 @@ def parallelize(
             f"parallelize: {there} is given without {lacking}; give both to plan before the first step, or none to "
             "plan from the first two steps of the loop"
         )
-    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
-    wishes = _over(wishes, batches)
-    decided = decide(subject, wishes, process_group, patience)
+    subject = Subject(model, job.optimizer, loss, _drawn(batches))
+    decided = decide(subject, _over(wishes, batches), process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
         profile=decided.profile,
         scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, check_data=check_data,
-        broadcast_buffers=broadcast_buffers, process_group=process_group,
+        check_finite=check_finite, broadcast_buffers=broadcast_buffers, process_group=process_group,
     )  # fmt: skip
 
 
@@ -147,7 +150,9 @@ def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
 
 
 def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
-    """What a loop's first steps cannot answer."""
+    """What a loop's first steps cannot answer, and what they need not be waited for."""
+    for pattern, constraint in wishes.constraints.items():
+        refuse_unknown(pattern, constraint)
     asked = {
         f"schedule {wishes.schedule.name}": wishes.owns_loop,
         "autotune": wishes.trials > 1,

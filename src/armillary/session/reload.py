@@ -14,14 +14,17 @@ from armillary.runtime.saving.row_file import StoredRows
 from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.exchange_state import fill_ranks
-from armillary.session.load import HALF, fill_averages, take_profile
+from armillary.session.load import HALF, fill_averages, is_nothing, take_profile
 
 __all__ = ["reload"]
 
 
-def reload(run: OwnedLoop, path: str | Path) -> dict[str, Any]:
+def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     """Collective, between two steps; see `load`."""
     transport, trouble = run.transport, FirstError("load")
+    if is_nothing(path, transport):
+        return {}
+    assert path is not None
     saved: Saved | None = None
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)

@@ -26,24 +26,36 @@ class Comparison:
 @dataclass(frozen=True)
 class Report:
     """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
-    that are not exact."""
+    that are not exact. step_seconds: of a whole step, from its end to that of the next, the median of the last ones in
+    the mean over workers; forecast_seconds: what the plan expected of it. 0 where nobody knows."""
 
     steps: int
     lines: tuple[Comparison, ...]
     health: tuple[Health, ...] = ()
+    step_seconds: float = 0.0
+    forecast_seconds: float = 0.0
 
     def __str__(self) -> str:
         forecast, measured = Forecast(), Forecast()
         for line in self.lines:
             forecast, measured = forecast + line.forecast, measured + line.measured
-        text = f"after {self.steps} steps\n{comparison_table((*self.lines, Comparison('all', '', forecast, measured)))}"
+        table = comparison_table((*self.lines, Comparison("all", "", forecast, measured)))
+        text = f"after {self.steps} steps{self._step_words()}\n{table}"
         return f"{text}\n\n{health_table(self.health)}" if self.health else text
+
+    def _step_words(self) -> str:
+        if not self.step_seconds:
+            return ""
+        forecast = f" (forecast {self.forecast_seconds * 1e3:.2f} ms)" if self.forecast_seconds else ""
+        return f"; a step took {self.step_seconds * 1e3:.2f} ms{forecast}"
 
 
 def report_of(run: Job) -> Report:
     """Collective."""
     run.count()
-    return Report(run.tally.steps, compare(run, run.tally), health_of(run))
+    seconds = run.transport.share(run.tally.step_seconds)
+    lines, health = compare(run, run.tally), health_of(run)
+    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), run.plan.step_seconds)
 
 
 def comparison_table(lines: Sequence[Comparison]) -> Table:

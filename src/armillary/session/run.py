@@ -222,11 +222,10 @@ class Run:
             counters and schedulers, not for random streams. Empty from a plain file.
 
         Raises:
-            ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
+            ValueError: it is not whole, does not fit, or is None on some ranks only; the message names the rank that
+                found out. Nothing was loaded.
             RuntimeError: a rank could not read it.
         """
-        if path is None:
-            return {}
         with self._aside("load") as engine:
             return load(engine, path) if isinstance(engine, UserLoop) else reload(engine, path)
 

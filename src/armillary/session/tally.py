@@ -3,6 +3,8 @@
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
@@ -11,6 +13,7 @@ __all__ = ["ALL", "OTHER", "STEP", "Tally"]
 
 ALL = "all groups"  # where a schedule carries them together
 STEP = "step"  # the whole of it
+TIMED_STEPS = 1000
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
 
 
@@ -36,11 +39,12 @@ class Tally:
         self.records: list[Record] = []
         self.step_records: deque[Record] = deque(maxlen=window)
         self.steps = 0
+        self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
         self._told = _Told()
 
     def add(self, records: tuple[Record, ...]) -> None:
-        """Takes more records; whoever steps counts `steps`."""
+        """Takes more records; whoever steps says so by `end_step`."""
         for record in records:
             group = self._group(record.group)
             self.sent[group] += record.sent_bytes
@@ -49,6 +53,17 @@ class Tally:
         last = records[-1].step if records else 0
         kept = [record for record in (*self.records, *records) if record.step > last - self.window]
         self.records = kept
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self.steps += 1
+        self._ended.append(time.perf_counter())
+
+    @property
+    def step_seconds(self) -> float:
+        """From the end of a step to that of the next, the median of the last ones: an evaluation between two steps
+        does not show. 0 of fewer than two steps."""
+        return median(after - before for before, after in pairwise(self._ended)) if self.steps > 1 else 0.0
 
     def add_step(self, step: int, start_seconds: float, seconds: float) -> None:
         """For the trace; seconds since the transport's origin."""

@@ -38,7 +38,8 @@ class TrainJob:
     """loss, example: None where the user's own loop takes the loss. seed, first_step: of random numbers (see `attach`).
     scaler: the loop's GradScaler, if it has one. check_data: whether ranks must not train on the same data.
     broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan is still to be made.
-    profile, topology: what the plan was made from, where that is known."""
+    profile, topology: what the plan was made from, where that is known. check_finite: whether a gradient that is not
+    finite ends the step."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -52,8 +53,20 @@ class TrainJob:
     watcher: Watcher | None = None
     profile: Profile | None = None
     topology: Topology | None = None
+    check_finite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.check_finite and self.scaler is not None and self.scaler.is_enabled():
+            raise ValueError(
+                "check_finite=True: a GradScaler meets gradients that are not finite and skips their step; give one of "
+                "the two"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
         """Those that ranks must give alike."""
-        return {"check_data": self.check_data, "broadcast_buffers": self.broadcast_buffers}
+        return {
+            "check_data": self.check_data,
+            "broadcast_buffers": self.broadcast_buffers,
+            "check_finite": self.check_finite,
+        }

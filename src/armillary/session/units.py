@@ -13,6 +13,7 @@ from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.transport import Transport
+from armillary.session.finite import FiniteCheck
 from armillary.session.first_batches import FirstBatches
 from armillary.session.prefetch import prefetch_of
 from armillary.session.tables import make_table, put_handle
@@ -63,4 +64,8 @@ def units_of(
     scaler = job.scaler
     scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
     prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], job.optimizer, transport)
-    return Units(Executor(units, transport, plan.mean, first.compare, scale, prefetch), held, handles)
+    executor = Executor(units, transport, plan.mean, first.compare, scale, prefetch)
+    if job.check_finite:
+        finite = FiniteCheck(transport)
+        executor.on_own, executor.on_settled = finite.look, finite.and_then(first.compare)
+    return Units(executor, held, handles)

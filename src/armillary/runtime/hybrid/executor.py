@@ -51,6 +51,7 @@ class Executor:
 
     mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync. on_settled: called, on every rank
     alike, when all gradients of a backward are final. loss_scale: by which the loop multiplies its losses now.
+    on_own: shown this rank's own gradients, with the names of their parameters, before others join them.
     """
 
     units: Sequence[DenseUnit | RowUnit]
@@ -59,6 +60,7 @@ class Executor:
     on_settled: Callable[[], None] = lambda: None
     loss_scale: Callable[[], float] = lambda: 1.0
     prefetch: Prefetch = field(default_factory=NoPrefetch)
+    on_own: Callable[[Sequence[str], Sequence[Tensor | None]], None] = lambda names, gradients: None
     is_syncing: bool = True
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
@@ -201,6 +203,7 @@ class Executor:
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
             parcel = unit.bucket.seal(self.scale, self.counts, self.part)
+            self.on_own(unit.bucket.layout.names, unit.bucket.views)
             if unit.exchange.is_guarded:
                 parcel = replace(parcel, scale=self.loss_scale())
             return unit.push(parcel, self.transport.place), unit.exchange.requests
@@ -211,6 +214,7 @@ class Executor:
             return _nothing(), 0
         look_ups = table.pending
         gradients, tickets = table.take_gradients(self.scale * self.part)
+        self.on_own([table.name] * len(gradients), gradients)
         gradients, tickets = self.prefetch.hold(table, look_ups, gradients, tickets)
         push = table.exchange.push(gradients, tickets, table.ownership, table.place)
         return push, table.exchange.push_requests
@@ -225,6 +229,9 @@ class Executor:
         while len(self.flights) < len(self.leaving):
             self._launch(self.leaving[len(self.flights)])
         with torch.no_grad():
+            for unit in self.units:
+                if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
+                    self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
             self.prefetch.end_push()
             for unit, flight in zip(self.leaving, self.flights, strict=True):

@@ -8,6 +8,7 @@ split by row at all.
 """
 
 import copy
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -128,6 +129,7 @@ def _open_state(optimizer: Optimizer, like: Optimizer, parameter: nn.Parameter) 
             for name, value in state.items():
                 row_like = isinstance(value, Tensor) and value.shape == other.shape and value.dim() > 0
                 fill = float(value[(0,) * value.dim()]) if row_like and value.numel() else 0.0
+                fill = fill if math.isfinite(fill) else 0.0  # of a training that has blown up
                 like.state[parameter][name] = torch.full_like(parameter, fill) if row_like else copy.deepcopy(value)
             return
 

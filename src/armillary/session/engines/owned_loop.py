@@ -93,7 +93,7 @@ class OwnedLoop:
         """A step is over."""
         self._taken += 1
         self.transport.step += 1
-        self.tally.steps += 1
+        self.tally.end_step()
 
     def _looped(self) -> None:
         """A step of the user's own loop is over."""

@@ -342,7 +342,7 @@ class UserLoop:
         with self.transport.within("step"):
             self.buffers.spread()
             self.executor.after_step()
-        self.tally.steps += 1
+        self.tally.end_step()
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
 
