@@ -1,0 +1,1 @@
+"""How many workers own a table: searched, by price, all and one; forecast beside measured."""

@@ -1,0 +1,1 @@
+"""The first two steps of the one line beside DDP over sparse tables."""
