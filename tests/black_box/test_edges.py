@@ -1,5 +1,6 @@
 """What crosses between the stages of a pipeline, coded: what a user names, reads in the plan, and gets."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,14 @@ import armillary
 import face
 from armillary.cli.find import find, small
 from armillary.cli.granted import edge_wish
+from armillary.cli.verify import code_of
 from armillary.codecs.codec import codec_of
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.schedules.edge import NEVER
+from armillary.session import verify_schedule
 from armillary.session.decide import Wishes
+from armillary.session.engines import cut
 from armillary.session.verify import verify_workload
 
 WIDTH, ROWS, STEPS = 32, 6, 3
@@ -122,10 +127,14 @@ def test_what_is_sent_is_what_the_plan_says_and_a_run_learns(crew):
     assert all(told[-1] < told[0] for told in losses) and losses[0] != losses[1]
 
 
-def verified(rank, world, wishes):
+def verified(rank, world, wishes, plant=nullcontext):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
-    found = [verify_workload(workload, steps=4, wishes=one) for one in wishes]
-    return [(one.tolerance, [each.name for each in one.differences if each.verdict != "equal"]) for one in found]
+    with plant():
+        return [verify_workload(workload, steps=4, wishes=one) for one in wishes]
+
+
+def differing(found):
+    return [one.parameter for one in found.differences if one.verdict != "equal"]
 
 
 def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
@@ -135,7 +144,8 @@ def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
         Wishes(schedule=two, edge=choice(HALF), edge_back=same),
         Wishes(schedule=four, edge={1: random}, edge_back=choice(EIGHT)),
     ]
-    assert crew(4).run(verified, wishes) == [[(0.0, [])] * 2] * 4
+    for of_a_rank in crew(4).run(verified, wishes):
+        assert [(one.tolerance, differing(one), one.idle) for one in of_a_rank] == [(0.0, [], ())] * 2
 
 
 def test_dct_as_published_codes_gradients_between_replicas_and_activations_between_stages(crew):
@@ -145,7 +155,42 @@ def test_dct_as_published_codes_gradients_between_replicas_and_activations_betwe
         edge=choice("threshold(sparsity=0.9)"),
         edge_back=choice("same"),
     )
-    assert [found for ((_, found),) in crew(4).run(verified, [wish])] == [[]] * 4
+    for (found,) in crew(4).run(verified, [wish]):
+        assert not differing(found)
+        assert {"thresholds refreshed", "activations coded", "activation gradients coded"} <= times_of(found).keys()
+
+
+def times_of(found):
+    return {one.mechanism: one.times for one in found.acted}
+
+
+@contextmanager
+def never_coded():
+    """By the run, and by a reference that does not code either."""
+    was = cut.codes_of
+
+    def resting(*given):
+        return {way: code._replace(warm_up=NEVER) for way, code in was(*given).items()}
+
+    cut.codes_of = verify_schedule.codes_of = resting
+    yield
+    cut.codes_of = verify_schedule.codes_of = was
+
+
+def test_verify_shortens_a_warm_up_and_counts_what_edges_did(crew):
+    late = choice("quantize(bits=8, warm_up=100)")
+    wish = Wishes(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=late, edge_back=choice("same"))
+    ((found,), _), ((never,), _) = (crew(2).run(verified, [wish], plant) for plant in (nullcontext, never_coded))
+    before, coded = "sent as they are, in the warm-up", "coded"
+    want = {f"{what} {how}": 2 * steps for what in ("activations", "activation gradients")
+            for how, steps in ((coded, 3), (before, 1))}  # fmt: skip
+    assert times_of(found) == want and not differing(found) and code_of(found) == 0
+    said = " ".join(str(found).split())
+    assert "quantize(bits=8, warm_up=100) to quantize(bits=8, warm_up=1)" in said
+    assert f"edge of stage 0: {choice(EIGHT).name}" in said and "edge_back of stage 0: same" in said
+    assert not differing(never) and code_of(never) == 1
+    assert {one.mechanism for one in never.idle} == {"activations coded", "activation gradients coded"}
+    assert "NOT exercised: edge_back of stage 0: same: activation gradients coded" in " ".join(str(never).split())
 
 
 def seen_in_evaluation(rank, world, plans):

@@ -26,11 +26,15 @@ from armillary.schedules.messages import workers_of_stages
 from armillary.schedules.random_stream import place_seed
 from armillary.schedules.schedule import Place, Schedule
 
-__all__ = ["NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "is_codable", "refuse_edges"]
+__all__ = [
+    "NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "hurried_edge", "is_codable",
+    "refuse_edges", "warm_up_of",
+]  # fmt: skip
 
 SAME = Choice("same")
 EVALS = ("same", "off")
 NEVER = 1 << 62  # a step that no run reaches
+SOON = 1  # the longest warm-up with which a few steps see it, and its end
 
 
 class Edge(NamedTuple):
@@ -67,6 +71,18 @@ class EdgeCode(NamedTuple):
 
 
 Codes = Mapping[tuple[str, int], EdgeCode]  # by what a letter is and the stage that made it
+
+
+def warm_up_of(choice: Choice | None) -> int:
+    """For how many steps letters travel as they are, as it is written in a plan."""
+    return 0 if choice is None else int(choice.options.get("warm_up", 0))
+
+
+def hurried_edge(choice: Choice | None) -> Choice | None:
+    """The same with a warm-up that ends in a few steps."""
+    if choice is None or warm_up_of(choice) <= SOON:
+        return choice
+    return Choice(choice.name, {**choice.options, "warm_up": SOON})
 
 
 def is_codable(tensor: Tensor) -> bool:

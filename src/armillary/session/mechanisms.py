@@ -1,7 +1,8 @@
 """How often each mechanism of a plan acted while it was verified: what never did was not held to anything.
 
 An exchange says in words what it does, and tells of a push what of that it did (`DenseExchange.mechanisms`,
-`RowExchange.mechanisms`). Here it is added up, over groups of one exchange and over ranks.
+`RowExchange.mechanisms`). Here it is added up, over groups of one exchange and over ranks. Coded edges count the
+tensors that they sent (`Course.counted`).
 """
 
 from collections import Counter
@@ -21,21 +22,34 @@ from armillary.facts.plan import Plan
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.table import RowTable
+from armillary.schedules.edge import SAME, hurried_edge, warm_up_of
+from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.run import Run
 
-__all__ = ["Acts", "acts_of", "hurried", "watched"]
+__all__ = ["Acts", "acts_of", "edge_acts", "hurried", "lowered", "watched"]
 
 Acts = Counter[tuple[str, str]]  # by exchange and mechanism
 
 
 def hurried(plan: Plan) -> Plan:
-    """The plan with every start, lifespan and size limit of its exchanges lowered as far as they say."""
+    """The plan with every start, lifespan, size limit and warm-up lowered as far as exchanges and edges say."""
     known = dense_exchanges()
     for group in plan.groups:
         if group.exchange is not None and group.exchange.name in known:
             lowered = known[group.exchange.name].hurried(group.exchange.options)
             plan = plan.with_group(replace(group, exchange=Choice(group.exchange.name, dict(lowered))))
-    return plan
+    stages = [
+        replace(stage, edge=hurried_edge(stage.edge), edge_back=hurried_edge(stage.edge_back)) for stage in plan.stages
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+def lowered(asked: Plan, plan: Plan) -> tuple[str, ...]:
+    """What `hurried` made other than it was asked for, in words."""
+    pairs = [(was.exchange, now.exchange) for was, now in zip(asked.groups, plan.groups, strict=True)]
+    for was, now in zip(asked.stages, plan.stages, strict=True):
+        pairs += [(was.edge, now.edge), (was.edge_back, now.edge_back)]
+    return tuple(dict.fromkeys(f"{was} to {now}" for was, now in pairs if was != now))
 
 
 def watched(run: Run) -> Acts:
@@ -50,6 +64,24 @@ def watched(run: Run) -> Acts:
         elif isinstance(unit, RowUnit):
             _tell_of_rows(unit.table, exchange, acts)
     return acts
+
+
+def edge_acts(run: Run) -> Acts:
+    """What this rank's coded edges did up to now; all that the plan names, whether it was done or not."""
+    found = Acts()
+    if not isinstance(run._engine, OwnedLoop):
+        return found
+    counted = run._engine.parts.course.counted
+    for stage, row in enumerate(run.plan.stages):
+        back = row.edge if row.edge_back == SAME else row.edge_back
+        ways = (("edge", row.edge, "activation", stage), ("edge_back", back, "activation gradient", stage + 1))
+        for option, choice, what, made in ways:
+            if choice is not None:
+                name = f"{option} of stage {stage}: {getattr(row, option)}"
+                found[name, f"{what}s coded"] = counted[what, made, True]
+                if warm_up_of(choice):
+                    found[name, f"{what}s sent as they are, in the warm-up"] = counted[what, made, False]
+    return found
 
 
 def acts_of(everyones: Sequence[Mapping[tuple[str, str], int]]) -> Acts:

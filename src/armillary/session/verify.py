@@ -9,6 +9,7 @@ was done twice, or for `LONGER` times the steps: what never happened was compare
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -25,7 +26,7 @@ from armillary.session.decide import Wishes, decide, subject_of
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
-from armillary.session.mechanisms import Acts, acts_of, hurried, watched
+from armillary.session.mechanisms import Acts, acts_of, hurried, lowered, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
 from armillary.session.truths import SeededBatch, Truth, departs, one_process, replicas, seeded_loss
@@ -69,7 +70,9 @@ def verify_workload(
     if owns_loop(decided.plan.schedule):
         if global_batch is not None:
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-        return verify_schedule(double, hurried(decided.plan), steps, seed, every_bit)
+        plan = hurried(decided.plan)
+        found = verify_schedule(double, plan, steps, seed, every_bit)
+        return replace(found, lowered=lowered(decided.plan, plan))
     plans = {"planned": hurried(decided.plan)}
     exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
     names = exact if exchanges == "every" else exchanges
@@ -90,16 +93,10 @@ def verify_workload(
         differences += _compare(trained.run, name, truth)
         acted += [Acted(name, *key, times) for key, times in trained.acts.items()]
         longest = max(longest, taken)
-    lowered = _lowered(decided.plan, plans["planned"])
+    said = lowered(decided.plan, plans["planned"])
     return Verification(
-        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), lowered
+        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), said
     )
-
-
-def _lowered(asked: Plan, plan: Plan) -> tuple[str, ...]:
-    pairs = zip(asked.groups, plan.groups, strict=True)
-    found = [f"{was.exchange} to {now.exchange}" for was, now in pairs if was.exchange != now.exchange]
-    return tuple(dict.fromkeys(found))
 
 
 def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:

@@ -32,7 +32,7 @@ from armillary.session.cyclic.whole import Whole
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
-from armillary.session.mechanisms import Acts, acts_of, watched
+from armillary.session.mechanisms import Acts, acts_of, edge_acts, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
@@ -152,6 +152,7 @@ def _train(case: _Case) -> tuple[Run, OwnedLoop, Acts]:
         whole.step([next(feed) for feed in feeds])
         scheduler.step()
     run.drain()
+    acts.update(edge_acts(whole))
     return whole, run, acts
 
 

@@ -5,6 +5,7 @@ same. Where a gradient follows its activation, both ends know the places that cr
 until the gradient of that micro-batch has crossed.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,11 +37,13 @@ class Crossed:
         first: number of this replica's first micro-batch among those of all.
         marks: by stage that made it, which leaves of an activation are coded.
         kept: by the place that made it and the leaf, where it is not zero, in bits.
+        counted: tensors that this process sent, see `Course`.
     """
 
     seed: int
     first: int
     stages: int
+    counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     marks: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     kept: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
 
@@ -90,10 +93,14 @@ class CodedLetter:
         return [place for place, leaf in enumerate(found) if leaf.is_coded]
 
     def write(self, form: Form, tensors: list[Tensor]) -> list[Tensor]:
+        leaves = self._leaves(form)
         written = [
             self._codec(leaf).encode(tensor.reshape(-1), self._draw(leaf)) if leaf.is_coded else tensor
-            for leaf, tensor in zip(self._leaves(form), tensors, strict=True)
+            for leaf, tensor in zip(leaves, tensors, strict=True)
         ]
+        sent = Counter(leaf.is_coded for leaf in leaves if leaf.form.is_coded)
+        for is_coded, count in sent.items():
+            self.crossed.counted[self.letter.what, self.letter.stage, is_coded] += count
         self._note(form, self._arrived(form, written) if self.code.leads else tensors)
         return written
 

@@ -1,5 +1,6 @@
 """What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation, clipping."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Course:
         objectives: of the schedule's uncoupled stages, objective(output, target) -> scalar mean over one micro-batch.
         codes: of what crosses between stages.
         remedies: against stale weights, in the order in which they act.
+        counted: tensors sent over coded edges, by what they are, the stage that made them, and whether they were coded;
+            if not, it was in the warm-up. Filled as they leave.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
     Raises:
@@ -49,6 +52,7 @@ class Course:
     remedies: tuple[Remedy, ...] = ()
     objectives: Mapping[int, Objective] = field(default_factory=dict)
     codes: Codes = field(default_factory=dict)
+    counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if {*self.objectives} != {*self.schedule.uncoupled}:

@@ -97,7 +97,7 @@ class Interpreter:
         self._device_type = device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
-        self._crossed = Crossed(course.seed, self._first, schedule.stages)
+        self._crossed = Crossed(course.seed, self._first, schedule.stages, course.counted)
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
