@@ -56,7 +56,6 @@ REFUSED = {
     "quantize(bit=8)": "refuses options {'bit': 8}",
     "quantize(wire=thin)": "wire 'thin' is none of gathered, scattered",
     "quantise": "no exchange; .*did you mean 'quantize'",
-    "owned_rows(gradients_as=quantize(bits=8))": r"send the table whole, by quantize\(bits=8\)",
 }
 
 

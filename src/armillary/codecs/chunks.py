@@ -41,7 +41,7 @@ class Chunks:
     def spread(self, kept: Tensor, places: Tensor, n: int) -> Tensor:
         """Undoes it: (n,), zeros elsewhere."""
         full = torch.zeros(len(places), self.chunk, dtype=kept.dtype, device=kept.device)
-        return full.scatter_(1, places, kept.view_as(places)).view(-1)[:n]
+        return full.scatter(1, places, kept.view_as(places)).view(-1)[:n]
 
     def __str__(self) -> str:
         return f"{self.count} of every {self.chunk} numbers at once, {self.share:.3g} of all"

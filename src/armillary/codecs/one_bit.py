@@ -40,7 +40,7 @@ def one_bit(tile: int = 256) -> Codec:
     def sizes(tiles: Tiles) -> Tensor:
         """(tiles, 1): the mean size of numbers that are not zero. Halves are added to halves: the same order of sums
         however many tiles there are."""
-        count = tiles.count_nonzero(1).clamp_(min=1).unsqueeze(1)
+        count = tiles.count_nonzero(1).clamp(min=1).unsqueeze(1)
         part = tiles.abs() / count
         while part.shape[1] > 1:
             half = part.shape[1] // 2

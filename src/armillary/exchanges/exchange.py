@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from armillary.codecs.rows import RowCodes
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.leg import EarlyLegs, Legs
 from armillary.exchanges.ownership import Ownership
@@ -48,6 +49,7 @@ class RowTraffic(NamedTuple):
     row_bytes: int
     lookups: int
     away: float
+    item_bytes: int = 4  # of a number; asked where rows are coded
 
 
 class Pulled(NamedTuple):
@@ -96,6 +98,7 @@ class RowExchange(NamedTuple):
     part(ticket, said, heard): the ticket in two, of the rows that are not chosen and of those that are: `said` of the
         rows this rank serves, `heard` of those it asked for, bool in the ticket's order. None unless a push makes one
         request.
+    codes: how rows and their gradients are written on the way, if not as they are.
     """
 
     placement: str
@@ -108,6 +111,7 @@ class RowExchange(NamedTuple):
     pull_early: Callable[..., Program[Pulled]] | None = None
     early_legs: Callable[[RowTraffic, float, float], EarlyLegs] | None = None
     part: Callable[[Any, Tensor, Tensor], tuple[Any, Any]] | None = None
+    codes: RowCodes = RowCodes()
     mechanisms: Callable[[int, int], Mapping[str, int]] = _looked_up
 
     def sent_bytes(self, traffic: RowTraffic, topology: Topology) -> float:
@@ -136,6 +140,7 @@ class Entry(NamedTuple):
     mildness: how much of the values one push leaves out, beside other methods: the least is the mildest.
     soon: by option, the most with which everything it does is done in a few steps of a small model; `verify` lowers
         such options to that.
+    coded_by: of a row exchange, the options that name codecs of what crosses.
     """
 
     make: Callable[..., Any]
@@ -146,6 +151,7 @@ class Entry(NamedTuple):
     costs: str = ""
     mildness: int = 0
     soon: Mapping[str, int] = MappingProxyType({})
+    coded_by: tuple[str, ...] = ()
 
     def hurried(self, options: Options) -> Options:
         """These options, lowered."""
@@ -175,9 +181,12 @@ def dense_exchange(
     return partial(_register, DENSE, fields)
 
 
-def row_exchange(*examples: Options, offers: Offers = _plain, owner_option: str = "") -> Callable[[Factory], Factory]:
+def row_exchange(
+    *examples: Options, offers: Offers = _plain, owner_option: str = "", coded_by: tuple[str, ...] = ()
+) -> Callable[[Factory], Factory]:
     """Registers a factory of row exchanges under its own name; arguments as in `Entry`."""
-    return partial(_register, ROW, (examples or ({},), offers, owner_option))
+    fields: tuple[Any, ...] = (examples or ({},), offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
+    return partial(_register, ROW, fields)
 
 
 def _register(shelf: Registry[Entry], fields: tuple[Any, ...], make: Factory) -> Factory:

@@ -6,9 +6,12 @@ same way back, so it needs no ids and no counts (those of the pull ride on the l
 Duplicates are merged before anything is sent (Parallax's local aggregation inside a worker). Per rank and step, with
 u distinct rows of b bytes, of which the share a lives elsewhere: u a (2 b + 4) bytes.
 
+Rows, and their gradients, may be coded on the way (`rows_as`, `gradients_as`), row by row, those that stay here too: so
+what is read does not hang on who owns it. What a code leaves out is lost; the owner's row is as it was.
+
 Source: Parallax (EuroSys 2019), sections 3-4, with servers turned into the workers themselves.
 Departures: all-to-all instead of server processes; sparse and dense gradients are both averaged (Parallax sums sparse
-ones by default).
+ones by default). Codes: TorchRec's quantized communications.
 """
 
 from collections.abc import Sequence
@@ -18,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from armillary.codecs.rows import RowCodes, row_code
 from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.leg import EarlyLegs, Leg, Legs
 from armillary.exchanges.ownership import Ownership, orders, owners_among
+from armillary.facts.choice import Choice
 from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.topology import Topology
@@ -46,13 +51,27 @@ def _offers(fact: ParameterFact, topology: Topology) -> list[dict[str, Any]]:
     return dealt + [{"owners": 1 << power} for power in range((topology.workers - 1).bit_length())]
 
 
-@row_exchange({}, {"order": "hashed"}, {"owners": 1}, {"owners": 2}, offers=_offers, owner_option="owners")
-def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
+@row_exchange(
+    {}, {"order": "hashed"}, {"owners": 1}, {"owners": 2},
+    {"rows_as": "lower_precision", "gradients_as": Choice("quantize", {"bits": 4})},
+    offers=_offers, owner_option="owners", coded_by=("rows_as", "gradients_as"),
+)  # fmt: skip
+def owned_rows(
+    owners: int = 0,
+    order: str = "modulo",
+    rows_as: Choice | str | None = None,
+    gradients_as: Choice | str | None = None,
+) -> RowExchange:
     """
     Args:
         owners: over how many workers the table is split (Parallax's number of partitions); 0 means all of them.
         order: how rows are dealt, "modulo" or "hashed" (see `Ownership`).
+        rows_as, gradients_as: codecs of rows that are read, and of gradients that go back (NOT exact).
+
+    Raises:
+        ValueError: no such codec, or none that a row can be written by alone.
     """
+    codes = RowCodes(row_code("rows_as", rows_as), row_code("gradients_as", gradients_as))
 
     def ownership(rows: int, place: Place) -> Ownership:
         count = min(owners or place.workers, place.workers)
@@ -64,8 +83,8 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
     ) -> Program[Pulled]:
         local = (keys % owned.capacity if len(owned.owners) > 1 else keys).to(torch.int32)
         wanted = (yield AllToAll(local, asked, served)).long()
-        rows = yield AllToAll(shard.index_select(0, wanted), served, asked)
-        return Pulled(rows, Ticket(asked, served, wanted))
+        coded = yield AllToAll(codes.rows.encode(shard.index_select(0, wanted)), served, asked)
+        return Pulled(codes.rows.decode(coded, shard), Ticket(asked, served, wanted))
 
     def pull_early(
         keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place,
@@ -76,37 +95,48 @@ def owned_rows(owners: int = 0, order: str = "modulo") -> RowExchange:
         staying = stay.which(wanted)
         coming = (yield AllToAll(staying.to(torch.uint8), served, asked)).bool()
         early_served, early_asked = _chosen(staying, served), _chosen(coming, asked)
-        early = yield AllToAll(shard.index_select(0, wanted[staying]), early_served, early_asked)
+        early = yield AllToAll(codes.rows.encode(shard.index_select(0, wanted[staying])), early_served, early_asked)
         if stay.is_void():
             staying, coming, early = torch.zeros_like(staying), torch.zeros_like(coming), early[:0]
             early_served = early_asked = (0,) * len(asked)
         late = yield AllToAll(
-            shard.index_select(0, wanted[~staying]), _less(served, early_served), _less(asked, early_asked)
-        )
-        rows = late.new_empty((len(coming), *late.shape[1:]))
-        rows[coming], rows[~coming] = early, late
-        return Pulled(rows, Ticket(asked, served, wanted))
+            codes.rows.encode(shard.index_select(0, wanted[~staying])),
+            _less(served, early_served), _less(asked, early_asked),
+        )  # fmt: skip
+        coded = late.new_empty((len(coming), *late.shape[1:]))
+        coded[coming], coded[~coming] = early, late
+        return Pulled(codes.rows.decode(coded, shard), Ticket(asked, served, wanted))
 
     def push(
         gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
     ) -> Program[tuple[Tensor, Tensor]]:
         payload, send = by_rank([ticket.asked for ticket in tickets], gradients)
         receive = tuple(sum(sizes) for sizes in zip(*(ticket.served for ticket in tickets), strict=True))
-        arrived = yield AllToAll(payload, send, receive)
+        arrived = codes.gradients.decode((yield AllToAll(codes.gradients.encode(payload), send, receive)), payload)
         rows, _ = by_rank([ticket.served for ticket in tickets], [ticket.served_rows for ticket in tickets])
         return merge_rows(rows, arrived)
 
+    def row_bytes(traffic: RowTraffic) -> tuple[int, int]:
+        of_row = traffic.row_bytes, traffic.item_bytes
+        return codes.rows.code_bytes(*of_row), codes.gradients.code_bytes(*of_row)
+
     def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
-        rows = traffic.distinct_rows * traffic.away * skew
-        pull = Leg("everyone", rows * (traffic.row_bytes + ID_BYTES), 2 * traffic.lookups)
-        return Legs((pull,), (Leg("everyone", rows * traffic.row_bytes, 1),))
+        rows, (there, back) = traffic.distinct_rows * traffic.away * skew, row_bytes(traffic)
+        pull = Leg("everyone", rows * (there + ID_BYTES), 2 * traffic.lookups)
+        return Legs((pull,), (Leg("everyone", rows * back, 1),))
 
     def early_legs(traffic: RowTraffic, skew: float, staying: float) -> EarlyLegs:
-        rows = traffic.distinct_rows * traffic.away * skew
-        bytes_of = (ID_BYTES, MASK_BYTES, staying * traffic.row_bytes, (1 - staying) * traffic.row_bytes)
+        rows, (there, _) = traffic.distinct_rows * traffic.away * skew, row_bytes(traffic)
+        bytes_of = (ID_BYTES, MASK_BYTES, staying * there, (1 - staying) * there)
         return EarlyLegs(*(Leg("everyone", rows * of_a_row, traffic.lookups) for of_a_row in bytes_of))
 
-    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part)
+    def mechanisms(pulled: int, pushed: int) -> dict[str, int]:
+        how = [", coded" * (code.codec is not None) for code in codes]
+        return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
+
+    return RowExchange(
+        "row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part, codes, mechanisms
+    )
 
 
 def _part(ticket: Ticket, said: Tensor, heard: Tensor) -> tuple[Ticket, Ticket]:

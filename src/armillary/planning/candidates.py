@@ -7,7 +7,8 @@ another. Constraints only take candidates away (or add the one they spell out), 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
+from armillary.facts.departure import checked
 from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast
@@ -60,7 +61,8 @@ def candidate(fact: ParameterFact, choice: Choice, question: Question) -> Candid
     if choice.name in row_exchanges():
         is_lazy = fact.name in question.lazy
         forecast = row_forecast(fact, choice, is_lazy, question.case)
-        return Candidate(fact.name, choice, ("lazy",) if is_lazy else (), forecast)
+        departs = build_row(choice.name, **choice.options).codes.departs
+        return Candidate(fact.name, choice, checked([*departs, *["lazy"] * is_lazy]), forecast)
     entry = dense_exchanges()[choice.name]
     part = 1.0 if entry.owner_option else min(1.0, fact.bytes / question.limits.bytes)
     return Candidate(fact.name, choice, entry.departs, dense_forecast([fact], choice, question.case, part))

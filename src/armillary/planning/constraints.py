@@ -7,7 +7,9 @@ A demand names a parameter (or one of its aliases, or a glob pattern) and says a
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from inspect import signature
 
+from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.group import Layout
 from armillary.facts.layout import layout_of as flat
@@ -126,8 +128,10 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
             entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
             other = named.get(fact.name, entry)
             if other[0] == entry[0] and other[2] != constraint:
+                both = _rows_coded(other[2], constraint) or _rows_coded(constraint, other[2])
                 raise ValueError(
                     f"plan: {fact.name!r} is {other[2]} by {other[1]!r} and {constraint} by {pattern!r}; want one"
+                    f"{f', or both in one: {both}' if both else ''}"
                 )
             named[fact.name] = max(other, entry, key=lambda one: one[0])
     for name, (_, _, constraint) in named.items():
@@ -156,11 +160,31 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     try:
         build(name, **constraint.options)
     except TypeError as error:
-        nested = [str(value) for value in constraint.options.values() if isinstance(value, Choice)]
-        remedy = f"; rows travel as they are: to code them, send the table whole, by {nested[0]}" if nested else ""
+        nested = [_coding_rows(value) for value in constraint.options.values() if isinstance(value, Choice)]
+        remedy = f"; to code rows, ask for {nested[0]}" if nested and nested[0] else ""
         raise ValueError(
             f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}{remedy}"
         ) from error
+
+
+def _coding_rows(codec: Choice) -> Choice | None:
+    """Rows with owners, that travel by a codec there and back; None where rows cannot be written by it."""
+    name, entry = next((name, entry) for name, entry in row_exchanges().items() if entry.coded_by)
+    way = Choice(name, dict.fromkeys(entry.coded_by, codec))
+    try:
+        build_row(way.name, **way.options)
+    except ValueError:
+        return None
+    return way
+
+
+def _rows_coded(by_row: Constraint, coded: Constraint) -> Choice | None:
+    """What gives a table owners and codes its rows, where the one constraint wants that and the other a codec."""
+    named = coded if isinstance(coded, Choice) else Choice(coded)
+    if not _needs_rows(by_row) or named.name not in CODECS.all():
+        return None
+    its_own = signature(CODECS[named.name].make).parameters  # others are of the exchange that carries it
+    return _coding_rows(Choice(named.name, {key: value for key, value in named.options.items() if key in its_own}))
 
 
 def _refuse_more_owners(pattern: str, constraint: Constraint, topology: Topology) -> None:
@@ -204,6 +228,10 @@ def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
     reason = why_not(fact, constraint) if isinstance(constraint, Choice) and not is_row else ""
     if reason:
         raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")
+    if isinstance(constraint, Choice) and is_row and fact.shardable:
+        codes = build_row(constraint.name, **constraint.options).codes
+        if reason := codes.refuses(fact.bytes // fact.shape[0], fact.bytes // fact.elements):
+            raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; leave that option out for it")
     if is_row and not fact.shardable:
         raise ValueError(
             f"plan: {fact.name!r} cannot be {constraint}: {why_not_by_row(fact)}; it can be 'replicated' "

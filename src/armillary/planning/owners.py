@@ -86,7 +86,9 @@ def _ways(fact: ParameterFact, before: Candidate, room: float, question: Questio
     return [
         way
         for way in allowed(fact, question)
-        if way.choice.name == before.choice.name and way.forecast.memory_bytes <= largest
+        if way.choice.name == before.choice.name
+        and way.departures == before.departures
+        and way.forecast.memory_bytes <= largest
     ]
 
 

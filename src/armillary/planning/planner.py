@@ -267,7 +267,7 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
             f"row facts were taken with {seen[0]} workers in nodes of {seen[1]}; merged rows of {asked[0]} in nodes of "
             f"{asked[1]} are extrapolated"
         )
-    if whole := sorted(name for name in question.lazy if not chosen[name].departures):
+    if whole := sorted(name for name in question.lazy if "lazy" not in chosen[name].departures):
         notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")
     if topology.workers > 1 and (written := [fact.name for fact in profile.parameters if fact.is_rewritten]):
         notes.append(

@@ -178,6 +178,7 @@ class RowWork(NamedTuple):
         handled_rows: asked for and served, or gathered. foreseen_rows: looked for once more, to look ahead.
         copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
         has_window: whether the optimizer sees the touched rows only.
+        coded_bytes: that coding rows and their gradients reads and writes.
     """
 
     headers: tuple[Leg, ...]
@@ -191,6 +192,7 @@ class RowWork(NamedTuple):
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
     foreseen_rows: float = 0.0
+    coded_bytes: float = 0.0
 
 
 def row_work(
@@ -221,6 +223,7 @@ def row_work(
     else:
         moved, skew, headers = traffic_merged(rows, case.profile, topology), 1.0, ()
         handled = moved.distinct_rows * topology.workers
+    moved = moved._replace(item_bytes=fact.bytes // fact.elements)
     legs, even_legs = (exchange.legs(moved, load, topology) for load in (skew, 1.0))
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
@@ -245,6 +248,7 @@ def row_work(
         copy_bytes=owned.capacity * rows.row_bytes,
         touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
         has_window=is_lazy or not case.assumptions.moves_quiet_rows,
+        coded_bytes=handled * rows.row_bytes * exchange.codes.work / 2,  # one side encodes, the other decodes
     )
 
 
@@ -273,8 +277,9 @@ def foresight_seconds(work: RowWork, case: Case) -> float:
 
 
 def index_seconds(work: RowWork, case: Case) -> float:
-    """Every row handled is gathered once, merged once and added once."""
-    return work.handled_rows * case.row_seconds(work.row_bytes)
+    """Every row handled is gathered once, merged once and added once; and coded, where rows are."""
+    coding = work.coded_bytes / case.assumptions.memory_bytes_per_second
+    return work.handled_rows * case.row_seconds(work.row_bytes) + coding
 
 
 def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case: Case) -> float:

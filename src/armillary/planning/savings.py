@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.facts.profile_table import seconds_text
 from armillary.planning.assembly import consensus_of, dense_group
@@ -24,6 +24,9 @@ __all__ = ["with_savings", "with_taken"]
 
 WORTH_SAYING = 1.15
 NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
+CODED_ROWS = (
+    "rows are rounded or thinned where they travel; what a code leaves out is lost, the owner's row is as it was"
+)
 CLOSE = 1.05  # times the quickest step: what is milder is worth that much
 
 
@@ -62,7 +65,8 @@ def with_taken(plan: Plan) -> Plan:
 
 
 def _said_of_taken(plan: Plan) -> list[str]:
-    return [f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)]
+    rows = [f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan)]
+    return [*(f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)), *rows]
 
 
 def _is_timed(question: Question) -> bool:
@@ -111,6 +115,13 @@ def _taken(plan: Plan) -> list[Choice]:
         if choice is not None and choice.name in entries and entries[choice.name].departs and choice not in found:
             found.append(choice)
     return found
+
+
+def _coded_rows(plan: Plan) -> list[Choice]:
+    """Ways of tables whose rows or gradients are coded, each once."""
+    ways = [group.exchange for group in plan.groups if group.exchange and group.exchange.name in row_exchanges()]
+    coded = [way for way in ways if build_row(way.name, **way.options).codes.departs]
+    return [way for number, way in enumerate(coded) if way not in coded[:number]]
 
 
 def _costs(choice: Choice) -> str:

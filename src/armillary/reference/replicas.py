@@ -6,7 +6,8 @@ Where exchanges keep all workers' weights alike, one model and one optimizer sta
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.place import Place
 from armillary.facts.layout import Layout
+from armillary.reference.rows import CodedReads, Meanings
 
 __all__ = ["Answer", "Replicas", "Shared", "by_oracle"]
 
@@ -24,6 +26,9 @@ Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 Gradients = Sequence[dict[str, Tensor | None]]  # by worker and name
 Answer = Callable[[DenseExchange, Sequence[Parcel], Sequence[State]], tuple[list[Parcel], list[State]]]
+
+
+NO_ROWS: Mapping[str, Meanings] = MappingProxyType({})
 
 
 class Shared(NamedTuple):
@@ -51,17 +56,19 @@ class Replicas:
         workers: int,
         groups: Sequence[Shared],
         answer: Answer = by_oracle,
+        rows: Mapping[str, Meanings] = NO_ROWS,
     ):
         """
         Args:
             model: with the values that training begins with; it is copied.
+            rows: what is read of tables whose rows are coded, by name; they are in no group.
             answer: who says what exchanges give; their oracles, if nothing else is said.
         """
         are_alike = all(group.exchange.keeps_replicas_alike for group in groups)
         copies = [copy.deepcopy(model) for _ in range(1 if are_alike else workers)]
         self.models = copies * (workers if are_alike else 1)
         self.optimizers = [optimizer(one) for one in copies]
-        self.groups, self.steps, self.answer = list(groups), 0, answer
+        self.groups, self.steps, self.answer, self.rows = list(groups), 0, answer, rows
         self.named = [{n: p for n, p in one.named_parameters() if p.requires_grad} for one in self.models]
         self.layouts = [self._layout(group) for group in self.groups]
         self.states: list[list[State]] = []
@@ -85,9 +92,10 @@ class Replicas:
         workers, losses, gradients = len(self.models), [], list[dict[str, Tensor | None]]()
         total = sum(weights) if weights is not None else 0.0
         parts = [1.0 / workers] * workers if weights is None else [weight / (total or 1.0) for weight in weights]
-        for model, named, batch in zip(self.models, self.named, batches, strict=True):
+        for model, named, batch, part in zip(self.models, self.named, batches, parts, strict=True):
             model.zero_grad(set_to_none=True)
-            value = loss(model, batch)
+            with CodedReads({named[name]: meanings for name, meanings in self.rows.items()}, part):
+                value = loss(model, batch)
             value.backward()
             losses.append(float(value.detach()))
             gradients.append({name: parameter.grad for name, parameter in named.items()})
@@ -158,7 +166,8 @@ class Replicas:
     def _average_the_rest(self, gradients: Gradients, parts: Sequence[float]) -> None:
         shared = {name for group in self.groups for name in group.parameters}
         for name in self.named[0].keys() - shared:
-            found = [(theirs[name], part) for theirs, part in zip(gradients, parts, strict=True)]
+            mine = [1.0] * len(parts) if name in self.rows else parts  # where rows are coded, after they were scaled
+            found = [(theirs[name], part) for theirs, part in zip(gradients, mine, strict=True)]
             there = [gradient.to_dense() * part for gradient, part in found if gradient is not None]
             for named in self.named:
                 named[name].grad = torch.stack(there).sum(0) if there else None

@@ -54,9 +54,10 @@ def fingerprint_of(profile: Profile) -> str:
 
 def _table(fact: ParameterFact, exchange: Choice) -> Group:
     layout: Layout = "replicated"
-    if build_row(exchange.name, **exchange.options).placement == "row_sharded":
+    built = build_row(exchange.name, **exchange.options)
+    if built.placement == "row_sharded":
         layout = "row_sharded"
-    return Group(fact.name, (fact.name,), layout, exchange, reason="asked for")
+    return Group(fact.name, (fact.name,), layout, exchange, departures=built.codes.departs, reason="asked for")
 
 
 def _by_dtype(facts: Iterable[ParameterFact]) -> dict[str, list[ParameterFact]]:

@@ -158,6 +158,14 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
             f"group {group.name!r} is {group.layout}, but {group.exchange} is for {exchange.placement} tables; edit "
             "the plan"
         )
+    if ("lossy" in group.departures) != ("lossy" in exchange.codes.departs):
+        yield (
+            f"group {group.name!r} by {group.exchange} says departures {group.departures}, the exchange says "
+            f"{exchange.codes.departs}; edit the plan, or plan with a constraint"
+        )
+    item_bytes = parameter.element_size()
+    if reason := exchange.codes.refuses(parameter.shape[1:].numel() * item_bytes, item_bytes):
+        yield f"group {group.name!r} cannot go by {group.exchange}: {reason}; edit the plan"
     if len(group.parameters) > 1:
         yield f"group {group.name!r}: {group.exchange} takes one table, got {group.parameters}; make a group of each"
     options = options_of(optimizer, parameter)

@@ -6,7 +6,7 @@ that is forecast to gain clearly is moved, bit for bit. What was found is told e
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from armillary.facts.plan import Choice, Plan
@@ -106,8 +106,7 @@ def _told(one: Repriced, run: UserLoop, looked: Looked, profile: Profile) -> Rem
 def owners_of(plan: Plan, tables: Iterable[str], profile: Profile) -> dict[str, Any]:
     """Who owns the rows of these tables, and the facts that decided it, for a checkpoint: plain values, read by
     `restore_owners`."""
-    choices = {name: plan.group_of(name).own_exchange for name in sorted(tables)}
-    kept = {name: {"name": choice.name, "options": dict(choice.options)} for name, choice in choices.items()}
+    kept = {name: asdict(plan.group_of(name).own_exchange) for name in sorted(tables)}
     return {"workers": plan.workers, "tables": kept, "profile": profile.to_json()}
 
 
@@ -122,7 +121,7 @@ def restore_owners(
     """
     if kept["workers"] != run.workers:
         return None
-    left = {table: Choice(**choice) for table, choice in kept["tables"].items()}
+    left = {table: Choice.of_fields(choice) for table, choice in kept["tables"].items()}
     seen = Profile.from_json(kept["profile"])
     profile = replace(profile, parameters=seen.parameters, batches=seen.batches)
     case = Case(profile, topology, assumptions_behind(run.plan))

@@ -10,14 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.rows import Meanings
 from armillary.reference.serial import train_step
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["ROUNDING", "SeededBatch", "Truth", "departing", "departs", "one_process", "replicas", "seeded_loss"]
+__all__ = [
+    "ROUNDING", "SeededBatch", "Truth", "coded_rows", "departing", "departs", "one_process", "replicas", "seeded_loss",
+]  # fmt: skip
 
 ROUNDING = 1e-12  # a gradient this small beside the largest one is zero but for rounding
 
@@ -35,7 +38,7 @@ class Truth(NamedTuple):
 
 def departs(plan: Plan) -> bool:
     """Whether some group's exchange is not exact."""
-    return bool(departing(plan))
+    return bool(departing(plan)) or bool(coded_rows(plan))
 
 
 def departing(plan: Plan) -> list[tuple[Group, Choice]]:
@@ -43,6 +46,17 @@ def departing(plan: Plan) -> list[tuple[Group, Choice]]:
     entries = dense_exchanges()
     pairs = [(group, group.exchange) for group in plan.groups if group.exchange is not None]
     return [(group, choice) for group, choice in pairs if choice.name in entries and entries[choice.name].departs]
+
+
+def coded_rows(plan: Plan) -> dict[str, Meanings]:
+    """By table whose rows or gradients are coded, what that means."""
+    found, ways = {}, row_exchanges()
+    for group in plan.groups:
+        if group.exchange is not None and group.exchange.name in ways:
+            codes = build_row(group.exchange.name, **group.exchange.options).codes
+            if codes.departs:
+                found[group.parameters[0]] = Meanings(codes.rows.meaning, codes.gradients.meaning)
+    return found
 
 
 def one_process(workload: Workload, workers: int, steps: int, seed: int) -> Truth:
@@ -65,7 +79,10 @@ def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
         for group in plan.groups
         if group.own_exchange.name in entries
     ]
-    found = Replicas(workload.model(), lambda model: workload.optimizer(model.parameters()), plan.workers, groups)
+    found = Replicas(
+        workload.model(), lambda model: workload.optimizer(model.parameters()), plan.workers, groups,
+        rows=coded_rows(plan),
+    )  # fmt: skip
     for batches in _batches(workload, plan.workers, steps, seed):
         found.step(batches, lambda net, seeded: seeded_loss(workload, net, seeded))
         for model in found.models:

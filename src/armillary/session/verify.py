@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.facts.collectives import summed
 from armillary.facts.plan import Choice, Plan
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.schedules.registry import owns_loop
@@ -29,7 +30,7 @@ from armillary.session.in_double import InDouble
 from armillary.session.mechanisms import Acts, acts_of, hurried, lowered, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.run import Run
-from armillary.session.truths import SeededBatch, Truth, departs, one_process, replicas, seeded_loss
+from armillary.session.truths import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
 from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.verify_schedule import verify_schedule
 from armillary.session.workload import Workload
@@ -154,11 +155,26 @@ def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> _Trained:
 
 
 def _whole(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter as this rank sees it, by plain look-ups where it is owned by rows."""
+    """Every parameter as this rank sees it, by plain look-ups where it is owned by rows. What a look-up codes, its
+    owners tell: it is the rows themselves that are compared."""
+    coded = coded_rows(run.plan)
     with torch.no_grad():
         for name, parameter in run._model.named_parameters():
-            is_table = isinstance(parameter, TableHandle)
-            yield name, parameter[torch.arange(len(parameter))] if is_table else parameter.detach()
+            if not isinstance(parameter, TableHandle):
+                yield name, parameter.detach()
+            elif name in coded:
+                yield name, _told(run, name)
+            else:
+                yield name, parameter[torch.arange(len(parameter))]
+
+
+def _told(run: Run, name: str) -> Tensor:
+    """Collective: a whole table, each row as its owner has it."""
+    table = run._engine.tables[name]
+    whole = table.shard.new_zeros(table.shape)
+    whole[table.ownership.ids(table.place.rank, torch.arange(len(table.shard)))] = table.rows
+    total: Tensor = run._transport.complete(summed(whole), name)
+    return total
 
 
 def _relative(found: Tensor, true: Tensor) -> float:
