@@ -15,6 +15,7 @@ ones by default). Codes: TorchRec's quantized communications.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -130,13 +131,13 @@ def owned_rows(
         bytes_of = (ID_BYTES, MASK_BYTES, staying * there, (1 - staying) * there)
         return EarlyLegs(*(Leg("everyone", rows * of_a_row, traffic.lookups) for of_a_row in bytes_of))
 
-    def mechanisms(pulled: int, pushed: int) -> dict[str, int]:
-        how = [", coded" * (code.codec is not None) for code in codes]
-        return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
+    told = partial(_mechanisms, codes)
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part, codes, told)
 
-    return RowExchange(
-        "row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part, codes, mechanisms
-    )
+
+def _mechanisms(codes: RowCodes, pulled: int, pushed: int) -> dict[str, int]:
+    how = [", coded" * (code.codec is not None) for code in codes]
+    return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
 
 
 def _part(ticket: Ticket, said: Tensor, heard: Tensor) -> tuple[Ticket, Ticket]:
