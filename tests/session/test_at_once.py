@@ -1,12 +1,15 @@
 """Stage times are those of all ranks at once, alike everywhere, and a rank that cannot step stops all of them."""
 
 import time
+from itertools import count
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from armillary.runtime.watch.profiler import profile
+from armillary.runtime.watch.stage_paths import OUTSIDE
 from armillary.session.at_once import timed_at_once
 from armillary.session.decide import open_transport
 
@@ -36,7 +39,7 @@ def stepped(rank, workers, seconds, failing, failing_step=0):
     model[0].layer.weight.grad = torch.full((3, 3), 7.0)
     before = profile(model, [batch] * workers, loss, workers=workers)
 
-    steps = iter(range(100))
+    steps = count()
 
     def draw():
         if rank == failing and not failing_step:
@@ -66,6 +69,37 @@ def test_all_ranks_wait_for_the_slowest_so_its_times_count(crew):
     assert sum(stage.forward_seconds for stage in first.stages) >= 0.030
     (slow,) = crew(2).run(stepped, (0.030, 0.002), None)[:1]
     assert sum(stage.forward_seconds for stage in slow.stages) >= 0.030
+
+
+def timed_alone(rank, workers, seconds, held_up):
+    """What came of it, and after how many steps."""
+    model, batch = nn.Sequential(Slow(0)), torch.ones(2, 3)
+    before = profile(model, [batch], loss, workers=1)
+    taken = []
+
+    def played(model, batch, loss, paths, tables):
+        taken.append(10 * seconds if held_up and len(taken) % 6 == 5 else seconds)
+        return dict.fromkeys((*paths, OUTSIDE), (taken[-1], 2 * taken[-1]))
+
+    transport = open_transport()
+    try:
+        with patch("armillary.session.at_once.timed_step", played):
+            return timed_at_once(before, model, lambda: batch, loss, transport), len(taken)
+    finally:
+        transport.close()
+
+
+def test_steps_that_were_held_up_do_not_count(crew):
+    ((found, _),) = crew(1).run(timed_alone, 0.02, True)
+    for stage in found.stages:
+        assert (stage.forward_seconds, stage.backward_seconds) == pytest.approx((0.02, 0.04))
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(5.0, 6), (0.02, 9), (0.001, 32)])
+def test_a_second_of_steps_is_timed_and_six_of_a_large_model_and_no_more_than_some_of_a_small_one(crew, seconds, steps):
+    ((found, taken),) = crew(1).run(timed_alone, seconds, False)
+    assert steps <= taken - 1 < steps + 4
+    assert sum(stage.forward_seconds for stage in found.stages) == pytest.approx(len(found.stages) * seconds)
 
 
 @pytest.mark.parametrize(("failing", "step"), [(0, 0), (1, 0), (1, 3)])

@@ -222,20 +222,46 @@ def test_a_group_that_differs_by_more_than_its_band_is_named_with_the_figure(run
     assert "bucket 0" not in outside(compare_run(run_folder, inside))
 
 
-def test_seconds_are_those_of_the_median_step(run_folder):
-    trace = Trace.load(run_folder / "trace.json")
+def steps_of(folder, factors, ranks=(0, 1)):
+    """A step for each factor, by which all that crossed took longer on those ranks."""
+    trace = Trace.load(folder / "trace.json")
+    for rank, records in enumerate(played := list(trace.ranks)):
+        one = [record for record in records if record.step == 0]
+        played[rank] = tuple(
+            replace(record, step=step, seconds=(factor if rank in ranks else 1) * record.seconds)
+            for step, factor in enumerate(factors)
+            for record in one
+        )
+    Trace(tuple(played)).save(folder / "trace.json")
 
-    def slowed(*steps, ranks=(0, 1)):
-        slow = [
-            tuple(replace(r, seconds=2 * r.seconds) if r.step in steps else r for r in mine) for mine in trace.ranks
-        ]
-        return Trace(tuple(slow[rank] if rank in ranks else mine for rank, mine in enumerate(trace.ranks)))
 
-    slowed(1).save(run_folder / "trace.json")
-    assert compare_run(run_folder, Band()).is_within
-    slowed(1, 2).save(run_folder / "trace.json")
+def line_of(found, name):
+    return next(line for line in found.lines if line.group == name)
+
+
+@pytest.mark.parametrize("lower", [1.1, 0.9])
+def test_a_group_is_inside_whose_middle_half_reaches_the_band(run_folder, lower):
+    """The median alone is outside."""
+    steps_of(run_folder, [1.0, lower, 1 + 5 * (lower - 1), 1 + 5 * (lower - 1), 1 + 5 * (lower - 1)])
+    found = compare_run(run_folder, Band())
+    line = line_of(found, "bucket 0")
+    assert abs(line.measured.seconds / line.forecast.seconds - 1) == pytest.approx(0.5)
+    assert line.outside == () and found.is_within
+    low, high = sorted([lower, 1 + 5 * (lower - 1)])
+    assert (line.middle.low, line.middle.high) == pytest.approx(
+        (low * line.forecast.seconds, high * line.forecast.seconds)
+    )
+    assert outside(compare_run(run_folder, Band(seconds=0.05)))["bucket 0"] == ("seconds",)
+
+
+def test_a_group_is_outside_whose_middle_half_does_not_reach_the_band(run_folder):
+    """Though a quarter of its steps are as forecast."""
+    steps_of(run_folder, [1.0, 1.3, 1.3, 1.4, 1.4])
     assert outside(compare_run(run_folder, Band()))["bucket 0"] == ("seconds",)
-    slowed(1, 2, ranks=[0]).save(run_folder / "trace.json")  # rank 0 only waited for the other
+
+
+def test_a_rank_that_waits_for_the_other_is_no_slower(run_folder):
+    steps_of(run_folder, [2.0, 2.0, 2.0], ranks=[0])
     assert compare_run(run_folder, Band()).is_within
 
 

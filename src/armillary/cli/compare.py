@@ -46,7 +46,8 @@ def _page(found: Compared) -> Page:
     header = ["forecast : measured", "exchange"]
     for title, _, _ in UNITS.values():
         header += [title, ":", "off"]
-    table = Table([*header, "outside"], [_cells(line) for line in found.lines], (0, 1, 11))
+    header += ["middle half", "outside"]
+    table = Table(header, [_cells(line) for line in found.lines], (0, 1, 12))
     band = ", ".join(
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
     )
@@ -56,6 +57,7 @@ def _page(found: Compared) -> Page:
     legend = (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
+        "middle half: from the first to the third quartile of steps; a group's time is held to it, ms is the median\n"
         "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"
     )
@@ -76,4 +78,11 @@ def _cells(line: Line) -> list[str]:
             measured,
             f"{(seen - expected) / expected:+.1%}" if expected else "-",
         ]
-    return [*cells, ", ".join(name.removesuffix("_bytes") for name in line.outside)]
+    return [*cells, _middle(line), ", ".join(name.removesuffix("_bytes") for name in line.outside)]
+
+
+def _middle(line: Line) -> str:
+    if line.middle is None:
+        return "-"
+    _, unit, digits = UNITS["seconds"]
+    return "-".join(f"{seconds / unit:,.{digits}f}" for seconds in (line.middle.low, line.middle.high))

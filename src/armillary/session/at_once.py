@@ -1,11 +1,13 @@
 """Times a model's stages on all ranks at once, because ranks that share cores share them in training too.
 
 A rank alone on a machine finds all of its cores and caches idle. Every rank steps on a batch of its own; all begin
-together and take several steps on end, so that ranks that are more than cores are seen to take turns.
+together and take steps on end, in rounds so long that ranks that are more than cores are seen to take turns. The middle
+half of the rounds counts: what else the machine did in some of them is no part of a step.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,13 +21,14 @@ from armillary.runtime.watch.untouched import untouched
 
 __all__ = ["timed_at_once"]
 
-TIMED_STEPS = 6
+ROUND_SECONDS = 0.01  # a few slices of a scheduler
+ENOUGH_SECONDS, FEWEST_ROUNDS, ENOUGH_STEPS = 1.0, 6, 32
 
 
 def timed_at_once(
     found: Profile, model: nn.Module, draw: Callable[[], Any], loss: Loss, transport: Transport
 ) -> Profile:
-    """The profile with the stage times of this job: means over a few steps, of the rank that took longest. Every rank
+    """The profile with the stage times of this job: means over steps, of the rank that took longest. Every rank
     must call it; all get the same profile, and the model stays as it was.
 
     Args:
@@ -36,33 +39,59 @@ def timed_at_once(
     """
     batch: Any = None
 
-    def warm_up() -> list[StageTimes]:
+    def step() -> StageTimes:
+        return _timed(found, model, batch, loss)
+
+    def warm_up() -> StageTimes:
         nonlocal batch
         batch = draw()
-        return [_timed(found, model, batch, loss)]
+        return step()
 
-    _, trouble = _tried(warm_up)
+    times, trouble = _tried(warm_up)
     transport.barrier()
-    steps: list[StageTimes] = []
     if not trouble:
-        steps, trouble = _tried(lambda: [_timed(found, model, batch, loss) for _ in range(TIMED_STEPS)])
-    everyones = transport.share((trouble, steps))
+        times, trouble = _tried(lambda: _middle(_rounds(step)))
+    everyones = transport.share((trouble, times))
     if failed := [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyones) if said]:
         raise ValueError(f"profile: a step failed on {failed[0]}")
-    slowest = max((times for _, times in everyones), key=lambda times: sum(map(_total, times)))
+    slowest = max((times for _, times in everyones), key=_total)
     stages = []
     for stage in found.stages:
-        forward, backward = (sum(step[stage.name][way] for step in slowest) / TIMED_STEPS for way in (0, 1))
+        forward, backward = slowest[stage.name]
         stages.append(replace(stage, forward_seconds=forward, backward_seconds=backward))
     return replace(found, stages=tuple(stages))
 
 
-def _tried(work: Callable[[], list[StageTimes]]) -> tuple[list[StageTimes], str]:
+def _tried(work: Callable[[], StageTimes]) -> tuple[StageTimes, str]:
     """What came of it, and what went wrong: a rank that fails must not leave the others waiting for it."""
     try:
         return work(), ""
     except Exception as error:
-        return [], f"{type(error).__name__}: {error}"
+        return {}, f"{type(error).__name__}: {error}"
+
+
+def _rounds(step: Callable[[], StageTimes]) -> list[StageTimes]:
+    """Of each round its mean step. There are enough when they took a second, or are many steps of a small model."""
+    found = list[StageTimes]()
+    steps, seconds = 0, 0.0
+    while len(found) < FEWEST_ROUNDS or (seconds < ENOUGH_SECONDS and steps < ENOUGH_STEPS):
+        taken, end = list[StageTimes](), seconds + ROUND_SECONDS
+        while seconds < end:
+            taken.append(step())
+            seconds += _total(taken[-1])
+        steps += len(taken)
+        found.append(_mean(taken))
+    return found
+
+
+def _middle(rounds: list[StageTimes]) -> StageTimes:
+    """The mean of those that are neither among the shortest quarter nor the longest."""
+    aside = len(rounds) // 4
+    return _mean(sorted(rounds, key=_total)[aside : len(rounds) - aside])
+
+
+def _mean(times: list[StageTimes]) -> StageTimes:
+    return {stage: (fmean(one[stage][0] for one in times), fmean(one[stage][1] for one in times)) for stage in times[0]}
 
 
 def _timed(found: Profile, model: nn.Module, batch: Any, loss: Loss) -> StageTimes:

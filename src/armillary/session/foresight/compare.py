@@ -2,8 +2,13 @@
 
 Bytes and memory of a group are the run's means over workers. Seconds of a group are those its requests were in flight,
 which depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), on which all
-ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`), in the median
-step. Under a schedule that is not simulated the plan's own seconds stand.
+ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`). Under a
+schedule that is not simulated the plan's own seconds stand.
+
+Steps of a run are not alike: what crosses competes with compute for processors, and a group takes 5 ms in one step and
+7 in the next while the step's own time holds. So a group's seconds are a stretch, the *middle half* of its steps (first
+to third quartile): they are inside where the forecast lies within the band of that stretch. The whole step is held to
+its median.
 
 Memory of the step is that of its tensors in its fullest moment: forecast from a plain step that the profile watched in
 one process, measured in a step of the run. What the process needs beside tensors (scratch memory of libraries, gloo's
@@ -14,8 +19,8 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ from armillary.planning.simulator import LOOK_UPS, simulate
 from armillary.session.folder import read_kept
 from armillary.session.tally import OTHER, STEP
 
-__all__ = ["Band", "Compared", "Line", "compare_run"]
+__all__ = ["Band", "Compared", "Line", "Middle", "compare_run"]
 
 PROCESS = "process"
 # Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
@@ -63,15 +68,34 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Middle:
+    """Seconds of the middle half of steps: first quartile, median, third quartile."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Middle":
+        if len(seconds) < 2:
+            return cls(*(3 * list(seconds) or [0.0, 0.0, 0.0]))
+        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
+
+    def nearest(self, seconds: float) -> float:
+        return min(max(seconds, self.low), self.high)
+
+
+@dataclass(frozen=True)
 class Line:
-    """One group, the whole step, or the process. outside: which of its figures are outside the band. forecast: None for
-    what is only shown."""
+    """One group, the whole step, or the process. forecast: None for what is only shown. measured: its seconds are the
+    median step's. outside: which of its figures are outside the band. middle: of a group's steps."""
 
     group: str
     exchange: str
     forecast: Forecast | None
     measured: Forecast
     outside: tuple[str, ...]
+    middle: Middle | None = None
 
 
 @dataclass(frozen=True)
@@ -115,19 +139,20 @@ def compare_run(folder: Path, band: Band) -> Compared:
     summary: _Summary = _file(folder, "summary", _Summary)
     _refuse_other_plan(folder, plan, trace, summary)
     forecast, step = _forecast(folder, plan, summary.steps)
-    spent = _median_seconds(trace, {name: group.name for group in plan.groups for name in group.parameters})
-    pairs = []
+    spent = _seconds(trace, {name: group.name for group in plan.groups for name in group.parameters})
+    seen: list[Line] = []
     for line in summary.comparison:
         name, held = line["group"], Forecast(**line["measured"])
-        measured = Forecast(held.sent_bytes, held.memory_bytes, spent.get(name, 0.0))
-        pairs.append((name, line["exchange"], forecast.get(name, Forecast()), measured))
-    sent_bytes = sum(measured.sent_bytes for *_, measured in pairs)
+        middle = spent.get(name, Middle.of([]))
+        measured = replace(held, seconds=middle.median)
+        seen.append(Line(name, line["exchange"], forecast.get(name, Forecast()), measured, (), middle))
+    sent_bytes = sum(line.measured.sent_bytes for line in seen)
     whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
     expected = Forecast(step.sent_bytes, summary.forecast.memory_bytes, step.seconds)
-    pairs.append((STEP, "", expected, whole))
+    seen.append(Line(STEP, "", expected, whole, ()))
     decided = {group.name for group in plan.groups if _is_decided(group.exchange)}
     decided |= {STEP} if decided else set()
-    lines = [Line(*pair, _outside(*pair[2:], whole, band, pair[0] in decided)) for pair in pairs]
+    lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
     process = Line(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
     return Compared(band, (*lines, process))
 
@@ -202,13 +227,13 @@ def _is_dense(choice: Choice | None) -> bool:
     return choice is not None and choice.name in dense_exchanges()
 
 
-def _median_seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, float]:
-    """Of a step, by group; requests that are of no group go together."""
+def _seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, Middle]:
+    """Of steps, by group; requests that are of no group go together."""
     steps: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     names = {STEP, *group_of.values()}
     for (label, step), seconds in trace.joint_seconds().items():
         steps[label if label in names else group_of.get(label, OTHER)][step] += seconds
-    return {group: statistics.median(spent.values()) for group, spent in steps.items()}
+    return {group: Middle.of([*spent.values()]) for group, spent in steps.items()}
 
 
 def _is_decided(choice: Choice | None) -> bool:
@@ -219,10 +244,13 @@ def _is_decided(choice: Choice | None) -> bool:
     return exchange.most_bytes is not None and exchange.bytes_after is None
 
 
-def _outside(forecast: Forecast, measured: Forecast, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
+def _outside(line: Line, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
     found = []
     sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
     shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}
+    forecast, measured = line.forecast or Forecast(), line.measured
+    if line.middle is not None:
+        measured = replace(measured, seconds=line.middle.nearest(forecast.seconds))
     for name, share in shares.items():
         expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, band.small))
         difference = abs(expected - seen)
