@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from brief import measure_briefly
 from crew import Crew
 
 torch.set_num_threads(1)
+measure_briefly()
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Property tests state laws, not speeds: a busy machine must not fail them.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from armillary.cli.main import main
+from brief import measure_briefly
 
 LONGEST_SECONDS = 90.0
 PRELOADED = (
@@ -121,6 +122,7 @@ def _run_script(variables: Mapping[str, str], output: str, program: Callable[[],
     _redirect(output)
     os.environ.update(variables)
     torch.set_num_threads(1)
+    measure_briefly()
     try:
         program()
     except Exception:
@@ -157,6 +159,7 @@ def _run(arguments: tuple[str, ...], folder: str, variables: Mapping[str, str], 
     os.environ.update(variables)
     sys.argv = ["armillary", *arguments]
     torch.set_num_threads(1)
+    measure_briefly()
     try:
         main()
     finally:

@@ -1,0 +1,47 @@
+"""The measurement at the start of a job, in a tenth of its processor seconds: for tests of all that comes after it.
+
+Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
+library's own and runs whole, on smaller messages, in fewer rows. Tests of measurement itself call it from its own file
+(`armillary.runtime.measure`, `armillary.session.foresight.survey`), and commands that start Python anew measure in full.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from armillary.facts.topology import Topology
+from armillary.runtime import index_timer, link_timer, measure, overlap_timer
+from armillary.runtime.transport import Transport
+from armillary.session import decide
+
+EFFORT = link_timer.Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 14, 1 << 17), 3, 0.2)
+SHORTER = {
+    (link_timer, "SIZE_SECONDS"): 0.002,
+    (link_timer, "PRODUCTS"): 2,
+    (measure, "BLOCK_SECONDS"): 0.001,
+    (index_timer, "TABLE_BYTES"): 1 << 20,
+    (index_timer, "COPIED_BYTES"): 1 << 22,
+    (overlap_timer, "LONG_SECONDS"): 0.002,
+    (overlap_timer, "REPEATS"): 3,
+}
+
+
+def measure_briefly() -> None:
+    """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
+    decide.measure = _brief
+
+
+def _brief(transport: Transport) -> Topology:
+    with _shorter():
+        return measure.measure(transport, EFFORT)
+
+
+@contextmanager
+def _shorter() -> Iterator[None]:
+    kept = {(file, name): getattr(file, name) for file, name in SHORTER}
+    for (file, name), value in SHORTER.items():
+        setattr(file, name, value)
+    try:
+        yield
+    finally:
+        for (file, name), value in kept.items():
+            setattr(file, name, value)
