@@ -1,8 +1,8 @@
 """The measurement at the start of a job, in a tenth of its processor seconds: for tests of all that comes after it.
 
 Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
-library's own and runs whole, on smaller messages, in fewer rows. Tests of measurement itself call it from its own file
-(`armillary.runtime.measure`, `armillary.session.foresight.survey`), and commands that start Python anew measure in full.
+library's own and runs whole, on smaller messages, in fewer rows. Tests of measurement itself call it in its own file,
+`armillary.runtime.measure`. Commands that start Python anew measure in full.
 """
 
 from collections.abc import Iterator
