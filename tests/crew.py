@@ -21,7 +21,7 @@ from forked import forkserver, free_port
 
 GRACE_SECONDS = 5.0
 JOB_SECONDS = 100.0
-MOST_JOBS = 40  # of one crew
+MOST_JOBS = 200  # of one crew
 TIDY = "tidy"  # the order that follows each job
 
 
