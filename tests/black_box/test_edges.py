@@ -164,6 +164,37 @@ def times_of(found):
     return {one.mechanism: one.times for one in found.acted}
 
 
+AQ = "aq_sgd(quantize(bits=4), cache_mb=2)"
+
+
+def test_an_edge_that_remembers_samples_says_so_is_priced_and_verified(crew):
+    """What the samples of the second epoch cross as is told by the bytes."""
+    plain, made = plan_of("gpipe(micro_batches=3)", 2), plan_of("gpipe(micro_batches=3)", 2, AQ)
+    said = " ".join(str(made).split())
+    assert made.departures == ("lossy",) and AQ in said and "bytes are forecast for samples met before" in said
+    assert "Each end holds up to 1.9 MiB of every tensor; the oldest go first" in said
+    assert made.activation_bytes - plain.activation_bytes > 2e6
+    wish = Wishes(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=choice(AQ), edge_back=choice(EIGHT))
+    for (found,) in crew(2).run(verified, [wish]):
+        assert not differing(found) and times_of(found)["activations coded"] >= 2 and code_of(found) == 0
+    sent = crew(2).run(sent_by_epochs, made)
+    first, later = (sum(answer[epoch] for answer in sent) / 2 for epoch in (0, 1))
+    assert later == pytest.approx(face.sent_bytes_planned(made), rel=0.15) and first > 1.3 * later
+
+
+def sent_by_epochs(rank, world, plan):
+    """Bytes of a step of the first epoch, and of one of the second, after a step that brings the forms of letters."""
+    model, found = chain(), []
+    run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch(9, 0))
+    face.step(run, [batch(9, number) for number in range(3)])
+    for _ in range(2):
+        face.count_bytes(run)
+        face.step(run, [batch(0, number) for number in range(3)])
+        found.append(face.count_bytes(run))
+    face.close(run)
+    return found
+
+
 @contextmanager
 def never_coded():
     """By the run, and by a reference that does not code either."""

@@ -222,7 +222,7 @@ def test_plain_keeps_values_and_gives_the_strides_of_a_new_tensor(tensor):
 def test_a_crossing_passes_nests_and_gradients_on_and_leaves_unused_values_without_one():
     used, unused = torch.randn(3, 4, requires_grad=True), torch.randn(3, requires_grad=True)
     value = {"used": used.t() * 2, "unused": unused * 2, "ids": torch.arange(3), "flag": "x"}
-    there = Edges().crossed(value, None, (0, 0, 0))
+    there = Edges().crossed(value, None, (0, 0, 0), None)
     assert there["flag"] == "x" and torch.equal(there["ids"], value["ids"])
     assert torch.equal(there["used"], value["used"]) and there["used"].stride() == (3, 1)
     found = torch.autograd.grad((there["used"] ** 2).sum(), [used, unused], allow_unused=True)

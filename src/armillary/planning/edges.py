@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from armillary.codecs.edges import GUARD_BYTES
 from armillary.facts.choice import Choice
+from armillary.facts.profile_table import bytes_text
 from armillary.facts.stage import Numbers, StageFact
 from armillary.planning.pricing import Case
-from armillary.schedules.edge import SAME, Edge, EdgeCode, codes_of
+from armillary.schedules.edge import IN_MEMORY_BYTES, SAME, Edge, EdgeCode, codes_of
 from armillary.schedules.method import Method, ScheduleOptions
 from armillary.schedules.stage_load import StageLoad
 
@@ -130,6 +131,10 @@ def loads_with_edges(loads: Sequence[StageLoad], options: ScheduleOptions, case:
         for j, way in zip((below, above), ways, strict=True):
             held = 0 if way not in codes or codes[way].rests else sent_over(codes[way], loads[below])
             found[j] = replace(found[j], activation_bytes=found[j].activation_bytes + round(held))
+        if ways[0] in codes and codes[ways[0]].cache_bytes <= IN_MEMORY_BYTES:
+            for j in (below, above):
+                held = codes[ways[0]].cache_bytes * len(loads[below].output_numbers)
+                found[j] = replace(found[j], activation_bytes=found[j].activation_bytes + held)
         if ways[0] in codes and codes[ways[0]].leads:
             bits = sum(one.numel for one in loads[below].output_numbers)
             for j in (below, above):
@@ -142,6 +147,14 @@ def notes_on_edges(options: ScheduleOptions) -> list[str]:
     if not options.edges:
         return []
     notes = ["what a code of an edge leaves out is lost: nothing is sent later, as it is of gradients between replicas"]
+    remembered = [(what[1], code.cache_bytes) for what, code in codes_of(options.edges).items() if code.cache_bytes]
+    for stage, cache_bytes in remembered:
+        notes.append(
+            f"the edge of stage {stage} remembers samples: bytes are forecast for samples met before; each is sent "
+            f"whole the first time, and again after a restart. Each end holds up to {bytes_text(cache_bytes)} of every "
+            f"tensor{'' if cache_bytes <= IN_MEMORY_BYTES else ', in a file'}; the oldest go first. A sample that is "
+            f"augmented at random is new every time"
+        )
     thinned = [
         stage - 1 for (_, stage), code in codes_of(options.edges).items()
         if options.edges[stage - 1].back not in (None, SAME) and code.codec.places is not None

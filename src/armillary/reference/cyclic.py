@@ -186,7 +186,7 @@ class Reference:
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 elif not self.is_whole:
-                    value = self.edges.crossed(value, came, place)
+                    value = self.edges.crossed(value, came, place, batch[0])
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)
         return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]

@@ -137,7 +137,7 @@ class WorkersReference:
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 else:
-                    value = self.edges.crossed(value, came, (self._step, number, j))
+                    value = self.edges.crossed(value, came, (self._step, number, j), batch[0], worker)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         return value.detach(), ((p, g) for p, g in zip(parameters, found, strict=True) if g is not None)
 

@@ -2,12 +2,13 @@
 
 A value goes on as its codec means it (`Codec.meaning`, which knows no bytes). Its gradient comes back as the codec of
 the way back means it, and passes by the value's codec as if that were not there. Which values are coded, and which
-random numbers are drawn, `schedules/edge.py` says.
+random numbers are drawn, `schedules/edge.py` says. An edge that remembers samples has one value a sample here: the last
+that arrived. By which samples are known again, `schedules/sample_keys.py` says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from armillary.schedules.edge import Codes, EdgeCode, draw_of, is_codable
 from armillary.schedules.layout import plain
+from armillary.schedules.sample_keys import sample_keys
 from armillary.schedules.schedule import Place
 
 __all__ = ["Edges"]
 
 Meaning = Callable[[Tensor], Tensor]
+
+
+class _Samples(NamedTuple):
+    """Of a micro-batch, by key; whose replica's."""
+
+    keys: Sequence[bytes]
+    replica: int
 
 
 @dataclass(frozen=True)
@@ -32,31 +41,37 @@ class Edges:
     codes: Codes = field(default_factory=dict)
     seed: int = 0
     stages: int = 1
+    held: dict[tuple[int, int, int], dict[bytes, Tensor]] = field(default_factory=dict)  # by replica, stage and leaf
 
-    def crossed(self, value: Any, came: Any, place: Place) -> Any:
+    def crossed(self, value: Any, came: Any, place: Place, read: Any, replica: int = 0) -> Any:
         """What the next stage gets of a value.
 
         Args:
             came: what the stage itself had got; what it hands on unchanged is not coded.
             place: that made the value, micro-batches being those of all replicas.
+            read: what the first stage read of the micro-batch. replica: whose it is.
         """
+        code = self.codes.get(("activation", place[2]))
+        samples = _Samples(sample_keys(read) if code is not None and code.cache_bytes else (), replica)
         leaves, spec = tree_flatten(value)
         others = {id(leaf) for leaf in tree_flatten(came)[0]}
         return tree_unflatten(
             [
-                self._crossed(leaf, number, place, id(leaf) in others) if isinstance(leaf, Tensor) else leaf
+                self._crossed(leaf, number, place, id(leaf) in others, samples) if isinstance(leaf, Tensor) else leaf
                 for number, leaf in enumerate(leaves)
             ],
             spec,
         )
 
-    def _crossed(self, tensor: Tensor, number: int, place: Place, is_passed_on: bool) -> Tensor:
+    def _crossed(self, tensor: Tensor, number: int, place: Place, is_passed_on: bool, samples: _Samples) -> Tensor:
         there: Meaning = plain
         back: Meaning | None = plain  # None: zeros where zeros arrived
         step, micro_batch, stage = place
         if tensor.requires_grad and is_codable(tensor) and not is_passed_on:
             codes = self.codes.get(("activation", stage)), self.codes.get(("activation gradient", stage + 1))
             there = self._meaning(codes[0], place, number, is_back=False) or plain
+            if codes[0] is not None and codes[0].cache_bytes and step >= codes[0].warm_up:
+                there = self._changed(there, samples, (stage, number), codes[0].cache_bytes)
             back = self._meaning(codes[1], (step, micro_batch, stage + 1), number, is_back=True)
         crossed: Tensor = _Crossing.apply(tensor, there, back)  # type: ignore[no-untyped-call]
         return crossed
@@ -71,6 +86,30 @@ class Edges:
                 return plain(code.codec.meaning(tensor.reshape(-1), draw).view(tensor.shape))
 
         return None if code.follows else meaning
+
+    def _changed(self, meaning: Meaning, samples: _Samples, at: tuple[int, int], cache_bytes: int) -> Meaning:
+        """Of samples that are held their change by its meaning, of others all; and they are held from now on."""
+        keys, replica = samples
+        held = self.held.setdefault((replica, *at), {})
+
+        def arrived(values: Tensor) -> Tensor:
+            found, most = values.clone(), max(1, cache_bytes // max(1, values[0].numel() * values.itemsize))
+            known = [number for number, key in enumerate(keys) if key in held]
+            if known:
+                old = torch.stack([held[keys[number]] for number in known])
+                found[known] = old + meaning(values[known] - old)
+            for key, value, one in zip(keys, values, found, strict=True):
+                if key not in held and bool(value.isfinite().all()):
+                    oldest = next((other for other in held if other not in keys), None)
+                    if len(held) >= most and oldest is not None:
+                        del held[oldest]
+                    if len(held) < most:
+                        held[key] = one
+                elif key in held and bool(one.isfinite().all()):
+                    held[key] = one
+            return found
+
+        return arrived
 
 
 class _Crossing(torch.autograd.Function):

@@ -6,11 +6,14 @@ gradient by the choice `same` is coded as its activation is; where that keeps pl
 as they are, and the others are zeros on both sides.
 
 Coded are floating numbers of two or more dimensions that ask for a gradient, where they leave the stage that made them:
-flattened, a micro-batch at a time. All else travels as it is, so nothing is coded twice. Nothing is remembered: what a
-code leaves out is lost. No gradient flows through a codec, it passes by it (straight through).
+flattened, a micro-batch at a time. All else travels as it is, so nothing is coded twice. What a code leaves out is
+lost. No gradient flows through a codec, it passes by it (straight through).
+
+An edge by the choice `aq_sgd` remembers: both of its ends hold the value of every sample that crossed, as it arrived,
+and what is coded is how it has changed since. The option `cache_mb` bounds what an end holds of each tensor.
 
 Source: Bian et al., "Does compressing activations help model parallel training?", MLSys 2024; DCT (Gupta et al., KDD
-2021) for gradients in the places of their activations.
+2021) for gradients in the places of their activations; Wang et al., NeurIPS 2022 (AQ-SGD) for changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +30,14 @@ from armillary.schedules.random_stream import place_seed
 from armillary.schedules.schedule import Place, Schedule
 
 __all__ = [
-    "NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "hurried_edge", "is_codable",
-    "refuse_edges", "warm_up_of",
+    "IN_MEMORY_BYTES", "NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "hurried_edge",
+    "is_codable", "refuse_edges", "warm_up_of",
 ]  # fmt: skip
 
 SAME = Choice("same")
 EVALS = ("same", "off")
+REMEMBERS, CACHE_MB = "aq_sgd", 256
+IN_MEMORY_BYTES = 1 << 28  # of what an end holds of samples: more is in a file
 NEVER = 1 << 62  # a step that no run reaches
 SOON = 1  # the longest warm-up with which a few steps see it, and its end
 
@@ -52,12 +57,14 @@ class EdgeCode(NamedTuple):
         warm_up: letters of earlier steps travel as they are; NEVER: all do, and say what is coded on the way back.
         leads: the places that it keeps are those of the gradient.
         follows: only numbers at the places that the activation kept travel; `codec` is not asked.
+        cache_bytes: of samples that each end holds; what is coded is their change. 0: nothing is remembered.
     """
 
     codec: Codec
     warm_up: int = 0
     leads: bool = False
     follows: bool = False
+    cache_bytes: int = 0
 
     @property
     def rests(self) -> bool:
@@ -67,7 +74,7 @@ class EdgeCode(NamedTuple):
     @property
     def is_fixed(self) -> bool:
         """Whether lengths of codes are known beforehand."""
-        return self.codec.is_fixed and not self.follows
+        return self.codec.is_fixed and not self.follows and not self.cache_bytes
 
 
 Codes = Mapping[tuple[str, int], EdgeCode]  # by what a letter is and the stage that made it
@@ -104,11 +111,12 @@ def draw_of(codec: Codec, seed: int, place: Place, leaf: int, stages: int, is_ba
 
 
 def at_eval(edge: Edge, step: int) -> Codec | None:
-    """What evaluation does to the activations of an edge after so many steps."""
+    """What evaluation does to the activations of an edge after so many steps. Where samples are remembered: nothing, as
+    one that is met for the first time crosses whole."""
     if edge.forward is None or edge.forward.options.get("at_eval", "same") == "off":
         return None
-    codec, warm_up = _read("edge", edge.forward)
-    return codec if step >= warm_up else None
+    named = _read("edge", edge.forward)
+    return named.codec if step >= named.warm_up and not named.cache_bytes else None
 
 
 def codes_of(edges: Sequence[Edge], first_step: int = 0) -> Codes:
@@ -126,18 +134,27 @@ def codes_of(edges: Sequence[Edge], first_step: int = 0) -> Codes:
         if is_same and there is None:
             raise ValueError(f"edge_back: {SAME} of stage {stage}, whose edge is not coded; name the edge's codec too")
         back = there if is_same else (None if edge.back is None else _read("edge_back", edge.back))
-        by_place = is_same and there is not None and there[0].places is not None
+        by_place = is_same and there is not None and there.codec.places is not None and not there.cache_bytes
         if there is not None:
-            found["activation", stage] = EdgeCode(there[0], max(0, there[1] - first_step), leads=by_place)
+            rest = max(0, there.warm_up - first_step)
+            found["activation", stage] = EdgeCode(there.codec, rest, leads=by_place, cache_bytes=there.cache_bytes)
         elif back is not None:
-            found["activation", stage] = EdgeCode(back[0], NEVER)
+            found["activation", stage] = EdgeCode(back.codec, NEVER)
         if back is not None:
-            found["activation gradient", stage + 1] = EdgeCode(back[0], max(0, back[1] - first_step), follows=by_place)
+            rest = max(0, back.warm_up - first_step)
+            found["activation gradient", stage + 1] = EdgeCode(back.codec, rest, follows=by_place)
     return found
 
 
-def _read(what: str, choice: Choice) -> tuple[Codec, int]:
-    """The codec, and in how many steps it rests."""
+class _Named(NamedTuple):
+    """What a choice says of an edge: the codec, in how many steps it rests, what its ends hold of samples."""
+
+    codec: Codec
+    warm_up: int
+    cache_bytes: int = 0
+
+
+def _read(what: str, choice: Choice) -> _Named:
     own = {"warm_up": 0, "at_eval": EVALS[0]}
     options: dict[str, Any] = {**own, **choice.options}
     warm_up, eval_ = options.pop("warm_up"), options.pop("at_eval")
@@ -145,10 +162,30 @@ def _read(what: str, choice: Choice) -> tuple[Codec, int]:
         raise ValueError(f"{what}: warm_up is a number of steps, 0 or more, got {warm_up!r}")
     if eval_ not in EVALS or (what == "edge_back" and "at_eval" in choice.options):
         raise ValueError(f"{what}: at_eval is {' or '.join(EVALS)}, and of an edge, not of its way back; got {eval_!r}")
+    inner, cache_bytes = Choice(choice.name, options), 0
+    if choice.name == REMEMBERS:
+        inner, cache_bytes = _remembered(what, choice, options)
     try:
-        return guarded(codec_of(Choice(choice.name, options))), warm_up
+        return _Named(guarded(codec_of(inner)), warm_up, cache_bytes)
     except ValueError as error:
         raise ValueError(f"{what} {choice}: {error}") from error
+
+
+def _remembered(what: str, choice: Choice, options: dict[str, Any]) -> tuple[Choice, int]:
+    """By which codec changes are written, and what an end may hold."""
+    of, cache_mb = options.pop("of", None), options.pop("cache_mb", CACHE_MB)
+    if what == "edge_back":
+        raise ValueError(
+            f"edge_back {choice}: a gradient does not come back alike, so nothing of it is remembered; name the codec "
+            f"alone"
+        )
+    if not isinstance(of, str | Choice) or options:
+        raise ValueError(
+            f"{what} {choice}: want {REMEMBERS}(CODEC, cache_mb={CACHE_MB}), as in {REMEMBERS}(quantize(bits=4))"
+        )
+    if isinstance(cache_mb, bool) or not isinstance(cache_mb, int | float) or not cache_mb > 0:
+        raise ValueError(f"{what} {choice}: cache_mb is what each end may hold, megabytes above 0, got {cache_mb!r}")
+    return of if isinstance(of, Choice) else Choice(of), int(cache_mb * 1e6)
 
 
 def refuse_edges(edges: Sequence[Edge], schedule: Schedule, why_none: str) -> None:

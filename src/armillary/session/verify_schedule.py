@@ -8,6 +8,7 @@ whatever the address (`session/kernel_mode.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,13 @@ class _Case(NamedTuple):
     def micro_batches(self) -> int:
         """Of a step, those of all processes."""
         return self.options.total(self.plan.workers)
+
+    def feed(self, micro_batch: int) -> Iterator[Batch]:
+        """What one of a step's micro-batches is, step by step: two that return, where an edge remembers samples."""
+        feed = Feed(self.workload, (micro_batch, self.micro_batches), self.seed)
+        if any(code.cache_bytes for code in codes_of(self.options.edges).values()):
+            return cycle([next(feed), next(feed)])
+        return feed
 
 
 def verify_schedule(
@@ -142,7 +150,7 @@ def _train(case: _Case) -> tuple[Run, OwnedLoop, Acts]:
     assert isinstance(run, OwnedLoop)
     acts = watched(whole)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
-    feeds = [Feed(case.workload, (micro_batch, count), case.seed) for micro_batch in run.micro_batches]
+    feeds = [case.feed(micro_batch) for micro_batch in run.micro_batches]
     for step in range(case.steps):
         if step == case.half:
             with run.newest():
@@ -170,7 +178,7 @@ def _truths(case: _Case) -> _Truths:
     torch.manual_seed(case.seed)
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
-    feeds = [Feed(case.workload, (m, case.micro_batches), case.seed) for m in range(case.micro_batches)]
+    feeds = [case.feed(micro_batch) for micro_batch in range(case.micro_batches)]
     reference, input_of = _reference(case, model, optimizer)
     norms: dict[str, float] = {}
     optimizer.register_step_pre_hook(lambda *_: norms.update(_larger(norms, model)))

@@ -2,7 +2,8 @@
 
 Which tensors of an activation are coded its form says (`schedules/edge.py` has the rule); those of its gradient are the
 same. Where a gradient follows its activation, both ends know the places that crossed: each keeps one bit a number,
-until the gradient of that micro-batch has crossed.
+until the gradient of that micro-batch has crossed. Where an edge remembers samples, its two ends hold what arrived
+(`sample_memory.py`).
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from torch.utils._pytree import TreeSpec
 from armillary.codecs.codec import Codec
 from armillary.codecs.edges import at_places, guarded
 from armillary.codecs.tiles import packed, unpacked
+from armillary.runtime.cyclic.sample_memory import SampleMemory
 from armillary.runtime.form import Form, TensorForm, form_of
 from armillary.runtime.mailbox import Room
 from armillary.schedules.edge import EdgeCode, draw_of, is_codable
@@ -38,6 +40,8 @@ class Crossed:
         marks: by stage that made it, which leaves of an activation are coded.
         kept: by the place that made it and the leaf, where it is not zero, in bits.
         counted: tensors that this process sent, see `Course`.
+        samples: keys of a micro-batch's samples, by step and micro-batch, until it has left by all edges that remember.
+        memories: by the stage that made it, the leaf, and whether it is the sending side.
     """
 
     seed: int
@@ -46,6 +50,8 @@ class Crossed:
     counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     marks: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     kept: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
+    samples: dict[tuple[int, int], tuple[bytes, ...]] = field(default_factory=dict)
+    memories: dict[tuple[int, int, bool], SampleMemory] = field(default_factory=dict)
 
 
 class _Leaf(NamedTuple):
@@ -95,10 +101,11 @@ class CodedLetter:
     def write(self, form: Form, tensors: list[Tensor]) -> list[Tensor]:
         leaves = self._leaves(form)
         written = [
-            self._codec(leaf).encode(tensor.reshape(-1), self._draw(leaf)) if leaf.is_coded else tensor
+            self._encoded(leaf, tensor) if leaf.is_coded else tensor
             for leaf, tensor in zip(leaves, tensors, strict=True)
         ]
-        sent = Counter(leaf.is_coded for leaf in leaves if leaf.form.is_coded)
+        pairs = [pair for pair in zip(leaves, written, strict=True) if pair[0].form.is_coded]
+        sent = Counter(self._is_in_code(*pair) for pair in pairs)
         for is_coded, count in sent.items():
             self.crossed.counted[self.letter.what, self.letter.stage, is_coded] += count
         self._note(form, self._arrived(form, written) if self.code.leads else tensors)
@@ -152,8 +159,28 @@ class CodedLetter:
     def _arrived(self, form: Form, written: list[Tensor]) -> list[Tensor]:
         return [self._decoded(leaf, one) if leaf.is_coded else one for leaf, one in zip(self._leaves(form), written)]
 
+    def _encoded(self, leaf: _Leaf, tensor: Tensor) -> Tensor:
+        if not self.code.cache_bytes:
+            return self._codec(leaf).encode(tensor.reshape(-1), self._draw(leaf))
+        keys = self.crossed.samples[self.letter.step, self.letter.micro_batch]
+        return self._memory(leaf, is_sending=True).write(tensor, keys, self.code.codec, self._draw(leaf))
+
+    def _is_in_code(self, leaf: _Leaf, written: Tensor) -> bool:
+        """Whether something of it was coded: samples that are new cross whole."""
+        if not (leaf.is_coded and self.code.cache_bytes):
+            return leaf.is_coded
+        return self._memory(leaf, is_sending=True).met(written, leaf.form.shape[0]) > 0
+
+    def _memory(self, leaf: _Leaf, is_sending: bool) -> SampleMemory:
+        place = (self.letter.stage, leaf.number, is_sending)
+        if place not in self.crossed.memories:
+            self.crossed.memories[place] = SampleMemory(f"edge of stage {self.letter.stage}", self.code.cache_bytes)
+        return self.crossed.memories[place]
+
     def _decoded(self, leaf: _Leaf, code: Tensor) -> Tensor:
         like = torch.empty(0, dtype=leaf.form.dtype, device=code.device)
+        if self.code.cache_bytes:
+            return self._memory(leaf, is_sending=False).read(code, leaf.form.shape, like, self.code.codec)
         return self._codec(leaf).decode(code, leaf.elements, like).view(leaf.form.shape)
 
     def _note(self, form: Form, arrived: list[Tensor]) -> None:

@@ -40,6 +40,7 @@ from armillary.schedules.lowering import Lowering
 from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.random_stream import Stream
 from armillary.schedules.rank_list import Wires
+from armillary.schedules.sample_keys import sample_keys
 from armillary.schedules.schedule import Place
 
 __all__ = ["Interpreter"]
@@ -98,6 +99,9 @@ class Interpreter:
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
         self._crossed = Crossed(course.seed, self._first, schedule.stages, course.counted)
+        self._remembering = [  # edges that begin here and know samples
+            j for j in self._stages if (code := course.codes.get(("activation", j))) is not None and code.cache_bytes
+        ]
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
@@ -159,6 +163,8 @@ class Interpreter:
             tables.begin(step, options)
         self._autocasts[step] = Autocast.now(self._device_type)
         for micro_batch, (value, target) in zip(self.micro_batches, micro_batches, strict=True):
+            if self._remembering:
+                self._crossed.samples[step, micro_batch] = sample_keys(value)
             if 0 in self._stages:
                 self._values[Letter("activation", step, micro_batch, -1)] = enter(value)
             for j in self._losses:
@@ -289,6 +295,8 @@ class Interpreter:
         make = self._makes.get(one.letter.what)
         value = self._values.pop(one.letter) if make is None else Value(*tree_flatten(make(one.letter)))
         self._mailbox.send(one.letter, one.peer, value.leaves, value.spec, self._writing(one, value.passed_on))
+        if one.stage == max(self._remembering, default=None) and one.letter.what == "activation":
+            del self._crossed.samples[one.letter.step, one.letter.micro_batch]
 
     def _expect(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None

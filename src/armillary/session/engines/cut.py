@@ -9,6 +9,7 @@ from armillary.runtime.transport import Transport
 from armillary.schedules.edge import codes_of
 from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.registry import options_of
+from armillary.schedules.sample_keys import sample_keys
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
@@ -26,7 +27,8 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         first_step: how many steps were taken before.
 
     Raises:
-        ValueError: the model cannot be cut there, or the loss cannot be taken apart.
+        ValueError: the model cannot be cut there, the loss cannot be taken apart, or an edge that remembers samples
+            finds none in the example.
     """
     options, channel = options_of(plan), CountedChannel(transport)
     seed = seed_from_step(job.seed, first_step)
@@ -38,6 +40,9 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     assert job.loss is not None
     split = SplitLoss(job.loss, job.model, job.example)
     value = split.input_of(job.example)
+    codes = codes_of(options.edges, first_step)
+    if any(code.cache_bytes for code in codes.values()):
+        sample_keys(value)  # or it is refused here, before the first step
     stages = stages_of(job.model, value, options.points)
     refuse_other_groups(plan, stages)
     orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)
@@ -48,6 +53,6 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     course = Course(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
         remedies=options.built_remedies(), objectives=options.method.objectives(options),
-        codes=codes_of(options.edges, first_step),
+        codes=codes,
     )  # fmt: skip
     return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)
