@@ -55,13 +55,14 @@ def free_port() -> int:
         return port
 
 
-def command(arguments: Sequence[object], folder: Path, ranks: int = 0) -> list[Ended]:
-    """Runs `armillary *arguments` in `folder`: once, or as each of the `ranks` ranks of a job."""
+def command(arguments: Sequence[object], folder: Path, ranks: int = 0, **environment: str) -> list[Ended]:
+    """Runs `armillary *arguments` in `folder`: once, or as each of the `ranks` ranks of a job; `environment` is added
+    to what tests have."""
     context, port = forkserver(), free_port()
     with tempfile.TemporaryDirectory() as kept:
         programs = []
         for rank in range(max(ranks, 1)):
-            variables = _as_torchrun(rank, ranks, port, kept) if ranks else {}
+            variables = {**(_as_torchrun(rank, ranks, port, kept) if ranks else {}), **environment}
             order = (tuple(map(str, arguments)), str(folder), variables, f"{kept}/{rank}")
             programs.append(context.Process(target=_run, args=order, daemon=False))
         for program in programs:
