@@ -20,7 +20,7 @@ from armillary.schedules.remedies.remedy import REMEDIES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-ELSEWHERE = {"guide.md"}  # run by test_guide.py
+GUIDE = "guide.md"  # is run, too; what it leaves is looked at
 NOT_RUN = "not run here"  # what a block that needs a cluster says in its title
 
 
@@ -35,7 +35,7 @@ def bare(text):
     return " ".join(re.sub(r"-{3,}", "---", text).split())
 
 
-RUN = [page for page, text in PAGES.items() if page not in ELSEWHERE and blocks(text, "python")]
+RUN = [page for page, text in PAGES.items() if page != GUIDE and blocks(text, "python")]
 
 
 def run_page(rank, workers, page, folder):
@@ -60,6 +60,29 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(crew, tmp_path, 
     for shown in re.findall(r'^```text title="printed"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
         for part in shown.split("\n\n"):
             assert bare(part) in bare(said), f"{page} shows what was not printed"
+
+
+def run_guide(rank, workers, folder):
+    """Its blocks as one script, and all the runs that it makes."""
+    before = Path.cwd()
+    os.chdir(folder)
+    names, runs = {"__name__": "guide"}, []
+    try:
+        for number, block in enumerate(blocks(PAGES[GUIDE], "python")):
+            exec(compile(block, f"guide, block {number}", "exec"), names)
+            runs += [names["run"]] if "run" in names and names["run"] not in runs else []
+    finally:
+        os.chdir(before)
+    looked = {group.look_ahead for run in runs for group in run.plan.groups} - {"none"}
+    return len(runs), looked, names["loop"], names["told"].step, names["plan"].workers, names["state"] is None
+
+
+def test_the_guide_runs(crew, tmp_path):
+    found = crew(2).run(run_guide, str(tmp_path))
+    for rank, (runs, looked, loop, step, planned, is_empty) in enumerate(found):
+        assert (loop, step, planned, is_empty) == ({"step": 10}, 10, 2, rank == 1)
+        assert looked and runs == sum(block.count("run = armillary.") for block in blocks(PAGES[GUIDE], "python"))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
 def test_a_block_that_is_not_run_says_so():
