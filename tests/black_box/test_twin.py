@@ -15,7 +15,9 @@ from armillary import Choice, Link, Topology
 from armillary.cli.main import app
 from armillary.codecs.codec import build_codec
 from armillary.exchanges.coded import coded
-from armillary.exchanges.exchange import dense_exchange
+from armillary.exchanges.exchange import build_row, dense_exchange
+from armillary.reference.replicas import Replicas
+from armillary.reference.rows import Meanings
 from contracts.journey import registered
 
 PAGE = 100
@@ -144,6 +146,37 @@ def test_a_table_may_go_by_row_exactly_while_the_rest_is_coded():
         constraints={"*": Choice.parse("quantize(bits=2, tile=8)"), "words.weight": "owned_rows"}, steps=4, seeds=1,
     )  # fmt: skip
     assert found.sides.other.name == "quantize(bits=2, tile=8)" and "owned_rows" in found.sides.exact.name
+
+
+def rows_twin(text, steps=5):
+    model, batches = made(Reader), [word_batch(number, 0) for number in range(steps * 4 + 8)]
+    return armillary.twin(
+        model, OPTIMIZERS["sgd"](model.parameters()), batches, word_loss, topology=FOUR,
+        constraints={"words.weight": Choice.parse(text)}, steps=steps, seeds=1,
+    )  # fmt: skip
+
+
+def test_rows_in_code_are_trained_as_their_code_has_them():
+    """Against replicas that read what the codec means; coarser codes are further from exact."""
+    found = rows_twin(text := "owned_rows(rows_as=quantize(bits=4), gradients_as=quantize(bits=8))")
+    exact, coded = (side.losses[0] for side in (found.sides.exact, found.sides.other))
+    codes = build_row("owned_rows", **Choice.parse(text).options).codes
+    meanings = {"words.weight": Meanings(codes.rows.meaning, codes.gradients.meaning)}
+    truth = Replicas(made(Reader), lambda net: OPTIMIZERS["sgd"](net.parameters()), 4, (), rows=meanings)
+    for step in range(5):
+        truth.step([word_batch(4 * step + worker, 0) for worker in range(4)], word_loss)
+    judged = truth.models[0].eval()
+    with torch.no_grad():
+        want = sum(float(word_loss(judged, word_batch(number, 0))) for number in range(20, 28)) / 8
+    assert coded[-1] == pytest.approx(want, rel=1e-6) and coded[-1] != exact[-1]
+    said = " ".join(str(found).split())
+    assert "lossy: NOT exact" in said and "rows of words.weight are read in code; their bytes are forecast" in said
+    assert found.sides.other.name == text and found.facts()["departing"] is None
+
+
+def test_rows_as_they_are_have_a_gap_of_0_exactly():
+    found = rows_twin("owned_rows")
+    assert found.sides.exact.losses == found.sides.other.losses
 
 
 REFUSED = {

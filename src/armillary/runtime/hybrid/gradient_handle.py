@@ -126,7 +126,8 @@ def _refusal(gradient: Any, operation: str) -> NotImplementedError:
     owner = gradient.table.name if isinstance(gradient, GradientHandle) else "a row-sharded table"
     return NotImplementedError(
         f"{owner}.grad: {operation} would need the whole gradient, whose rows are spread over the workers; norms, "
-        "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_)"
+        "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_). If an optimizer asks that was made "
+        "since the run began: the run steps only those it was given; call run.close(), then attach the new one"
     )
 
 

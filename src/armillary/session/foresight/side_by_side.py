@@ -1,8 +1,8 @@
 """Trains one model twice on the same batches in this process: exactly, and as a plan that is not exact would.
 
 The workers are simulated. Exchanges that depart run the programs that ranks would run, in lockstep, so their bytes are
-counted; what is exact is averaged exactly, on both sides by the same sums. So two exact plans come out alike bit for
-bit, and a gap in the loss is the exchanges' doing.
+counted. Rows that travel in code are encoded and decoded, as ranks would. What is exact is averaged exactly, on both
+sides by the same sums. So two exact plans come out alike bit for bit, and a gap in the loss is the exchanges' doing.
 """
 
 import copy
@@ -62,7 +62,8 @@ def trained(workload: Workload, both: Both, asked: Asked, seed: int, held_out: S
     def loss(net: nn.Module, batch: SeededBatch) -> Tensor:
         return seeded_loss(workload, net, batch)
 
-    sides = (Replicas(model, optimizer, workers, ()), Replicas(model, optimizer, workers, both.departing, answer))
+    exact = Replicas(model, optimizer, workers, ())
+    sides = (exact, Replicas(model, optimizer, workers, both.departing, answer, both.rows))
     feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
     losses: tuple[list[float], list[float]] = ([], [])
     looks = set(knots(asked.steps))

@@ -6,12 +6,16 @@ against a clock, which gives their seconds.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.codecs.rows import RowCode
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
@@ -21,6 +25,7 @@ from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.reference.replicas import Shared
+from armillary.reference.rows import Meanings
 from armillary.runtime.watch.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.foresight.gap import Side, Sides, knots
@@ -76,12 +81,14 @@ class Losses(NamedTuple):
 class Both(NamedTuple):
     """The two plans for the same machines, as sides without losses yet; and the twin's exchanges that depart.
 
-    departing_bytes: of theirs, as forecast. departures: in what the twin is not exact.
+    rows: by table of the twin whose rows are coded, what arrives of these. departing_bytes: of the exchanges, as
+    forecast. departures: in what the twin is not exact.
     """
 
     exact: Side
     other: Side
     departing: tuple[Shared, ...]
+    rows: Mapping[str, Meanings]
     departing_bytes: float
     departures: tuple[str, ...]
 
@@ -90,7 +97,9 @@ class Both(NamedTuple):
         sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if self.departing else None
         exact = replace(self.exact, losses=tuple(one.exact for one in losses))
         other = replace(self.other, losses=tuple(one.other for one in losses))
-        said = tuple(f"{word}: {DEPARTURES[word]}" for word in self.departures)
+        said = [f"{word}: {DEPARTURES[word]}" for word in self.departures]
+        if self.rows:
+            said.append(f"rows of {', '.join(self.rows)} are read in code; their bytes are forecast, not counted")
         return Twin(subject, asked.topology.workers, Sides(exact, other, knots(asked.steps)), sent, (*said, *notes))
 
 
@@ -117,7 +126,7 @@ def planned(workload: Workload, asked: Asked) -> Both:
     named = {name for group in departing for name in group.parameters}
     nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))
     exact, other = (_side(one, case) for one in plans)
-    return Both(exact, other, departing, nbytes, plans[1].departures)
+    return Both(exact, other, departing, _coded_rows(plans[1]), nbytes, plans[1].departures)
 
 
 def _side(plan: Plan, case: Case) -> Side:
@@ -127,8 +136,10 @@ def _side(plan: Plan, case: Case) -> Side:
 
 
 def _departs(wish: Constraint) -> bool:
-    name, entries = wish if isinstance(wish, str) else wish.name, dense_exchanges()
-    return name in entries and bool(entries[name].departs)
+    choice, entries = Choice(wish) if isinstance(wish, str) else wish, dense_exchanges()
+    if choice.name in row_exchanges():
+        return bool(build_row(choice.name, **choice.options).codes.departs)
+    return choice.name in entries and bool(entries[choice.name].departs)
 
 
 def _departing(plan: Plan) -> list[Shared]:
@@ -138,3 +149,18 @@ def _departing(plan: Plan) -> list[Shared]:
         if choice.name in entries and entries[choice.name].departs:
             found.append(Shared(group.parameters, build_dense(choice.name, **choice.options)))
     return found
+
+
+def _coded_rows(plan: Plan) -> dict[str, Meanings]:
+    """By table: its rows and gradients are encoded and decoded, as on their way between ranks."""
+    found = {}
+    for group in plan.groups:
+        if group.own_exchange.name in row_exchanges():
+            codes = build_row(group.own_exchange.name, **group.own_exchange.options).codes
+            if codes.departs:
+                found[group.parameters[0]] = Meanings(*(partial(_crossed, code) for code in codes))
+    return found
+
+
+def _crossed(code: RowCode, rows: Tensor) -> Tensor:
+    return code.decode(code.encode(rows), rows)
