@@ -232,8 +232,8 @@ def count(rank, world, made):
     run, _ = driven(made)
     trained(run, range(4))
     run._engine.drain()
-    held, waited = sum(run._engine.held_bytes().values()), run._engine.parts.channel.waited_seconds
-    return run._engine.parts.channel.take()[0] / 4, held, waited > 0
+    held, waited = sum(run._engine.held_bytes().values()), sum(run._engine.parts.channel.waited.values())
+    return sum(sent for sent, _ in run._engine.parts.channel.take().values()) / 4, held, waited > 0
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 100])

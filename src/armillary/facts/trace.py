@@ -16,7 +16,8 @@ __all__ = ["Record", "Trace"]
 
 @dataclass(frozen=True)
 class Record:
-    """One action of one rank in one step: a request of a group's exchange, or a named piece of compute."""
+    """One action of one rank in one step: a request of a group's exchange, or a named piece of compute. at: of a
+    message, which of its kind; alike on both sides."""
 
     step: int
     group: str
@@ -24,6 +25,7 @@ class Record:
     start_seconds: float
     seconds: float
     sent_bytes: float
+    at: str = ""
 
     def __post_init__(self) -> None:
         if self.seconds < 0 or self.sent_bytes < 0:

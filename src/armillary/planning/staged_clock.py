@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Group, Plan
@@ -29,7 +30,9 @@ from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.registry import RECOMPUTE, options_of
 
-__all__ = ["play"]
+__all__ = ["ALL_REDUCE", "play"]
+
+ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
 
 WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
@@ -59,15 +62,30 @@ class _Rank:
 
 @dataclass(eq=False)
 class _Letter:
-    """sent, room: when both sides had done their part. arrived: when it is there."""
+    """sent, room: when both sides had done their part. arrived: when it is there. place: in `flights`."""
 
     sent: float | None = None
     room: float | None = None
     arrived: float | None = None
+    place: int = -1
+
+
+class _Flown(NamedTuple):
+    """sent: when its sender did its part. is_seen: whether a side has waited for it, which is then when it landed."""
+
+    sender: int
+    sent: float
+    flight: Flight
+    is_seen: bool = False
+
+    def seen(self, now: float) -> "_Flown":
+        land = min(now, self.flight.land_seconds) if self.is_seen else now
+        return self._replace(flight=self.flight._replace(land_seconds=land), is_seen=True)
 
 
 def play(plan: Plan, case: Case) -> Simulation:
-    """A step of the rank whose processor does most; flights are those of all ranks.
+    """A step of the rank whose processor does most; flights are those of all ranks, as a trace has them: from when both
+    sides had asked to when one of them sees that it is over.
 
     Raises:
         ValueError: the schedule is not lowered to lists, tables are kept by row, or the machines are of other workers.
@@ -90,7 +108,7 @@ class _Play:
         self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))
         self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
-        self.flights: list[tuple[int, Flight]] = []  # with the sender
+        self.flights: list[_Flown] = []
         self.replicas = self.options.replicas(plan.workers)
         self.reduced: dict[tuple[int, int, int], list[int]] = {}  # places in `flights`, by rank, step and stage
         self.over = set[tuple[int, int, int]]()  # whose gradients are all there
@@ -129,10 +147,11 @@ class _Play:
         return Simulation(self.plan.workers, spans, tuple(flights), whole)
 
     def _step_flights(self) -> Iterator[Flight]:
-        """Those that one step launches, of all ranks; bytes are the mean over workers."""
-        for number, flight in self.flights:
-            begin, end = self.ranks[number].times[-2:]
-            if begin <= flight.launch_seconds < end:
+        """Those that one step sends, of all ranks; bytes are the mean over workers. Not of the last step, whose letters
+        nobody has read yet."""
+        for number, sent, flight, _ in self.flights:
+            begin, end = self.ranks[number].times[-1 - SHOWN :][:2]
+            if begin <= sent < end:
                 yield flight._replace(
                     launch_seconds=flight.launch_seconds - begin,
                     land_seconds=flight.land_seconds - begin,
@@ -157,15 +176,17 @@ class _Play:
         times = [self.letters[key].arrived for key in wanted]
         if any(time is None for time in times):
             return False
-        for (letter, _), time in zip(wanted, times, strict=True):
+        for (letter, receiver), time in zip(wanted, times, strict=True):
             clock.wait(f"stage {letter.stage}", time or 0.0)
+            place = self.letters[letter, receiver].place
+            self.flights[place] = self.flights[place].seen(clock.now_seconds)
             if one.op in ("F", "B"):
                 self._code(number, letter, "decode")
         if one.op in ("UPDATE", "NORM"):
             for place in self.reduced.pop((number, one.step, one.stage), ()):
-                _, flight = self.flights[place]
-                clock.wait(flight.group, flight.land_seconds)
-                self.flights[place] = number, flight._replace(land_seconds=clock.now_seconds)
+                flown = self.flights[place]
+                clock.wait(flown.flight.group, flown.flight.land_seconds)
+                self.flights[place] = flown.seen(clock.now_seconds)
         if one.op == "F":
             clock.work(f"stage {one.stage}", "forward", stage.forward)
         elif one.op == "B":
@@ -223,11 +244,9 @@ class _Play:
             sent, seconds = crossed.sent_bytes, crossed.link_seconds
             clock.work(group.name, "pack", crossed.processor_seconds)
             launch, is_inside = clock.now_seconds, self.case.topology.nodes == 1
-            landed = clock.send(
-                group.name, "all-reduce", [Request(sent, seconds * is_inside, seconds * (not is_inside))]
-            )
+            landed = clock.send(group.name, ALL_REDUCE, [Request(sent, seconds * is_inside, seconds * (not is_inside))])
             gone.append(len(self.flights))
-            self.flights.append((number, Flight(group.name, "all-reduce", launch, landed, sent)))
+            self.flights.append(_Flown(number, launch, Flight(group.name, ALL_REDUCE, launch, landed, sent)))
 
     def _meet(self, number: int, one: Instruction) -> None:
         """One side has done its part; with both the letter moves."""
@@ -249,7 +268,9 @@ class _Play:
         clock.free_seconds[lane] = letter.arrived = start + seconds
         name = f"stage {one.letter.stage}"
         clock.spans.append(Span(lane, name, "send", start, seconds, nbytes))
-        self.flights.append((sender, Flight(name, one.letter.what, letter.sent, letter.arrived, nbytes)))
+        letter.place, joint = len(self.flights), max(letter.sent, letter.room)
+        flight = Flight(name, one.letter.what, joint, letter.arrived, nbytes)
+        self.flights.append(_Flown(sender, letter.sent, flight))
 
     def _bytes_of(self, letter: Letter) -> float:
         stage, (code, below) = self.stages[letter.stage], self._crossing(letter)

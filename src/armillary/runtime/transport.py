@@ -397,4 +397,4 @@ class _Posted:
             kind, seconds = type(message).__name__, time.perf_counter() - self.began
             sent = sent_bytes(message, transport.place.workers, transport.place.rank)
             began = self.began - transport.origin_seconds
-            transport.records.append(Record(transport.step, message.what, kind, began, seconds, sent))
+            transport.records.append(Record(transport.step, message.what, kind, began, seconds, sent, message.at))

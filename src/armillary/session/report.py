@@ -10,7 +10,7 @@ from armillary.session.health import Health, health_of, health_table
 from armillary.session.job import Job
 from armillary.session.tally import OTHER, Tally
 
-__all__ = ["Comparison", "Report", "compare", "comparison_table", "report_of"]
+__all__ = ["Comparison", "EdgeSent", "Report", "compare", "comparison_table", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,19 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class EdgeSent:
+    """What goes from stage to stage, or a stage from rank to rank: per worker and step (mean over workers)."""
+
+    name: str
+    sent_bytes: float
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
 class Report:
     """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
-    that are not exact. step_seconds: of a whole step, from its end to that of the next, the median of the last ones in
+    that are not exact. edges: bytes and seconds waited of the schedule's messages; groups are charged with what their
+    stage sends of them. step_seconds: of a whole step, from its end to that of the next, the median of the last ones in
     the mean over workers; forecast_seconds: what the plan expected of it. 0 where nobody knows."""
 
     steps: int
@@ -34,6 +44,7 @@ class Report:
     health: tuple[Health, ...] = ()
     step_seconds: float = 0.0
     forecast_seconds: float = 0.0
+    edges: tuple[EdgeSent, ...] = ()
 
     def __str__(self) -> str:
         forecast, measured = Forecast(), Forecast()
@@ -41,7 +52,9 @@ class Report:
             forecast, measured = forecast + line.forecast, measured + line.measured
         table = comparison_table((*self.lines, Comparison("all", "", forecast, measured)))
         text = f"after {self.steps} steps{self._step_words()}\n{table}"
-        return f"{text}\n\n{health_table(self.health)}" if self.health else text
+        parts = [_edge_table(self.edges)] if self.edges else []
+        parts += [health_table(self.health)] if self.health else []
+        return "\n\n".join(map(str, (text, *parts)))
 
     def _step_words(self) -> str:
         if not self.step_seconds:
@@ -55,7 +68,24 @@ def report_of(run: Job) -> Report:
     run.count()
     seconds = run.transport.share(run.tally.step_seconds)
     lines, health = compare(run, run.tally), health_of(run)
-    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), run.plan.step_seconds)
+    edges = _edges(run)
+    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), run.plan.step_seconds, edges)
+
+
+def _edges(run: Job) -> tuple[EdgeSent, ...]:
+    everyones = run.transport.share(run.tally.edges)
+    steps = max(run.tally.steps, 1) * len(everyones)
+    names = sorted({name for theirs in everyones for name in theirs})
+    pairs = {name: [theirs.get(name, (0.0, 0.0)) for theirs in everyones] for name in names}
+    return tuple(
+        EdgeSent(name, sum(sent for sent, _ in told) / steps, sum(waited for _, waited in told) / steps)
+        for name, told in pairs.items()
+    )
+
+
+def _edge_table(edges: Sequence[EdgeSent]) -> Table:
+    rows = [(edge.name, f"{edge.sent_bytes / 1e3:,.1f}", f"{edge.waited_seconds * 1e3:,.2f}") for edge in edges]
+    return Table(("of which, by edge", "sent kB/step", "waited ms"), rows)
 
 
 def comparison_table(lines: Sequence[Comparison]) -> Table:

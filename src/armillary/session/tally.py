@@ -9,11 +9,12 @@ from statistics import median
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
 
-__all__ = ["ALL", "OTHER", "STEP", "Tally"]
+__all__ = ["ALL", "MANY_RECORDS", "OTHER", "STEP", "Tally"]
 
 ALL = "all groups"  # where a schedule carries them together
 STEP = "step"  # the whole of it
 TIMED_STEPS = 1000
+MANY_RECORDS = 4096  # a transport's that are added up in between
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
 
 
@@ -41,6 +42,7 @@ class Tally:
         self.steps = 0
         self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
+        self.edges: dict[str, tuple[float, float]] = {}  # bytes and seconds of each, which groups are charged with
         self._told = _Told()
 
     def add(self, records: tuple[Record, ...]) -> None:
@@ -50,6 +52,10 @@ class Tally:
             self.sent[group] += record.sent_bytes
             self.seconds[group] += record.seconds
             self.sent_bytes += record.sent_bytes
+        self.keep(records)
+
+    def keep(self, records: tuple[Record, ...]) -> None:
+        """For the trace; they are counted elsewhere."""
         last = records[-1].step if records else 0
         kept = [record for record in (*self.records, *records) if record.step > last - self.window]
         self.records = kept
@@ -74,6 +80,11 @@ class Tally:
         self.sent[group] += sent_bytes
         self.seconds[group] += seconds
         self.sent_bytes += sent_bytes
+
+    def put_edge(self, edge: str, sent_bytes: float, seconds: float) -> None:
+        """A part of what was put for a group."""
+        before = self.edges.get(edge, (0.0, 0.0))
+        self.edges[edge] = before[0] + sent_bytes, before[1] + seconds
 
     def _group(self, label: str) -> str:
         """Pulls are recorded under the table's name, pushes under the group's."""

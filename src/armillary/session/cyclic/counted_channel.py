@@ -1,6 +1,7 @@
-"""The transport's messages and requests, with what they sent and how long this process waited for them."""
+"""The transport's messages and requests, with what they sent and how long this process waited for them, by label."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,34 +15,37 @@ __all__ = ["CountedChannel"]
 
 @dataclass(eq=False)
 class CountedChannel:
-    """sent_bytes: of the tensors, without the network's headers. waited_seconds: not hidden behind compute."""
+    """sent: bytes of the tensors, without the network's headers, counted when they set out. waited: seconds that are
+    not hidden behind compute."""
 
     transport: Transport
-    sent_bytes: float = 0
-    waited_seconds: float = 0.0
+    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def post(self, message: Message) -> Pending:
         place = self.transport.place
-        self.sent_bytes += sent_bytes(message, place.workers, place.rank)
-        return _Timed(self.transport.post(message), self)
+        self.sent[message.what] += sent_bytes(message, place.workers, place.rank)
+        return _Timed(self.transport.post(message), self, message.what)
 
     def start(self, request: Request, label: str) -> Callable[[], Any]:
         place = self.transport.place_in(request)
-        self.sent_bytes += sent_bytes(request, place.workers, place.rank)
+        self.sent[label] += sent_bytes(request, place.workers, place.rank)
         wait = self.transport.start(request, label)
 
         def timed() -> Any:
             began = time.perf_counter()
             answer = wait()
-            self.waited_seconds += time.perf_counter() - began
+            self.waited[label] += time.perf_counter() - began
             return answer
 
         return timed
 
-    def take(self) -> tuple[float, float]:
-        """Bytes and seconds since the last call."""
-        taken = self.sent_bytes, self.waited_seconds
-        self.sent_bytes, self.waited_seconds = 0, 0.0
+    def take(self) -> dict[str, tuple[float, float]]:
+        """By label, bytes and seconds since the last call."""
+        labels = dict.fromkeys((*self.sent, *self.waited))
+        taken = {label: (self.sent[label], self.waited[label]) for label in labels}
+        self.sent.clear()
+        self.waited.clear()
         return taken
 
 
@@ -49,9 +53,10 @@ class CountedChannel:
 class _Timed:
     pending: Pending
     channel: CountedChannel = field(repr=False)
+    label: str = ""
 
     def wait(self) -> object:
         began = time.perf_counter()
         answer = self.pending.wait()
-        self.channel.waited_seconds += time.perf_counter() - began
+        self.channel.waited[self.label] += time.perf_counter() - began
         return answer

@@ -27,8 +27,10 @@ from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.average import Average
+from armillary.session.edge_labels import EdgeLabels, way_of
 from armillary.session.engines.contract import Engine
 from armillary.session.engines.cut import parts_of
+from armillary.session.engines.held_between_steps import Named, held_by_group
 from armillary.session.engines.interpreted import engine_of
 from armillary.session.engines.own_loop import OwnLoopEngine
 from armillary.session.engines.refused_state import refuse_state
@@ -36,7 +38,7 @@ from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.source import leaves
-from armillary.session.tally import ALL, Tally
+from armillary.session.tally import ALL, MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
 
@@ -56,6 +58,7 @@ class OwnedLoop:
     def __init__(self, plan: Plan, job: TrainJob, transport: Transport) -> None:
         self.plan, self.job, self.transport = plan, job, transport
         self.model, self.optimizer = job.model, job.optimizer
+        self.transport.recording = True
         self.tally = Tally(plan)
         self.averages: dict[str, Average] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
@@ -94,6 +97,8 @@ class OwnedLoop:
         self._taken += 1
         self.transport.step += 1
         self.tally.end_step()
+        if len(self.transport.records) > MANY_RECORDS:
+            self.count()
 
     def _looped(self) -> None:
         """A step of the user's own loop is over."""
@@ -272,24 +277,25 @@ class OwnedLoop:
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer state that this process holds, by name, without rows. Homes keep that of their stages."""
-        owner_of = {
-            name: owner
-            for stage, owner in zip(self.parts.stages, self.owners, strict=True)
-            for name in stage.names.values()
-        }
         found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._masters():
+            entries = self.optimizer.state.get(parameter, {})
+            if name in self.tables:
+                entries = table_state(self.tables[name], self.optimizer, self.held[name]).rest
+            if entries:
+                found[name] = dict(entries)
+        return found
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer steps on here, by name."""
+        pairs = zip(self.parts.stages, self.owners, strict=True)
+        owner_of = {name: owner for stage, owner in pairs for name in stage.names.values()}
         names = iter(self.names)
         for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
             mine = [next(names) for _ in given["params"]]
             if len(group["params"]) != len(mine):
                 mine = [name for name in mine if owner_of.get(name) == self.rank]
-            for name, parameter in zip(mine, group["params"], strict=True):
-                entries = self.optimizer.state.get(parameter, {})
-                if name in self.tables:
-                    entries = table_state(self.tables[name], self.optimizer, self.held[name]).rest
-                if entries:
-                    found[name] = dict(entries)
-        return found
+            yield from zip(mine, group["params"], strict=True)
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
@@ -347,11 +353,21 @@ class OwnedLoop:
 
     def count(self) -> None:
         """Brings the tally up to date."""
-        sent, waited = self.parts.channel.take()
-        self.tally.put(ALL, sent, waited)
+        edges = EdgeLabels(self.plan)
+        for label, (sent, waited) in self.parts.channel.take().items():
+            self.tally.put(edges.group_of(label) if self._is_lowered else ALL, sent, waited)
+            if self._is_lowered and (edge := edges.edge_of(label)):
+                self.tally.put_edge(edge, sent, waited)
+        self.tally.keep(self.transport.take_records())
+
+    @property
+    def _is_lowered(self) -> bool:
+        return self.options.method.is_lowered
 
     def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        """What `report` compares: all groups together, as the schedule carries them together."""
+        """What `report` compares: every group, or all together where an engine of the schedule's own carries them."""
+        if self._is_lowered:
+            return [(group.name, way_of(self.plan, group), group.forecast) for group in self.plan.groups]
         total = Forecast()
         for group in self.plan.groups:
             total += group.forecast
@@ -359,12 +375,14 @@ class OwnedLoop:
 
     def held_bytes(self) -> dict[str, float]:
         """Weights and optimizer state between two steps on this process, with what the engine holds beside them."""
-        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        tensors = [*self._held_whole().values(), *masters, *(table.shard for table in self.tables.values())]
-        for entries in [*self.optimizer.state.values(), *self.held.values()]:
-            tensors += [value for value in entries.values() if isinstance(value, Tensor)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return {ALL: float(sum(storages.values()) + self.engine.beside_bytes)}
+        tensors = [Named(name, weight) for name, weight in self._held_whole().items()]
+        tensors += [Named(name, table.shard) for name, table in self.tables.items()]
+        kept = [(name, self.optimizer.state.get(master, {})) for name, master in self._masters()]
+        tensors += [Named(name, master) for name, master in self._masters()]
+        for name, entries in [*kept, *self.held.items()]:
+            tensors += [Named(name, value) for value in entries.values() if isinstance(value, Tensor)]
+        held = held_by_group(self.plan, tensors, self.units, self.engine.beside_bytes)
+        return dict(held) if self._is_lowered else {ALL: sum(held.values())}
 
     def no_sync(self) -> NoReturn:
         if self.job.loss is None:

@@ -30,7 +30,7 @@ from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
-from armillary.session.tally import Tally
+from armillary.session.tally import MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.units import Units
 from armillary.session.workload import Batch as MicroBatch
@@ -38,7 +38,6 @@ from armillary.session.workload import Batch as MicroBatch
 __all__ = ["UserLoop"]
 
 Batch = TypeVar("Batch")
-MANY_RECORDS = 4096  # more are added up in between
 
 
 class UserLoop:

@@ -2,8 +2,11 @@
 
 Bytes and memory of a group are the run's means over workers. Seconds of a group are those its requests were in flight,
 which depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), on which all
-ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`). Under a
-schedule that is not simulated the plan's own seconds stand.
+ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`).
+
+Under a schedule whose instructions are played (`planning/staged_clock`) each edge has a line too, letters both ways:
+bytes and seconds from the trace. They are a part of the group that is charged with what its stage sends. Memory of such
+a group is shown without a band, since the plan counts its gradient, which is gone between two steps.
 
 Steps of a run are not alike: what crosses competes with compute for processors, and a group takes 5 ms in one step and
 7 in the next while the step's own time holds. So a group's seconds are a stretch, the *middle half* of its steps (first
@@ -20,20 +23,25 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.facts.layout import layout_of
-from armillary.facts.plan import SIMULTANEOUS, Choice, Forecast, Plan
+from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import LOOK_UPS, simulate
+from armillary.planning.staged_clock import ALL_REDUCE
+from armillary.schedules.edge import codes_of
+from armillary.schedules.registry import options_of, owns_loop
+from armillary.session.edge_labels import EdgeLabels, way_of
 from armillary.session.folder import read_kept
+from armillary.session.foresight.edges_seen import Seen, edges_seen
 from armillary.session.tally import OTHER, STEP
 
 __all__ = ["Band", "Compared", "Line", "Middle", "compare_run"]
@@ -87,8 +95,8 @@ class Middle:
 
 @dataclass(frozen=True)
 class Line:
-    """One group, the whole step, or the process. forecast: None for what is only shown. measured: its seconds are the
-    median step's. outside: which of its figures are outside the band. middle: of a group's steps."""
+    """One group, one edge, the whole step, or the process. forecast: None for what is only shown. measured: its seconds
+    are the median step's. outside: which of its figures are outside the band. middle: of steps."""
 
     group: str
     exchange: str
@@ -100,7 +108,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Compared:
-    """lines: in launch order, then the whole step and the process."""
+    """lines: in launch order, then edges, what is of no group, the whole step and the process."""
 
     band: Band
     lines: tuple[Line, ...]
@@ -137,22 +145,31 @@ def compare_run(folder: Path, band: Band) -> Compared:
     plan: Plan = _file(folder, "plan", Plan)
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
+    foreseen = _foreseen(folder, plan, summary.steps)
     _refuse_other_plan(folder, plan, trace, summary)
-    forecast, step = _forecast(folder, plan, summary.steps)
-    spent = _seconds(trace, {name: group.name for group in plan.groups for name in group.parameters})
+    edges = _edges_in(trace, plan)
+    spent = _seconds(trace, plan, edges)
     seen: list[Line] = []
     for line in summary.comparison:
         name, held = line["group"], Forecast(**line["measured"])
         middle = spent.get(name, Middle.of([]))
         measured = replace(held, seconds=middle.median)
-        seen.append(Line(name, line["exchange"], forecast.get(name, Forecast()), measured, (), middle))
-    sent_bytes = sum(line.measured.sent_bytes for line in seen)
+        seen.append(Line(name, line["exchange"], foreseen.groups.get(name), measured, (), middle))
+    sent_bytes = sum(line.measured.sent_bytes for line in seen if line.forecast is not None)
     whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
-    expected = Forecast(step.sent_bytes, summary.forecast.memory_bytes, step.seconds)
+    expected = Forecast(foreseen.step.sent_bytes, summary.forecast.memory_bytes, foreseen.step.seconds)
+    seen[len(plan.groups) : len(plan.groups)] = [
+        Line(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
+        for edge, forecast in foreseen.edges.items()
+        for found in [edges.get(edge, Seen({}, 0.0))]
+        for middle in [Middle.of([*found.seconds.values()])]
+    ]
     seen.append(Line(STEP, "", expected, whole, ()))
-    decided = {group.name for group in plan.groups if _is_decided(group.exchange)}
+    decided = {group.name for group in plan.groups if _is_decided(group.exchange)} | foreseen.decided
     decided |= {STEP} if decided else set()
     lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
+    if foreseen.edges:
+        lines = [line if line.group == STEP else _without_memory(line) for line in lines]
     process = Line(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
     return Compared(band, (*lines, process))
 
@@ -168,7 +185,7 @@ def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
 
 
 def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary) -> None:
-    planned = {group.name: str(group.exchange) for group in plan.groups}
+    planned = {group.name: way_of(plan, group) for group in plan.groups}
     carried = {line["group"]: line["exchange"] for line in summary.comparison if line["group"] != OTHER}
     if planned != carried:
         differing = sorted(set(planned.items()) ^ set(carried.items()))
@@ -176,23 +193,52 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
             f"compare: {folder}/plan.json is not the plan of this run: they differ in "
             f"{', '.join(f'{name} by {exchange}' for name, exchange in differing)}; put back the run's own plan"
         )
-    known = {*planned, *plan.parameters}
-    if plan.workers > 1 and not known & trace.groups:
+    known, edges = {*planned, *plan.parameters}, EdgeLabels(plan)
+    if plan.workers > 1 and not any(label in known or edges.edge_of(label) for label in trace.groups):
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
 
 
-def _forecast(folder: Path, plan: Plan, steps: range) -> tuple[dict[str, Forecast], Forecast]:
-    """By group, and of the step."""
+@dataclass(frozen=True)
+class _Foreseen:
+    """By group and by edge, and of the step. decided: where the data decide how much an edge sends."""
+
+    groups: dict[str, Forecast]
+    step: Forecast
+    edges: dict[str, Forecast] = field(default_factory=dict)
+    decided: frozenset[str] = frozenset()
+
+
+def _foreseen(folder: Path, plan: Plan, steps: range) -> _Foreseen:
+    """
+    Raises:
+        ValueError: the plan's schedule is not played.
+    """
     held = {group.name: group.forecast for group in plan.groups}
-    if plan.schedule.name != SIMULTANEOUS.name:
-        return held, plan.forecast
     topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
     case = Case(profile, topology.of(plan.workers), assumptions_behind(plan))
     played = simulate(plan, case)
+    if owns_loop(plan.schedule):
+        return _foreseen_by_edge(plan, played)
     sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
     forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
-    return forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds)
+    return _Foreseen(forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds))
+
+
+def _foreseen_by_edge(plan: Plan, played: Simulation) -> _Foreseen:
+    """Groups as the plan has them, in flight as played; edges as played."""
+    names, edges = EdgeLabels(plan), dict[str, Forecast]()
+    flown = dict.fromkeys((group.name for group in plan.groups), 0.0)
+    for flight in played.flights:
+        label = flight.group if flight.action == ALL_REDUCE else f"{flight.action} of {flight.group}"
+        flown[names.group_of(label)] += flight.seconds
+        if edge := names.edge_of(label):
+            edges[edge] = edges.get(edge, Forecast()) + Forecast(flight.sent_bytes, 0.0, flight.seconds)
+    groups = {group.name: replace(group.forecast, seconds=flown[group.name]) for group in plan.groups}
+    codes = codes_of(options_of(plan).edges)
+    decided = frozenset(f"{what} of stage {stage}" for (what, stage), code in codes.items() if not code.is_fixed)
+    decided |= {names.group_of(edge) for edge in decided}
+    return _Foreseen(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
 
 
 def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
@@ -227,12 +273,20 @@ def _is_dense(choice: Choice | None) -> bool:
     return choice is not None and choice.name in dense_exchanges()
 
 
-def _seconds(trace: Trace, group_of: Mapping[str, str]) -> dict[str, Middle]:
+def _edges_in(trace: Trace, plan: Plan) -> dict[str, Seen]:
+    return edges_seen(trace, plan) if owns_loop(plan.schedule) else {}
+
+
+def _seconds(trace: Trace, plan: Plan, edges: Mapping[str, Seen]) -> dict[str, Middle]:
     """Of steps, by group; requests that are of no group go together."""
-    steps: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    names = {STEP, *group_of.values()}
+    steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    names = EdgeLabels(plan)
     for (label, step), seconds in trace.joint_seconds().items():
-        steps[label if label in names else group_of.get(label, OTHER)][step] += seconds
+        if not names.edge_of(label):
+            steps[label if label == STEP else names.group_of(label)][f"step {step}"] += seconds
+    for edge, seen in edges.items():
+        for at, seconds in seen.seconds.items():
+            steps[names.group_of(edge)][at] += seconds
     return {group: Middle.of([*spent.values()]) for group, spent in steps.items()}
 
 
@@ -244,11 +298,17 @@ def _is_decided(choice: Choice | None) -> bool:
     return exchange.most_bytes is not None and exchange.bytes_after is None
 
 
+def _without_memory(line: Line) -> Line:
+    return replace(line, outside=tuple(name for name in line.outside if name != "memory_bytes"))
+
+
 def _outside(line: Line, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
     found = []
     sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
     shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}
-    forecast, measured = line.forecast or Forecast(), line.measured
+    forecast, measured = line.forecast, line.measured
+    if forecast is None:
+        return ()
     if line.middle is not None:
         measured = replace(measured, seconds=line.middle.nearest(forecast.seconds))
     for name, share in shares.items():

@@ -1,0 +1,91 @@
+"""A run under a schedule beside its forecast, edge by edge: bytes as played, a wrong edge found."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from armillary.cli.find import find, small
+from armillary.facts.plan import Choice, Plan
+from armillary.facts.profile import Profile
+from armillary.session.decide import Wishes
+from armillary.session.foresight.compare import Band, compare_run
+from armillary.session.settings import Settings
+from armillary.session.tally import OTHER, STEP
+from armillary.session.train import train
+
+BYTES = Band(memory_bytes=1, seconds=1)  # what a busy machine cannot change
+PIPELINES = {
+    "pipeline(micro_batches=4)": 2,
+    "gpipe(micro_batches=4)": 2,
+    "one_f_one_b(micro_batches=4)": 2,
+    "gpipe(micro_batches=2, stages=2)": 4,
+}
+EDGES = ["activation of stage 0", "activation gradient of stage 1"]
+
+
+def trained(rank, workers, text, folder):
+    settings = Settings(Path(folder), steps=5, every_seconds=0, wishes=Wishes(schedule=Choice.parse(text)))
+    for _ in train(find("vision", small("vision")), settings):
+        pass
+
+
+def outside(folder):
+    return {line.group: line.outside for line in compare_run(folder, BYTES).lines if line.outside}
+
+
+def a_tenth_more_in_the_plan(folder):
+    """Of the bytes of its first group."""
+    plan = Plan.load(folder / "plan.json")
+    group = plan.groups[0]
+    more = replace(group.forecast, sent_bytes=1.1 * group.forecast.sent_bytes)
+    plan.with_group(replace(group, forecast=more)).save(folder / "plan.json")
+    return group.name
+
+
+def a_tenth_more_at_the_cut(folder):
+    """Of the bytes that the profile says stage 0 hands on."""
+    profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+    names = [stage.name for stage in profile.stages]
+    last = names.index(plan.stages[1].begins) - 1
+    stages = list(profile.stages)
+    stages[last] = replace(stages[last], output_bytes=round(1.1 * stages[last].output_bytes))
+    replace(profile, stages=tuple(stages)).save(folder / "profile.json")
+
+
+@pytest.mark.parametrize(("text", "workers"), PIPELINES.items())
+def test_every_group_and_edge_of_a_pipeline_has_a_line_and_wrong_bytes_are_found(crew, tmp_path, text, workers):
+    crew(workers).run(trained, text, str(tmp_path))
+    found = compare_run(tmp_path, BYTES)
+    assert found.is_within, [line for line in found.lines if line.outside]
+    plan = Plan.load(tmp_path / "plan.json")
+    assert [line.group for line in found.lines] == [
+        *(group.name for group in plan.groups), *EDGES, OTHER, STEP, "process"
+    ]  # fmt: skip
+    for line in found.lines[len(plan.groups) :][: len(EDGES)]:
+        assert line.measured.sent_bytes == pytest.approx(line.forecast.sent_bytes, rel=1e-9)
+        assert line.measured.sent_bytes > 0 and line.measured.seconds > 0 and line.forecast.seconds > 0
+    right = (tmp_path / "profile.json").read_text()
+    a_tenth_more_at_the_cut(tmp_path)
+    assert outside(tmp_path) == dict.fromkeys(EDGES, ("sent_bytes",))
+    (tmp_path / "profile.json").write_text(right)
+    assert a_tenth_more_in_the_plan(tmp_path) in outside(tmp_path)
+
+
+def test_every_group_and_edge_of_a_ring_has_a_line_and_wrong_bytes_are_found(crew, tmp_path):
+    crew(2).run(trained, "ring", str(tmp_path))
+    found = compare_run(tmp_path, BYTES)
+    assert found.is_within, [line for line in found.lines if line.outside]
+    edges = [line for line in found.lines if line.exchange == "edge"]
+    assert {line.group.split(" of ")[0] for line in edges} == {
+        "partial gradient", "gradient", "weights"
+    }  # fmt: skip
+    for line in edges:
+        assert line.measured.sent_bytes == pytest.approx(line.forecast.sent_bytes, rel=1e-9)
+    assert a_tenth_more_in_the_plan(tmp_path) in outside(tmp_path)
+
+
+def test_a_schedule_that_is_not_played_is_refused_by_name(crew, tmp_path):
+    crew(2).run(trained, "zero_ring", str(tmp_path))
+    with pytest.raises(ValueError, match=r"the plan's schedule is zero_ring.*, which is not played yet"):
+        compare_run(tmp_path, BYTES)
