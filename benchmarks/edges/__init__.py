@@ -1,0 +1,1 @@
+"""Coded edges of a pipeline beside the same pipeline uncoded, and beside torch's own."""
