@@ -26,8 +26,11 @@ class Level:
 
 
 def pss_bytes() -> int:
-    """Memory of this process now, its share of shared pages included. Walks all pages: milliseconds per GB."""
-    return _kilobytes(SELF / "smaps_rollup", "Pss") * 1024
+    """Memory of this process now, its share of shared pages included. Walks all pages: milliseconds per GB.
+
+    Pages of files are left out, which are libraries: a process's share of those changes as others come and go.
+    """
+    return sum(_kilobytes(SELF / "smaps_rollup", kind) for kind in ("Pss_Anon", "Pss_Shmem")) * 1024
 
 
 def begin_watch() -> Level:
