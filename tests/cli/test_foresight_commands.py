@@ -2,6 +2,7 @@
 One worker, in this process."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -41,15 +42,26 @@ def refused(armillary):
     return run
 
 
-@pytest.fixture
-def foreseen(armillary, tmp_path):
-    """A folder with a profile, hand-written machines of 8 workers, and a plan for both."""
-    assert armillary("measure", *SMALL, "--workers", "1", "--out", "seen")[0] == 0
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """A folder with a profile, hand-written machines of 8 workers, and a plan for both; measured once for all tests."""
+    seen = tmp_path_factory.mktemp("once")
+    files = ("--topology", f"{seen}/topology.json", "--profile", f"{seen}/profile.json")
+
+    def run(*arguments):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+
+    run("measure", *SMALL, "--workers", "1", "--out", str(seen))
     link = Link(1e-4, 1e7)
-    Topology(8, 1, link, link, 1 << 33).save(tmp_path / "seen/topology.json")
-    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
-    assert armillary("plan", *SMALL, *files, "--out", "seen/plan.json")[0] == 0
-    return tmp_path / "seen"
+    Topology(8, 1, link, link, 1 << 33).save(seen / "topology.json")
+    run("plan", *SMALL, *files, "--out", f"{seen}/plan.json")
+    return seen
+
+
+@pytest.fixture
+def foreseen(once, tmp_path):
+    """A copy of it, below the folder that commands run in."""
+    return shutil.copytree(once, tmp_path / "seen")
 
 
 def test_what_measure_writes_is_what_plan_reads(armillary, tmp_path):
