@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from armillary.facts.topology import Topology
 from armillary.runtime import index_timer, link_timer, measure, overlap_timer
 from armillary.runtime.transport import Transport
-from armillary.session import decide
+from armillary.session import decide, parallelize
 
 EFFORT = link_timer.Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 14, 1 << 17), 3, 0.2)
 SHORTER = {
@@ -27,7 +27,7 @@ SHORTER = {
 
 def measure_briefly() -> None:
     """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
-    decide.measure = _brief
+    decide.measure = parallelize.measure_links = _brief
 
 
 def _brief(transport: Transport) -> Topology:
