@@ -24,7 +24,7 @@ def cyclic_pipeline(stages: int, micro_batches: int, slack: int = 0) -> Schedule
         raise ValueError(
             f"cyclic_pipeline: {stages} stages want at least {max(1, stages - 1)} micro-batches "
             f"and slack >= 0, got {micro_batches=}, {slack=}; fewer would need weights two steps old: "
-            f"take more micro-batches, or schedule one_f_one_b"
+            f"take more micro-batches, or a pipeline that is exact"
         )
     rows = tuple(
         tuple(

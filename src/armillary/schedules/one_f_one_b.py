@@ -37,7 +37,8 @@ def _notes(planned: Planned) -> list[str]:
     most = fullest_stage(planned.options, planned.stages)
     return [
         f"utilisation of {planned.options.stages} devices: {flush:.0%} with this cut, the bubble included; stage j "
-        f"keeps {planned.options.stages} - j micro-batches where gpipe keeps {planned.options.micro_batches}",
+        f"keeps {planned.options.stages} - j micro-batches; forwards that all come first would keep "
+        f"{planned.options.micro_batches}",
         f"the fullest stage holds {bytes_text(most)} of activations at its peak",
     ]
 

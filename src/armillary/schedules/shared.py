@@ -45,7 +45,7 @@ def workers_on(devices: int) -> int:
     if workers < 1 or devices_for(workers) != devices:
         more = [devices_for(n) for n in range(max(1, workers - 1), max(1, workers - 1) + 2)]
         raise ValueError(
-            f"schedule: shared_stages wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got {devices}; take "
+            f"schedule: sharing stages wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got {devices}; take "
             f"{' or '.join(map(str, more))}"
         )
     return workers
@@ -73,7 +73,7 @@ class Sharing:
         ]
         if self.schedule.period != 2 * count or sorted(chain(*self.schedule.ticks)) != sorted(wanted):
             raise ValueError(
-                f"schedule: shared_stages wants a cyclic schedule of as many equal stages as micro-batches; got\n"
+                f"schedule: sharing stages wants a cyclic schedule of as many equal stages as micro-batches; got\n"
                 f"{self.schedule}"
             )
 

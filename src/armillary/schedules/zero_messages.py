@@ -63,7 +63,9 @@ def zero_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]
         ValueError: weights more than one step old, or workers that form no ring.
     """
     if max(map(max, schedule.staleness)) > 1:
-        raise ValueError(f"schedule: {schedule.name} reads weights more than one step old; zero_ring wants at most one")
+        raise ValueError(
+            f"schedule: {schedule.name} reads weights more than one step old; its messages want at most one"
+        )
     tokens = [token for stage in range(schedule.stages) for token in _tokens(schedule, stage, clip)]
     return sorted([*tokens, *gradient_messages(schedule, clip)])
 

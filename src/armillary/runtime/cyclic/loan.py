@@ -57,7 +57,7 @@ class Loan:
             RuntimeError: while the whole model is looked at.
         """
         if self._is_whole:
-            raise RuntimeError("zero_ring: a training forward inside newest(); train outside of it")
+            raise RuntimeError("stages: a training forward inside newest(); train outside of it")
         self.end()
         for parameter, weight in zip(self._stages[stage].parameters, self._stages[stage].unpack_weights(flats)):
             parameter.data = weight
@@ -105,7 +105,7 @@ class Loan:
         self._fetch(noted.stage)
         if self.stage != noted.stage:
             raise RuntimeError(
-                f"zero_ring: backward reads weights of stage {noted.stage} while those of stage {self.stage} are here; "
+                f"stages: backward reads weights of stage {noted.stage} while those of stage {self.stage} are here; "
                 f"a backward goes once through the stages, last to first (no retain_graph)"
             )
         return self.flats[noted.flat].as_strided(noted.size, noted.stride, noted.offset)

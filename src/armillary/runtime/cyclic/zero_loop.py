@@ -105,7 +105,7 @@ class ZeroLoop:
             self._loop.reach(stage)
         if not self.ring.loan.has(stage):
             raise RuntimeError(
-                f"zero_ring: worker {self.ring.worker}: {path or 'the model'} reads weights of stage {stage}, which "
+                f"stages: worker {self.ring.worker}: {path or 'the model'} reads weights of stage {stage}, which "
                 f"are not here: a worker holds one stage at a time. Evaluate inside newest(); in training, let "
                 f"every module be called in its own stage only, or take ring"
             )

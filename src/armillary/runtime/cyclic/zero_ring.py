@@ -59,7 +59,7 @@ class ZeroRing:
         schedule, clip = course.schedule, course.clip
         if len(stages) != schedule.stages or not 0 <= worker < schedule.workers:
             raise ValueError(
-                f"zero_ring: the schedule has {schedule.stages} stages and {schedule.workers} workers; "
+                f"schedule: {schedule.name} has {schedule.stages} stages and {schedule.workers} workers; "
                 f"got {len(stages)} stages, worker {worker}"
             )
         refuse_in_ring(schedule, clip)
@@ -192,7 +192,7 @@ class ZeroRing:
             return self.home.flats[stage]
         if version not in self._kept[stage]:
             raise RuntimeError(
-                f"zero_ring: worker {self.worker} needs version {version} of stage {stage} and has "
+                f"stages: worker {self.worker} needs version {version} of stage {stage} and has "
                 f"{[*self._kept[stage], self._updates.newest[stage]]}; the schedule was not kept to"
             )
         return self._kept[stage][version]
