@@ -4,10 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from armillary.cli.find import find, small
+from armillary.cli.main import app
+from armillary.cli.refusal import UNEQUAL
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
+from armillary.facts.table import WIDTH
 from armillary.session.decide import Wishes
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.settings import Settings
@@ -32,6 +36,12 @@ def trained(rank, workers, text, folder):
 
 def outside(folder):
     return {line.group: line.outside for line in compare_run(folder, BYTES).lines if line.outside}
+
+
+def asked(folder):
+    """What the command says, and its exit code."""
+    done = CliRunner().invoke(app, ["compare", str(folder), "--memory", "1", "--seconds", "1"])
+    return done.stdout, done.exit_code
 
 
 def a_tenth_more_in_the_plan(folder):
@@ -65,9 +75,12 @@ def test_every_group_and_edge_of_a_pipeline_has_a_line_and_wrong_bytes_are_found
     for line in found.lines[len(plan.groups) :][: len(EDGES)]:
         assert line.measured.sent_bytes == pytest.approx(line.forecast.sent_bytes, rel=1e-9)
         assert line.measured.sent_bytes > 0 and line.measured.seconds > 0 and line.forecast.seconds > 0
+    page, code = asked(tmp_path)
+    assert code == 0 and max(map(len, page.splitlines())) <= WIDTH
     right = (tmp_path / "profile.json").read_text()
     a_tenth_more_at_the_cut(tmp_path)
     assert outside(tmp_path) == dict.fromkeys(EDGES, ("sent_bytes",))
+    assert asked(tmp_path)[1] == UNEQUAL == 3
     (tmp_path / "profile.json").write_text(right)
     assert a_tenth_more_in_the_plan(tmp_path) in outside(tmp_path)
 

@@ -47,7 +47,7 @@ def _page(found: Compared) -> Page:
     for title, _, _ in UNITS.values():
         header += [title, ":", "off"]
     header += ["middle half", "outside"]
-    table = Table(header, [_cells(line) for line in found.lines], (0, 1, 12))
+    table = Table(header, [_cells(line) for line in found.lines], (0, 1, 11, 12))
     band = ", ".join(
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
     )
@@ -56,6 +56,7 @@ def _page(found: Compared) -> Page:
     verdict = "every figure is within its band" if found.is_within else some
     legend = (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
+        "off: of the forecast; x22 is 22 times it\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
         "middle half: from the first to the third quartile of steps; a group's time is held to it, ms is the median\n"
         "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
@@ -68,21 +69,33 @@ def _cells(line: Line) -> list[str]:
     cells = [line.group, line.exchange]
     for name, (_, unit, digits) in UNITS.items():
         seen = getattr(line.measured, name)
-        measured = f"{seen / unit:,.{digits}f}"
+        measured = _number(seen / unit, digits)
         if line.forecast is None:
             cells += ["-", measured if seen else "-", "-"]
             continue
         expected = getattr(line.forecast, name)
         cells += [
-            f"{expected / unit:,.{digits}f}",
+            _number(expected / unit, digits),
             measured,
-            f"{(seen - expected) / expected:+.1%}" if expected else "-",
+            _off((seen - expected) / expected) if expected else "-",
         ]
     return [*cells, _middle(line), ", ".join(name.removesuffix("_bytes") for name in line.outside)]
+
+
+def _off(share: float) -> str:
+    if share > 10:
+        return f"x{1 + share:,.0f}"
+    return f"{share:+.1%}" if abs(share) < 0.1 else f"{share:+.0%}"
+
+
+def _number(value: float, digits: int) -> str:
+    """With four figures at most, or as many as there are before the point."""
+    size = abs(value)
+    return f"{value:,.{min(digits, 0 if size >= 1000 else 1 if size >= 100 else 2)}f}"
 
 
 def _middle(line: Line) -> str:
     if line.middle is None:
         return "-"
     _, unit, digits = UNITS["seconds"]
-    return "-".join(f"{seconds / unit:,.{digits}f}" for seconds in (line.middle.low, line.middle.high))
+    return " to ".join(_number(seconds / unit, digits) for seconds in (line.middle.low, line.middle.high))
