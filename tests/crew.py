@@ -102,7 +102,7 @@ class Crew:
                 break
             if not replies[-1][1]:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if not self.is_disbanded:
+        if not self.is_disbanded and all(fine for _, fine, _ in replies):  # else somebody may speak on a group yet
             for inbox in self.inboxes:
                 inbox.put(TIDY)
         failed = [f"rank {rank}:\n{text}" for rank, fine, text in replies if not fine] + stacks
