@@ -28,7 +28,6 @@ def truth(
     drains: Sequence[int] = (),
     clip: Clip | None = None,
     autocast: str | None = None,
-    is_whole: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], list[tuple[Tensor, ...]], list[list[dict[str, Tensor]]]]:
     """Weights at the end, and the losses [step][worker] and buffers per worker of one process."""
@@ -36,7 +35,6 @@ def truth(
     made = OPTIMIZERS[optimizer](stages.parameters())
     copies = range(schedule.workers)
     reference = Reference(stages, made, schedule, squared_error, copies=copies, clip=clip)
-    reference.is_whole = is_whole
     scheduler, losses = drop(made, DROP), []
     for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
         if step in drains:

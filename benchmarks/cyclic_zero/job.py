@@ -22,7 +22,6 @@ from armillary.runtime.cut.stages import chain, cut
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_ring.modes import Waiting
@@ -87,12 +86,10 @@ def _made(mode: str, slack: int, waiting_seconds: float, transport: Transport) -
         return partial(_step, model, optimizer, batch), dist.barrier
     optimizer = _momentum(model)
     stages = cut(model, chain(model), range(1, LAYERS))
-    course = Course(cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * LAYERS), _loss)
-    if mode == "ring":
-        ring = Interpreter(stages, optimizer, course, in_a_row(course.schedule, transport.place.rank, transport))
-        return partial(_ring_step, ring, batch), ring.drain
-    run = ZeroLoop(model, stages, optimizer, course, transport, transport.place.rank)
-    return partial(_step, model, optimizer, batch), run.drain
+    schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * LAYERS)
+    course = Course(schedule, _loss, lends=mode == "zero_ring")
+    ring = Interpreter(stages, optimizer, course, in_a_row(schedule, transport.place.rank, transport))
+    return partial(_ring_step, ring, batch), ring.drain
 
 
 def _ring_step(ring: Interpreter, batch: Tensor) -> Tensor:

@@ -255,13 +255,11 @@ def test_measured_links_and_rates_take_the_place_of_the_assumed():
     assert spent == pytest.approx(5.0, rel=1e-5)  # packed: read and written; updated: gradient and weight, and written
 
 
-def test_another_model_and_another_schedule_are_refused():
+def test_another_model_is_refused():
     case = Case(two_layers(), machines(2), LINKS_ONLY)
     made = separate(*_both(case))
     with pytest.raises(ValueError, match=r"the plan was made for model .* give the profile.json"):
         simulate(made, replace(case, profile=staged(("a", 1.0, 1.0, [dense("a.weight", 3)]))))
-    with pytest.raises(ValueError, match="the plan's schedule is zero_ring, which is not played yet"):
-        simulate(replace(made, schedule=Choice("zero_ring")), case)
 
 
 def test_what_compute_cannot_hide_of_a_push_takes_the_processor():

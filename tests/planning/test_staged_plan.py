@@ -13,13 +13,14 @@ from armillary.facts.profile_table import bytes_text
 from armillary.facts.stage import StageFact
 from armillary.planning.planner import plan
 from armillary.schedules.activations import peak_over_workers
+from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
+from armillary.schedules.loan import lent_messages
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.registry import options_of, read
 from armillary.schedules.schedule import parse
 from armillary.schedules.shared import Sharing
 from armillary.schedules.stage_load import StageLoad
-from armillary.schedules.zero_messages import held_copies, mean_copies, zero_messages
 from planning_cases import LINKS_ONLY, machines, table
 
 
@@ -294,7 +295,7 @@ def test_a_zero_ring_says_what_it_holds_and_sends_beside_fully_sharded_data_para
     assert (
         f"the fullest worker holds {bytes_text(size * max(held))} of weights at its peak, of {bytes_text(1600)}" in text
     )
-    sent = Counter(message.sender for message in zero_messages(schedule))
+    sent = Counter(message.sender for message in lent_messages(schedule))
     assert f"{bytes_text(size * max(sent.values()))} by the busiest worker" in text
     assert f"{bytes_text(3 * 1600 * (workers - 1) / workers)} by fully sharded data parallelism" in text
     assert ("no less than a plain ring's" in text) == (size * max(held) >= 1600)

@@ -10,7 +10,6 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
-from armillary.runtime.cyclic.zero_loop import ZeroLoop
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.layout import plain
@@ -80,11 +79,10 @@ def data(dtype):
     return [list(zip(*pair)) for pair in zip(images, targets.to(dtype))]
 
 
-def reference(schedule, dtype, is_whole):
+def reference(schedule, dtype):
     notes = set()
     stages = model_of(dtype, notes)
     run = Reference(stages, optimizer_of(stages.parameters()), schedule, squared_error)
-    run.is_whole = is_whole
     for batches in data(dtype):
         run.step(batches)
     return weights(stages), notes
@@ -144,22 +142,17 @@ def ring(schedule, dtype, notes):
 
 def zero_ring(schedule, dtype, notes):
     def alone(rank, channel):
-        model = nn.Sequential(*model_of(dtype, notes))
-        optimizer = optimizer_of(model.parameters())
-        run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+        stages = model_of(dtype, notes)
+        course = Course(schedule, squared_error, lends=True)
+        seat = in_a_row(schedule, rank, channel)
+        run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), course, seat)
         for batches in data(dtype):
-            images, targets = batches[rank]
-            squared_error(model(images), targets).backward()
-            optimizer.step()
-        run.drain()
-        return at_home(run.ring)
+            run.step([batches[rank]])
+        run.settle()
+        return {j: weights(stage) for j, stage in enumerate(stages) if j not in run.borrowed}
 
     found = dict(pair for answer in in_threads(WORKERS, alone) for pair in answer.items())
     return [weight for stage in sorted(found) for weight in found[stage]]
-
-
-def at_home(ring):
-    return {j: ring.flat[j].unpack_weights(ring.home.copy(j)) for j in ring.home.owned}
 
 
 MODES = {
@@ -178,21 +171,19 @@ def test_what_a_cut_hands_over_transposed_or_channels_last_is_the_references_bit
     run, schedule = MODES[mode]
     notes = set()
     got = run(schedule, dtype, notes)
-    truth, wanted = reference(schedule, dtype, is_whole=mode == "zero_ring")
+    truth, wanted = reference(schedule, dtype)
     assert same(got, truth)
     assert notes == wanted  # on every processor, whether this one's kernels heed it or not
 
 
-def test_in_a_zero_ring_nothing_is_laid_out_anew_and_elsewhere_both_sides_of_a_cut_are_plain():
-    for is_whole in (True, False):
-        _, notes = reference(cyclic(3), torch.float64, is_whole)
-        strides = {(place, what): stride for place, what, stride, _ in notes}
-        rows = {0: (CHANNELS * SIDE**2, SIDE**2, SIDE, 1), 1: (CHANNELS * SIDE**2 // 4, CHANNELS, 1)}
-        for stage, row in rows.items():
-            assert strides[(stage, "out"), "value"] != row
-            assert (strides[(stage + 1, "in"), "value"] == row) is not is_whole
-            if not is_whole:
-                assert strides[(stage, "out"), "gradient"] == row
+def test_both_sides_of_a_cut_are_plain():
+    _, notes = reference(cyclic(3), torch.float64)
+    strides = {(place, what): stride for place, what, stride, _ in notes}
+    rows = {0: (CHANNELS * SIDE**2, SIDE**2, SIDE, 1), 1: (CHANNELS * SIDE**2 // 4, CHANNELS, 1)}
+    for stage, row in rows.items():
+        assert strides[(stage, "out"), "value"] != row
+        assert strides[(stage + 1, "in"), "value"] == row
+        assert strides[(stage, "out"), "gradient"] == row
 
 
 ONE_IMAGE = torch.arange(24.0).reshape(1, 4, 3, 2)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import home_updates, remedied_step, shared_stage, worker_loop
+from armillary.runtime.cyclic import remedied_step, shared_stage
+from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
@@ -17,9 +18,8 @@ from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.shared_stage import SharedStage
 from armillary.runtime.cyclic.stage_sums import StageSums
-from armillary.runtime.cyclic.versions import StageWeights
-from armillary.runtime.cyclic.zero_loop import ZeroLoop
-from armillary.runtime.cyclic.zero_ring import ZeroRing
+from armillary.runtime.cyclic.step_means import StepMeans
+from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.schedules import messages, relay
 from armillary.schedules.agenda import Due
 from armillary.schedules.cyclic import cyclic
@@ -83,17 +83,16 @@ def zero_ring(schedule):
         channel.board.timeout_seconds = WAIT_SECONDS
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), channel, rank)
+        course = Course(schedule, squared_error, lends=True)
+        run = Interpreter(as_stages(model), optimizer, course, in_a_row(schedule, rank, channel))
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.workers)):
             if step == DRAIN:
                 run.drain()
-            inputs, target = batches[rank]
-            squared_error(model(inputs), target).backward()
-            optimizer.step()
+            run.step([batches[rank]])
             scheduler.step()
         run.drain()
-        return {j: run.ring.flat[j].unpack_weights(run.ring.home.copy(j)) for j in run.ring.home.owned}
+        return {j: weights(stage) for j, stage in enumerate(model) if j not in run.borrowed}
 
     found = dict(pair for answer in in_threads(schedule.workers, alone) for pair in answer.items())
     return [weight for stage in sorted(found) for weight in found[stage]]
@@ -188,13 +187,13 @@ def parameters_in_the_graph(self):
     return dict(self._parameters)
 
 
-_add = StageWeights.add
-_init = StageWeights.__init__
+_add = StepMeans.add
+_init = StepMeans.__init__
 
 
-def one_micro_batch_short(self, stage, optimizer, micro_batches, take=None):
+def one_micro_batch_short(self, stage, parameters, micro_batches, take=None):
     """Steps when all but one gradient have been added."""
-    _init(self, stage, optimizer, micro_batches - 1, take)
+    _init(self, stage, parameters, micro_batches - 1, take)
 
 
 def scaled_and_back(self, name, gradient):
@@ -235,26 +234,22 @@ def undivided(self, stage, total, workers):
     return _home_means(self, stage, total, 1)
 
 
-def forgets_one_of_zero(self, stage, gradients):
-    """As `forgets_one`, without weights."""
-    _zero_add(self, stage, [None] * len(gradients) if self.worker == 1 else gradients)
-
-
-_zero_add, _zero_send, _zero_weights = ZeroRing.add, ZeroRing._send, ZeroRing._weights
-
-
-def token_of_the_step_before(self, message, flats):
-    """A token of another version: what was sent at the same place the last time."""
+def token_of_the_step_before(self, letter):
+    """A token of another version: what was lent at the same place the last time."""
     sent = self.__dict__.setdefault("sent", {})
-    key = message.content, message.stage
-    _zero_send(self, message, sent.get(key, flats))
-    sent[key] = [flat.clone() for flat in flats]
+    flats = _to_lend(self, letter)
+    before = sent.get((letter.what, letter.stage), flats)
+    sent[letter.what, letter.stage] = [flat.clone() for flat in flats]
+    return before
 
 
-def backward_by_the_newest(self, content, stage):
-    """Homes read in backward what they have, not the version of their forward; others one value off."""
-    flats = _zero_weights(self, content, stage)
-    return [flat + 1e-12 for flat in flats] if content == "backward weights" else flats
+_to_lend, _flats_for = Interpreter._to_lend, Borrowed.flats_for
+
+
+def backward_by_others(self, what, version):
+    """What comes for the backward is not what came for the forward."""
+    flats = _flats_for(self, what, version)
+    return [flat + 1e-12 for flat in flats] if what == "backward weights" else flats
 
 
 def another_home(schedule, stage):
@@ -291,9 +286,9 @@ EVERYWHERE = [
 STORES = [
     (remedied_step, "step_with", rate_of_the_wall),
     (StageWeights, "_leaves", parameters_in_the_graph),
-    (StageWeights, "__init__", one_micro_batch_short),
-    (StageWeights, "add", scaled_and_back),
-    (StageWeights, "add", adds_to_the_last_steps),
+    (StepMeans, "__init__", one_micro_batch_short),
+    (StepMeans, "add", scaled_and_back),
+    (StepMeans, "add", adds_to_the_last_steps),
 ]
 RINGS = [
     (remedied_step, "step_with", rate_of_the_wall),
@@ -303,12 +298,9 @@ RINGS = [
     (relay, "home", another_home),
 ]
 ZEROS = [
-    (worker_loop, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
-    (ZeroRing, "add", forgets_one_of_zero),
-    (Home, "means", undivided),
-    (ZeroRing, "_send", token_of_the_step_before),
-    (ZeroRing, "_weights", backward_by_the_newest),
-    (home_updates, "home", another_home),
+    *(fault for fault in RINGS if fault[2] is not reads_on),
+    (Interpreter, "_to_lend", token_of_the_step_before),
+    (Borrowed, "flats_for", backward_by_others),
 ]
 SHARES = [
     (shared_stage, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
@@ -319,10 +311,6 @@ SHARES = [
 ]
 OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong
 CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode.split(",")[0], STORES)]
-
-
-# at slack 0 what is read after a drain is what homes send in its opening; no version is asked for
-CASES.remove(("zero_ring", Schedule, "version", no_drain))
 
 
 def opposed(steps, workers):
@@ -382,15 +370,14 @@ def test_a_schedule_that_is_too_fresh_cannot_be_made():
 def test_gradients_out_of_worker_order_are_refused():
     """The last worker's backward before the first one's: the sum would be another."""
     stages = stages_of(1)
-    optimizer = OPTIMIZERS["sgd"](stages.parameters())
-    store = StageWeights(as_stages(stages)[0], optimizer, micro_batches=2)
+    means = StepMeans(0, parameters_of(as_stages(stages)[0]), micro_batches=2)
     with pytest.raises(RuntimeError, match="gradient of step 0, micro-batch 1 came when step 0, micro-batch 0 was due"):
-        store.expect(0, 1)
+        means.expect(0, 1)
 
 
 def test_a_missing_version_raises_and_no_other_is_handed_out():
     stages = stages_of(1)
-    store = StageWeights(as_stages(stages)[0], OPTIMIZERS["sgd"](stages.parameters()), micro_batches=2)
+    store = StageWeights(as_stages(stages)[0], OPTIMIZERS["sgd"](stages.parameters()))
     with pytest.raises(RuntimeError, match=r"stage 0: version 1 of the weights is missing, there are \(0,\)"):
         store.read(1, 0, 1)
 

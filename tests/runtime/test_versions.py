@@ -12,7 +12,8 @@ from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.remedied_step import RemediedStep
-from armillary.runtime.cyclic.versions import StageWeights
+from armillary.runtime.cyclic.step_means import StepMeans
+from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.remedies.error_feedback import error_feedback
@@ -23,45 +24,47 @@ def made(remedies=()):
     module = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     step = RemediedStep(optimizer, cyclic(2, slack=2), 0, remedies)
-    return StageWeights(Stage(0, module, {"weight": "weight"}), step, 2), optimizer
+    stage = Stage(0, module, {"weight": "weight"})
+    means = StepMeans(0, parameters_of(stage), 2)
+    return means, StageWeights(stage, step, means.keep), optimizer
 
 
-def stepped(store, optimizer, gradients):
+def stepped(means, store, optimizer, gradients):
     """One step of the store; returns its mean gradient, as it was handed out."""
     for micro_batch, gradient in enumerate(gradients):
-        store.expect(store.newest, micro_batch)
-        store.add("weight", gradient)
-        means = store.complete(store.newest, micro_batch)
-    (mean,) = means.values()
+        means.expect(store.newest, micro_batch)
+        means.add("weight", gradient)
+        found = means.complete()
+    (mean,) = found.values()
     seen = mean.clone()
-    store.advance(means, options_of(optimizer))
+    store.advance(found, options_of(optimizer))
     return mean, seen
 
 
 def test_the_first_gradient_becomes_the_sum_and_that_of_the_last_step_goes_when_it_is_there():
-    store, optimizer = made()
+    means, store, optimizer = made()
     given = torch.ones(2, 3)
-    first, seen = stepped(store, optimizer, [given, torch.full((2, 3), 3.0)])
+    first, seen = stepped(means, store, optimizer, [given, torch.full((2, 3), 3.0)])
     assert first is given and torch.equal(seen, torch.full((2, 3), 2.0))
     kept = weakref.ref(first)
     del first, given
     assert kept() is not None
-    store.expect(1, 0)
-    store.add("weight", torch.ones(2, 3))
+    means.expect(1, 0)
+    means.add("weight", torch.ones(2, 3))
     assert kept() is None
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_memory_that_is_also_anothers_is_left_alone(beside):
     """The value's gradient is on its way to another stage when the next micro-batch is added."""
-    store, _ = made()
+    means, _, _ = made()
     theirs = torch.ones(6)
-    store.expect(0, 0)
-    store.add("weight", theirs.view(2, 3))
-    store.complete(0, 0, [None, theirs] if beside else [])
-    store.expect(0, 1)
-    store.add("weight", torch.full((2, 3), 3.0))
-    (mean,) = store.complete(0, 1).values()
+    means.expect(0, 0)
+    means.add("weight", theirs.view(2, 3))
+    means.complete([None, theirs] if beside else [])
+    means.expect(0, 1)
+    means.add("weight", torch.full((2, 3), 3.0))
+    (mean,) = means.complete().values()
     assert torch.equal(mean, torch.full((2, 3), 2.0))
     assert torch.equal(theirs, torch.ones(6)) == beside
 
@@ -96,18 +99,18 @@ def test_two_parameters_whose_gradients_share_memory_get_their_own_sums():
 
 
 def test_what_a_remedy_looks_at_in_the_next_step_is_not_written_over():
-    store, optimizer = made([error_feedback()])
-    first, seen = stepped(store, optimizer, [torch.ones(2, 3), torch.full((2, 3), 3.0)])
-    second, _ = stepped(store, optimizer, [torch.full((2, 3), 5.0), torch.ones(2, 3)])
+    means, store, optimizer = made([error_feedback()])
+    first, seen = stepped(means, store, optimizer, [torch.ones(2, 3), torch.full((2, 3), 3.0)])
+    second, _ = stepped(means, store, optimizer, [torch.full((2, 3), 5.0), torch.ones(2, 3)])
     assert first.data_ptr() != second.data_ptr() and torch.equal(first, seen)
 
 
 @pytest.mark.parametrize(("given", "mean"), [((), None), ((0,), 0.5), ((1,), 0.5), ((0, 1), 1.0)])
 def test_the_mean_is_over_all_micro_batches_whichever_gave_a_gradient(given, mean):
-    store, _ = made()
+    means, _, _ = made()
     for micro_batch in (0, 1):
-        store.expect(0, micro_batch)
+        means.expect(0, micro_batch)
         if micro_batch in given:
-            store.add("weight", torch.ones(2, 3))
-        means = store.complete(0, micro_batch)
-    assert [found.tolist() for found in means.values()] == ([] if mean is None else [[[mean] * 3] * 2])
+            means.add("weight", torch.ones(2, 3))
+        found = means.complete()
+    assert [one.tolist() for one in found.values()] == ([] if mean is None else [[[mean] * 3] * 2])

@@ -2,28 +2,26 @@
 
 import dataclasses
 import gc
-import math
-from collections import Counter
 from itertools import cycle, product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.courier import Courier
+from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.course import Course
-from armillary.runtime.cyclic.zero_loop import ZeroLoop
-from armillary.runtime.cyclic.zero_ring import ZeroRing
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.versions import StageWeights
+from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.clipping import NORMS, Clip
+from armillary.schedules.copies_held import held_copies
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home
 from armillary.schedules.simultaneous import simultaneous
-from armillary.schedules.zero_messages import held_copies, zero_messages
 from channels import GlooChannel, in_threads
 from ring_truth import DROP, STEPS, Late, bfloat16, has_time, short, truth, without_collectives
 from staged_models import (
@@ -42,58 +40,61 @@ from staged_models import (
 )
 
 
+def worker_of(model, optimizer, schedule, channel, rank, **course):
+    seat = in_a_row(schedule, rank, channel, one_queue=course.pop("rule", "gloo") == "nccl")
+    return Interpreter(as_stages(model), optimizer, Course(schedule, squared_error, lends=True, **course), seat)
+
+
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
-    """The user's plain loop; returns home stages, losses, buffers, number of states, and weight bytes per action."""
-    course = Course(schedule, squared_error, clip=options.pop("clip", None))
-    autocast = options.pop("autocast", None)
+    """Worker `rank`; returns stages owned, losses, buffers, number of states, and weight bytes per action."""
+    clip, rule = options.pop("clip", None), options.pop("rule", "gloo")
+    autocast, held = options.pop("autocast", None), []
     model = nn.Sequential(*stages_of(schedule.stages, dtype, **options))
     made = OPTIMIZERS[optimizer](model.parameters())
-    run = ZeroLoop(model, as_stages(model), made, course, channel, rank)
-    held = watch(run)
-    scheduler, losses = drop(made, DROP), []
-    with bfloat16(autocast == "everything"):
-        for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-            if step in drains:
-                run.drain()
-            if step in settles:
-                run.settle()
-            made.zero_grad()
-            inputs, target = batches[rank]
-            with bfloat16(autocast is not None):
-                loss = squared_error(model(inputs), target)
-            loss.backward()
-            made.step()
+    run = worker_of(model, made, schedule, channel, rank, clip=clip, rule=rule)
+    watch(run, held)
+    scheduler, finished = drop(made, DROP), []
+    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
+        if step in drains:
+            finished += run.drain()
+        if step in settles:
+            finished += run.settle()
+        with bfloat16(autocast is not None):
+            finished += run.step([batches[rank]])
+        with bfloat16(autocast == "everything"):
             scheduler.step()
-            losses.append(loss.detach())
-    run.drain()
-    return newest(run), losses, list(model.buffers()), len(made.state), held
+    finished += run.drain()
+    losses = [loss for one in finished for loss in one.losses]
+    return newest(run, model), losses, list(model.buffers()), len(made.state), held
 
 
-def newest(run):
-    """Of the stages that are at home here."""
-    return {stage: run.ring.flat[stage].unpack_weights(run.ring.home.copy(stage)) for stage in run.ring.home.owned}
+def newest(run, model):
+    """Of the stages that are owned here."""
+    return {j: weights(stage) for j, stage in enumerate(model) if j not in run.borrowed}
 
 
-def watch(run):
-    """Will hold, for every action that is run, the bytes of flat weights that are alive on this worker."""
-    ring, found = run.ring, []
-    sizes = {stage: sum(flat.nbytes for flat in part.empty_weights()) for stage, part in ring.flat.items()}
-    before = ring.before
+def watch(run, found):
+    """Will hold, for every action that is run, the bytes of weights that are alive on this worker."""
+    sizes = {j: sum(p.nbytes for p in stage.module.parameters()) for j, stage in run._stages.items()}
+    owned = sum(size for j, size in sizes.items() if j not in run.borrowed)
 
-    def look(action):
-        before(action)
-        alive = [*ring.tokens(), *(flat for flats in ring.home.flats.values() for flat in flats)]
-        weights = {flat.untyped_storage().data_ptr(): flat.nbytes for flat in alive if flat.nbytes in sizes.values()}
-        found.append(sum(weights.values()))
+    def before(act):
+        def look(one):
+            older = [tensor for kept in run._weights.values() for tensor in kept.older()] if run.borrowed else []
+            flats = [*run._mailbox.held(), *(flat for kept in run.borrowed.values() for flat in kept.held())]
+            alive = {flat.untyped_storage().data_ptr(): flat.nbytes for flat in flats if flat.nbytes in sizes.values()}
+            found.append(owned + sum(alive.values()) + sum(tensor.nbytes for tensor in older))
+            act(one)
 
-    ring.before = look
-    return found
+        return look
+
+    run._carries = {**run._carries, "F": before(run._forward), "B": before(run._backward)}
 
 
 def holds(schedule, options, answers):
     """Asserts that homes end where the reference does, and every worker lost and counted what it does."""
-    shared = {key: value for key, value in options.items() if key != "settles"}
-    final, losses, buffers = truth(schedule, is_whole=True, **shared)
+    shared = {key: value for key, value in options.items() if key not in ("settles", "rule")}
+    final, losses, buffers = truth(schedule, **shared)
     got = {}
     for worker, (mine, own_losses, own_buffers, states, _) in enumerate(answers):
         assert sorted(mine) == [j for j in range(schedule.stages) if home(schedule, j) == worker]
@@ -168,18 +169,22 @@ def test_clipping_is_the_references_bit_for_bit(crew):
 
 @pytest.mark.parametrize("schedule", [*rings(1), *rings(2), *rings(3), cyclic(4, 8), cyclic(5, 7, 2)], ids=short)
 def test_the_weight_bytes_on_a_worker_are_the_schedules_count(schedule):
-    """In every action of the steady state; what it holds while it settles is counted by nobody."""
+    """In every action of the steady state, in which the next step is always handed in."""
     answers = in_threads(schedule.workers, lambda rank, channel: one_worker(rank, channel, schedule, dropout=0.0))
     sizes = [sum(p.nbytes for p in stage.parameters()) for stage in stages_of(schedule.stages)]
     for worker, (*_, held) in enumerate(answers):
         want = [sum(sizes[j] * n for j, n in copies.items()) for copies in held_copies(schedule, worker)]
-        assert held[2 * len(want) :] == want * (STEPS - 2), (worker, str(schedule))
+        assert held[3 * len(want) : -len(want)] == want * (STEPS - 4), (worker, str(schedule))
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
-    [(Courier, "reap", lambda self, tick: None), (ZeroRing, "_forget", lambda self, action: None)],
-    ids=["sent and kept", "stepped beyond and kept"],
+    [
+        (Mailbox, "over", lambda self, letter: [pending.wait() for pending, _ in self._under_way[letter]]),
+        (Borrowed, "let_go", lambda self, letter: None),
+        (StageWeights, "forget", lambda self, before: None),
+    ],
+    ids=["sent and kept", "borrowed and kept", "stepped beyond and kept"],
 )
 def test_weights_kept_instead_of_dropped_are_more_than_the_schedules_count(owner, name, fault, monkeypatch):
     monkeypatch.setattr(owner, name, fault)
@@ -194,89 +199,69 @@ def test_weights_kept_instead_of_dropped_are_more_than_the_schedules_count(owner
 
 
 def alive_bytes(rank, world, schedule):
-    """The most bytes of weights in any tensor python knows of, between forward and backward: graphs keep none."""
+    """Whether neither the model's parameters nor the leaves of graphs hold weights that others own."""
     model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
-    made = OPTIMIZERS["sgd"](model.parameters())
-    run = ZeroLoop(model, as_stages(model), made, Course(schedule, squared_error), GlooChannel(), rank)
+    run = worker_of(model, OPTIMIZERS["sgd"](model.parameters()), schedule, GlooChannel(), rank)
+    blank, graphs = [], 0
+
+    def look(one, version, held):
+        nonlocal graphs
+        flights = [flight for (_, _, j), flight in run._flights.items() if j in run.borrowed]
+        leaves = [leaf for flight in flights for leaf in flight.reads.weights.values()]
+        mine = [p for j in run.borrowed for p in model[j].parameters()]
+        blank.extend(p.untyped_storage().nbytes() == p.element_size() for p in [*leaves, *mine])
+        graphs += len(flights)
+
+    observe = look
+    run._course = dataclasses.replace(run._course, observe=observe)
     for batches in data(STEPS, world):
-        loss = squared_error(model(batches[rank][0]), batches[rank][1])
-        blank = all(p.untyped_storage().nbytes() == p.element_size() for p in model[0].parameters())
-        loss.backward()
-        blank = blank and all(p.grad is None for p in model.parameters())
-        made.step()
-    gc.collect()
-    blank = blank and all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
+        run.step([batches[rank]])
+        blank.append(all(p.grad is None for p in model.parameters()))
     run.drain()
-    return blank and not list(run.ring.tokens())
+    gc.collect()
+    return all(blank) and graphs > 0 and not list(run.beside())
 
 
 def test_between_two_uses_parameters_and_graphs_hold_no_weights_and_after_a_drain_nothing_is_under_way(crew):
     assert crew(2).run(alive_bytes, cyclic(2, 4)) == [True, True]
 
 
-def test_only_the_schedules_messages_are_sent_and_one_more_a_crossing_token_where_a_step_opens(crew):
-    for schedule, clip in product(
-        (cyclic(4, slack=2), cyclic(3, 6, slack=1), cyclic(2, slack=2)), (None, EVERY_CLIP[2])
-    ):
-        replies = crew(4).run(count_messages, schedule, clip)
-        for worker in range(schedule.workers):
-            want = Counter(m.receiver for m in zero_messages(schedule, clip) if m.sender == worker)
-            steps = {peer: STEPS * count for peer, count in want.items()}
-            opened = Counter(replies[worker]) - Counter(steps)
-            assert not Counter(steps) - Counter(replies[worker])
-            assert opened.total() <= 2 * sum(home(schedule, j) == worker for j in range(schedule.stages))
-
-
-def count_messages(rank, world, schedule, clip):
-    if rank >= schedule.workers:
-        return None
-    channel = GlooChannel()
-    one_worker(rank, channel, schedule, clip=clip)
-    return [peer for peer, _ in channel.sent]
-
-
 # Who is late, who looks
 
 
+@pytest.mark.parametrize("rule", ["gloo", "nccl"])
 @pytest.mark.parametrize("schedule", [*rings(3)[::2], cyclic(5), cyclic(5, 3, 5), cyclic(4, 7, 1)], ids=short)
-def test_nothing_depends_on_who_is_late_and_nobody_waits_for_ever(schedule):
-    options = {"dropout": 0.0, "settles": (2,), "drains": (3,), "clip": Clip(TIGHT, "previous")}
+def test_nothing_depends_on_who_is_late_and_nobody_waits_for_ever(schedule, rule):
+    options = {"dropout": 0.0, "settles": (2,), "drains": (3,), "clip": Clip(TIGHT, "previous"), "rule": rule}
     answers = in_threads(
-        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options)
+        schedule.workers, lambda rank, channel: one_worker(rank, Late(channel, rank), schedule, **options), rule
     )
     holds(schedule, options, answers)
 
 
-def look(rank, world, schedule, evaluates):
-    model = nn.Sequential(*stages_of(schedule.stages))
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    run = ZeroLoop(model, as_stages(model), optimizer, Course(schedule, squared_error), GlooChannel(), rank)
-    seen, spread = [], lambda tensor, owner: dist.broadcast(tensor, owner)
-    for batches in data(STEPS, world):
-        inputs, target = batches[rank]
-        squared_error(model(inputs), target).backward()
-        optimizer.step()
-        if evaluates:
-            with run.newest(spread), torch.no_grad():
-                model.eval()
-                assert model(inputs).isfinite().all()
-                seen.append(weights(model))
-                model.train()
-    run.drain()
-    return seen, newest(run)
-
-
 @pytest.mark.parametrize("schedule", [cyclic(2, 4, slack=2), cyclic(2, 3)], ids=short)
-def test_evaluating_the_newest_weights_changes_nothing(crew, schedule):
-    looked, plain = (crew(2).run(look, schedule, evaluates) for evaluates in (True, False))
-    stages = stages_of(schedule.stages)
+def test_settling_changes_nothing_and_owners_have_the_newest_weights(schedule):
+    def alone(rank, channel, looks):
+        model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
+        run = worker_of(model, OPTIMIZERS["momentum"](model.parameters()), schedule, channel, rank)
+        seen = []
+        for batches in data(STEPS, 2):
+            run.step([batches[rank]])
+            if looks:
+                run.settle()
+                seen.append({j: [w.clone() for w in own] for j, own in newest(run, model).items()})
+        run.drain()
+        return seen, newest(run, model)
+
+    looked, plain = (in_threads(2, lambda rank, channel, o=o: alone(rank, channel, o)) for o in (True, False))
+    stages = stages_of(schedule.stages, dropout=0.0)
     reference = Reference(stages, OPTIMIZERS["momentum"](stages.parameters()), schedule, squared_error)
     for step, batches in enumerate(data(STEPS, 2)):
         reference.step(batches)
-        assert all(same(seen[step], weights(stages)) for seen, _ in looked)
-    for rank in range(2):
-        for stage, mine in plain[rank][1].items():
-            assert same(looked[rank][1][stage], mine)
+        for seen, _ in looked:
+            assert all(same(own, weights(stages[j])) for j, own in seen[step].items())
+    for (_, one), (_, other) in zip(looked, plain, strict=True):
+        assert all(same(one[j], other[j]) for j in one)
 
 
 # Unusual models
@@ -328,13 +313,11 @@ def test_parameters_only_some_use_recomputation_and_stages_without_parameters_ar
     def alone(rank, channel):
         own = model_of(middle())
         optimizer = OPTIMIZERS["momentum"](own.parameters())
-        run = ZeroLoop(own, as_stages(own), optimizer, Course(schedule, squared_error), channel, rank)
+        run = worker_of(own, optimizer, schedule, channel, rank)
         for batches in data(STEPS, 2):
-            inputs, target = batches[rank]
-            squared_error(own(inputs), target).backward()
-            optimizer.step()
+            run.step([batches[rank]])
         run.drain()
-        return newest(run)
+        return newest(run, own)
 
     got = dict(sorted(pair for answer in in_threads(2, alone) for pair in answer.items()))
     assert same([weight for mine in got.values() for weight in mine], weights(whole))
@@ -343,47 +326,13 @@ def test_parameters_only_some_use_recomputation_and_stages_without_parameters_ar
 # What is refused
 
 
-def alone_in_a_ring(slack=0):
-    """A ring of one worker, which needs no channel."""
-    model = nn.Sequential(*stages_of(2))
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    course = Course(cyclic(1, 2, slack), squared_error)
-    return model, optimizer, ZeroLoop(model, as_stages(model), optimizer, course, GlooChannel(), 0)
-
-
-def test_weights_read_out_of_turn_are_refused_by_name():
-    inputs, target = data(1, 1)[0][0]
-    model, _, _ = alone_in_a_ring()
-    for attempt in (lambda: model.eval()(inputs), lambda: model[1](inputs)):
-        with pytest.raises(
-            RuntimeError, match=r"worker 0: \w\.0 reads weights of stage \d, which are not here.*newest"
-        ):
-            attempt()
-    assert all(math.isnan(value) for p in model.parameters() for value in p.detach().flatten().tolist())
-
-    model, _, run = alone_in_a_ring()
-    loss = squared_error(model(inputs), target)
-    with pytest.raises(RuntimeError, match=r"drain between forward and optimizer\.step"):
-        run.drain()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"goes once through the stages|a backward without a training forward"):
-        loss.backward()
-
-    model, _, run = alone_in_a_ring()
-    with pytest.raises(RuntimeError, match="a training forward inside newest"), run.newest(lambda *_: None):
-        model(inputs)
-
-
 def test_what_is_no_ring_is_refused():
     model = nn.Sequential(*stages_of(2))
-    optimizer = OPTIMIZERS["sgd"]([*model.parameters(), nn.Parameter(torch.zeros(3))])
     old = dataclasses.replace(cyclic(2), staleness=((2, 1), (2, 0)))
-    for course, complaint in (
-        (Course(cyclic(3), squared_error), "3 stages and 3 workers; got 2 stages, worker 0"),
-        (Course(cyclic_pipeline(2, 2), squared_error), "makes no ring"),
-        (Course(old, squared_error), "weights more than one step old"),
-        (Course(cyclic(2), squared_error, clip=Clip(1.0)), "wanted at tick 1, and the norm .* known from tick 2"),
-        (Course(cyclic(2), squared_error), r"steps 1 parameters of no stage, shapes \[\(3,\)\]"),
+    for schedule, clip, complaint in (
+        (cyclic(3), None, "cyclic has 3 stages, the model is cut into 2"),
+        (old, None, "weights more than one step old"),
+        (cyclic(2), Clip(1.0), "wanted at tick 1, and the norm .* known from tick 2"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            ZeroLoop(model, as_stages(model), optimizer, course, GlooChannel(), 0)
+            worker_of(model, OPTIMIZERS["sgd"](model.parameters()), schedule, GlooChannel(), 0, clip=clip)

@@ -14,6 +14,7 @@ from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instruction import Instruction, Letter
+from armillary.schedules.loan import lent_messages
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import pipeline_messages, ring_messages
 from armillary.schedules.norm_in_time import refuse_late_norm
@@ -35,12 +36,13 @@ RINGS = [
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
-def lists(schedule, calls, clip=None, served=(), one_queue=True):
+def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
-    found = []
-    for rank in range(schedule.workers):
-        lowering = Lowering(schedule, rank, range(schedule.workers), clip, served, wires=Wires(one_queue))
-        found.append([one for call in calls for one in (lowering.next_step() if call == "t" else lowering.rest())])
+    found, ranks = [], range(schedule.workers)
+    for rank in ranks:
+        lowering = Lowering(schedule, rank, ranks, clip, served, wires=Wires(one_queue, lends=lends))
+        does = {"t": lowering.next_step, "s": lowering.rest, "d": lowering.drain}
+        found.append([one for call in calls for one in does[call]()])
     return found
 
 
@@ -74,6 +76,17 @@ def test_nothing_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drai
                 assert flaw(lists(schedule, calls, clip, one_queue=False), where, "gloo") == ""
 
 
+@pytest.mark.parametrize("schedule", RINGS, ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}")
+def test_weights_that_are_lent_are_there_when_they_are_read_and_gone_after_a_drain(schedule):
+    for clip, between in product((None, Clip(1.0, "previous"), Clip(1.0, "global")), ("", "s", "d")):
+        for place in (0, 2):
+            calls = "t" * (place + 1) + between + "t" * (3 - place) + "d"
+            if in_time(schedule, clip):
+                made, where = lists(schedule, calls, clip, lends=True), setting(schedule, calls, clip)
+                assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
+                assert flaw(lists(schedule, calls, clip, one_queue=False, lends=True), where, "gloo") == ""
+
+
 @pytest.mark.parametrize("served", [{0}, {2}, {0, 1, 2}])
 def test_tables_of_stages_are_served_by_all(served):
     for schedule in (cyclic_pipeline(3, 2), gpipe(3, 3), one_f_one_b(3, 2)):
@@ -97,9 +110,26 @@ def test_the_letters_of_a_step_are_the_schedules_messages(clip):
         assert sent == Counter({key: steps * count for key, count in wanted.items()})
 
 
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_where_weights_are_lent_the_letters_of_a_step_are_the_schedules_messages(clip):
+    """Of the sixth; some of the first come from owners instead, and one more step's leave with the last."""
+    for schedule in (s for s in RINGS if in_time(s, clip)):
+        sent = [
+            Counter(
+                (rank, one.peer, one.letter.what, one.stage)
+                for rank, made in enumerate(lists(schedule, "t" * steps, clip, lends=True))
+                for one in made
+                if one.op == "SEND"
+            )
+            for steps in (5, 6)
+        ]
+        wanted = Counter((m.sender, m.receiver, m.content, m.stage) for m in lent_messages(schedule, clip))
+        assert sent[1] - sent[0] == wanted
+
+
 def test_every_letter_is_received_in_the_order_of_its_sends_both_directions_of_a_pair_together():
-    for schedule in [*PIPELINES, *RINGS]:
-        made = lists(schedule, "tttsts", Clip(1.0, "previous"))
+    for schedule, is_lent in [*product(PIPELINES, [False]), *product(RINGS, [False, True])]:
+        made = lists(schedule, "tttsts", Clip(1.0, "previous"), lends=is_lent)
         for one, other in combinations(range(schedule.workers), 2):
             orders = [
                 [
@@ -278,3 +308,45 @@ def test_gradients_that_nobody_steps_with_are_found():
 
     for found in three_in_a_ring(lost):
         assert "never steps with gradients of stage" in found or "is not the newest" in found
+
+
+def three_that_lend(change):
+    """The lists of three ranks whose weights are lent, some of them changed."""
+    schedule = cyclic(3, slack=1)
+    made = lists(schedule, "tttd", lends=True)
+    change(made)
+    return [flaw(made, setting(schedule, "tttd"), rule) for rule in RULES]
+
+
+def test_weights_that_are_given_back_before_they_are_read_are_found():
+    def early(made):
+        back = next(place for place in places(made[0], "RESHARD") if made[0][place].letter is not None)
+        read = max(place for place in places(made[0], "F", "B") if place < back)
+        made[0].insert(read, made[0].pop(back))
+
+    for found in three_that_lend(early):
+        assert "rank 0 waits at" in found and "is missing" in found
+
+
+def test_weights_that_nobody_gives_back_are_found():
+    def kept(made):
+        del made[2][next(place for place in places(made[2], "RESHARD") if made[2][place].letter is not None)]
+
+    for found in three_that_lend(kept):
+        assert "rank 2 never lets go of" in found
+
+
+def test_a_version_that_its_owner_lets_go_before_it_is_lent_is_found():
+    def early(made):
+        for rank in made:
+            for send in places(rank, "SEND"):
+                gone = rank[send].letter.version if rank[send].letter.what == "backward weights" else -1
+                own = [p for p in places(rank, "RESHARD") if rank[p].letter is None and p > send]
+                those = [p for p in own if (rank[p].stage, rank[p].step) == (rank[send].stage, gone)]
+                if those:
+                    rank.insert(send, rank.pop(those[0]))
+                    return
+        raise AssertionError("no owner lends")
+
+    for found in three_that_lend(early):
+        assert "is not here to be lent as backward weights" in found or "is missing" in found

@@ -425,6 +425,26 @@ def test_the_bytes_forecast_of_a_zero_ring_are_the_bytes_sent(crew, options):
 # What is refused
 
 
+def read_out_of_turn(rank, world, made):
+    run, _ = driven(made)
+    trained(run, range(2))
+    model, inputs = run._engine.model, batch_of(0, 0)[0]
+    with pytest.raises(RuntimeError, match=r"reads weights of stage \d, which are not here.* Use run\.evaluate"):
+        model(inputs)
+    with run._engine.newest():
+        inside = model(inputs).isfinite().all()
+    with pytest.raises(RuntimeError, match="which are not here"):
+        model(inputs)
+    run.close()
+    return bool(inside and model(inputs).isfinite().all()), [m._forward_pre_hooks for m in model.modules()]
+
+
+def test_weights_that_are_lent_are_refused_by_name_to_who_reads_them_out_of_turn(crew):
+    """And after `close` the model is whole and plain."""
+    for is_finite, hooks in crew(2).run(read_out_of_turn, plan_of(ZERO, 2)):
+        assert is_finite and not any(hooks)
+
+
 def refused(task_loss, match):
     with pytest.raises(ValueError, match=match):
         SplitLoss(task_loss, model_of(), batch_of(0, 0))

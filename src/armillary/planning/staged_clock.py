@@ -1,12 +1,13 @@
 """Plays the lists of instructions of all ranks against a clock: what each processor and link does, what is exposed.
 
-The lists are those that the interpreter carries out. A letter moves when it is sent, its receiver has made room and the
-sender's link is free; links carry one letter after another, latency included. Steps overlap as they do in a run, so
-what is shown is a step in the midst of several.
+The lists are those that the interpreter carries out, and whoever is earliest goes on. A letter moves when it is sent,
+its receiver has made room and the sender's link is free; links carry one letter after another, latency included.
+Steps overlap as they do in a run, so what is shown is a step in the midst of several.
 
 Departures: ranks of a node do not share its card; tables by row are not played.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ __all__ = ["ALL_REDUCE", "play"]
 
 ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
 
+_Key = tuple[Letter, int]  # a letter and its receiver
 WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
 
@@ -107,7 +109,9 @@ class _Play:
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))
-        self.letters: dict[tuple[Letter, int], _Letter] = defaultdict(_Letter)  # by letter and receiver
+        self.letters: dict[_Key, _Letter] = defaultdict(_Letter)
+        self.blocked: dict[_Key, int] = {}  # ranks, by what they wait for
+        self.woken: list[int] = []  # ranks that need wait no longer
         self.flights: list[_Flown] = []
         self.replicas = self.options.replicas(plan.workers)
         self.reduced: dict[tuple[int, int, int], list[int]] = {}  # places in `flights`, by rank, step and stage
@@ -128,7 +132,7 @@ class _Play:
             self._played if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
             reduces=self.replicas > 1,
-            wires=Wires(self.case.topology.backend != "gloo", self.codes),
+            wires=Wires(self.case.topology.backend != "gloo", self.codes, self.options.method.lends),
         )
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
@@ -137,8 +141,17 @@ class _Play:
         return program, ends
 
     def simulation(self) -> Simulation:
-        while any(self._goes_on(number, rank) for number, rank in enumerate(self.ranks)):
-            pass
+        ready = [(0.0, number) for number in self._played]
+        while ready:
+            _, number = heapq.heappop(ready)
+            rank = self.ranks[number]
+            if (lacking := self._goes_on(number, rank)) is not None:
+                self.blocked[lacking] = number
+            elif rank.at < len(rank.program):
+                heapq.heappush(ready, (rank.clock.now_seconds, number))
+            for other in self.woken:
+                heapq.heappush(ready, (self.ranks[other].clock.now_seconds, other))
+            self.woken.clear()
         whole = max(rank.times[-1] - rank.times[-1 - SHOWN] for rank in self.ranks) / SHOWN
         shown = max(self.ranks, key=lambda rank: rank.clock.worked_seconds)
         begin = shown.times[-2]
@@ -158,26 +171,27 @@ class _Play:
                     sent_bytes=flight.sent_bytes / len(self.ranks),
                 )
 
-    def _goes_on(self, number: int, rank: _Rank) -> bool:
-        began = rank.at
-        while rank.at < len(rank.program) and self._carries_out(number, rank, rank.program[rank.at]):
+    def _goes_on(self, number: int, rank: _Rank) -> _Key | None:
+        """By one instruction; else the letter that it needs and that is still without its time."""
+        lacking = self._carries_out(number, rank, rank.program[rank.at])
+        if lacking is None:
             rank.at += 1
             while rank.ends and rank.ends[0] == rank.at:
                 rank.times.append(rank.clock.now_seconds)
                 rank.ends.pop(0)
-        return rank.at > began
+        return lacking
 
-    def _carries_out(self, number: int, rank: _Rank, one: Instruction) -> bool:
-        """Whether it could; a letter that it needs may still be without its time."""
+    def _carries_out(self, number: int, rank: _Rank, one: Instruction) -> _Key | None:
+        """The letter that it lacks, if it does."""
         clock, stage = rank.clock, self.stages[one.stage]
         wanted = [(one.reads, number)] if one.reads is not None and (one.reads, number) in self.letters else []
         if one.op == "OVER" and one.letter is not None:
             wanted = [(one.letter, one.peer)]
-        times = [self.letters[key].arrived for key in wanted]
-        if any(time is None for time in times):
-            return False
-        for (letter, receiver), time in zip(wanted, times, strict=True):
-            clock.wait(f"stage {letter.stage}", time or 0.0)
+        for lacked in wanted:
+            if self.letters[lacked].arrived is None:
+                return lacked
+        for letter, receiver in wanted:
+            clock.wait(f"stage {letter.stage}", self.letters[letter, receiver].arrived or 0.0)
             place = self.letters[letter, receiver].place
             self.flights[place] = self.flights[place].seen(clock.now_seconds)
             if one.op in ("F", "B"):
@@ -201,7 +215,7 @@ class _Play:
             if one.op == "SEND":
                 self._code(number, one.letter, "encode")
             self._meet(number, one)
-        return True
+        return None
 
     def _code(self, number: int, letter: Letter, side: str) -> None:
         """One side of a letter that is coded."""
@@ -266,6 +280,7 @@ class _Play:
         clock = self.ranks[sender].clock
         start = max(letter.sent, letter.room, clock.free_seconds[lane])
         clock.free_seconds[lane] = letter.arrived = start + seconds
+        self.woken += [self.blocked.pop(key) for key in ((one.letter, receiver),) if key in self.blocked]
         name = f"stage {one.letter.stage}"
         clock.spans.append(Span(lane, name, "send", start, seconds, nbytes))
         letter.place, joint = len(self.flights), max(letter.sent, letter.room)
@@ -281,6 +296,8 @@ class _Play:
             "partial gradient": sums,
             "gradient": sums,
             "weights": stage.weight_bytes,
+            "forward weights": stage.weight_bytes,
+            "backward weights": stage.weight_bytes,
         }
         return bytes_of.get(letter.what, NORM_BYTES)
 

@@ -25,6 +25,7 @@ from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
 from armillary.schedules.edge import Edge, codes_of
+from armillary.schedules.loan import TOKENS
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.notes import notes_on
@@ -33,7 +34,6 @@ from armillary.schedules.rows import refuse_rows
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
 from armillary.schedules.weights_held import kept_copies
-from armillary.schedules.zero_messages import TOKENS
 
 __all__ = ["StagedWay", "plan_staged", "staged_ways"]
 
@@ -282,7 +282,7 @@ def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
         "activation": sent_over(codes.get(("activation", j)), load),
         "activation gradient": sent_over(codes.get(("activation gradient", j)), below),
         "norm": NORM_BYTES,
-        **dict.fromkeys(TOKENS, load.weight_bytes),
+        **dict.fromkeys(TOKENS.values(), load.weight_bytes),
     }
     sent = sum(bytes_of[message.content] for message in messages) / steps / across
     return Forecast(sent, 0.0, topology.link.seconds(sent, round(len(messages) / steps)))

@@ -77,7 +77,6 @@ class Reference:
         self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
         self.remedies: Sequence[Remedy] = ()  # to be set before the first step
-        self.is_whole = False  # values cross no cut, and lie as the model made them; likewise
         self.edges = Edges()  # how what crosses a cut is coded, likewise
         self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
         self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
@@ -185,7 +184,7 @@ class Reference:
                     value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
-                elif not self.is_whole:
+                else:
                     value = self.edges.crossed(value, came, place, batch[0])
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)

@@ -10,6 +10,7 @@ tensors come first.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -166,6 +167,11 @@ class Mailbox:
             next(arrived).requires_grad_(leaf.asks) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves
         ]
         return leaves, form.spec
+
+    def held(self) -> Iterator[Tensor]:
+        """Room made for letters that come, and what was sent and is not over yet."""
+        for parts in (*self._posted.values(), *self._under_way.values()):
+            yield from (tensor for _, tensor in parts)
 
     def _line(self, letter: Letter, peer: int) -> _Line:
         return _Line(peer, "" if self._is_lowered else letter.edge)

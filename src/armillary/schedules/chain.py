@@ -107,6 +107,9 @@ class Chain:
         if self._is_last(due):
             self._finish(due, owner)
 
+    def begin_step(self, step: int) -> None:
+        """Nothing: what a step reads is made at the end of the one before."""
+
     def end_step(self, steps: int) -> None:
         """So many steps were handed in. Weights that the next one may read are made; see Note [Replicas]."""
         for j in reversed(range(self._schedule.stages)):
@@ -119,6 +122,9 @@ class Chain:
         for place in range(1, len(self._path) if self._has_norms else 0):
             while self._known[place] < steps:
                 self._know(place, tick)
+
+    def drain(self, steps: int, tick: int) -> None:
+        """Nothing more: all is made."""
 
     @staticmethod
     def _letter(due: Due, stage: int) -> Letter:

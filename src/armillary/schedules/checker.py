@@ -9,6 +9,7 @@ a letter, or wants one to be over, waits. What moves can only ever let more move
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from armillary.schedules.clipping import Clip
@@ -22,6 +23,7 @@ Batch = list[Instruction]  # issued together
 MESSAGES = ("SEND", "RECEIVE")
 MADE = ("activation", "activation gradient", "partial norm")  # by an action, for one reader
 SUMS = ("partial gradient", "gradient")
+LENT = {"F": "forward weights", "B": "backward weights"}  # what an action reads of a stage whose weights are lent
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class _Rank:
         issued: messages in the order of their start, batch by batch, by peer.
         updated: versions made or received, by stage. followed: stages whose weights come from other ranks.
         norms: steps whose norm is known.
+        lent: of those that come for one action: what, version and stage. kept: oldest version still here, by stage.
         sums: micro-batches whose gradients a letter holds; those of all ranks. own: those held here, by step and stage.
     """
 
@@ -79,6 +82,8 @@ class _Rank:
     issued: dict[int, deque[Batch]] = field(default_factory=dict)
     updated: dict[int, int] = field(default_factory=dict)
     followed: set[int] = field(default_factory=set)
+    lent: set[tuple[str, int, int]] = field(default_factory=set)
+    kept: dict[int, int] = field(default_factory=dict)
     norms: int = 0
     own: dict[tuple[int, int], set[int]] = field(default_factory=dict)
 
@@ -101,9 +106,8 @@ class _Rank:
     def wants(self) -> str:
         """What the next instructions lack; empty if nothing."""
         for one in self.program[self.at]:
-            version = self.setting.schedule.version(one.place, self.setting.drains) if one.op == "F" else 0
-            if one.op == "F" and self._newest(one.stage) < version:
-                return f"version {version} of stage {one.stage} is missing"
+            if one.op in LENT and (missing := self._unread(one)):
+                return missing
             if one.op == "OVER" and one.letter not in self.gone:
                 return f"{one.letter} has not arrived"
             if (letter := self._read_by(one)) is not None and letter not in self.has:
@@ -119,15 +123,37 @@ class _Rank:
                 self.has.discard(read)
             if (made := self._made_by(one)) is not None:
                 self.has.add(made)
-            if one.op in ("UPDATE", "UNSHARD"):
-                self.updated[one.stage] = self.updated.get(one.stage, 0) + 1
-            if one.op == "UNSHARD":
-                self.followed.add(one.stage)
+            self._follow_weights(one)
             self.norms += one.op == "KNOW" or (one.op == "NORM" and one.stage == 0)
             self._add(one)
         for peer in {one.peer for one in batch if one.op in MESSAGES}:
             together = [one for one in batch if one.op in MESSAGES and one.peer == peer]
             self.issued.setdefault(peer, deque()).append(together)
+
+    def _follow_weights(self, one: Instruction) -> None:
+        if one.letter is not None and one.letter.what in LENT.values() and one.op in ("UNSHARD", "RESHARD"):
+            (self.lent.add if one.op == "UNSHARD" else self.lent.discard)(_token(one.letter))
+        elif one.op in ("UPDATE", "UNSHARD"):
+            self.updated[one.stage] = self.updated.get(one.stage, 0) + 1
+        elif one.op == "RESHARD":
+            self.kept[one.stage] = one.step + 1
+        if one.op == "UNSHARD":
+            self.followed.add(one.stage)
+
+    @cached_property
+    def _borrowed(self) -> set[int]:
+        """Stages whose weights come for one action."""
+        each = (one for batch in self.program for one in batch if one.op == "UNSHARD" and one.letter is not None)
+        return {one.stage for one in each if one.letter is not None and one.letter.what in LENT.values()}
+
+    def _unread(self, one: Instruction) -> str:
+        """Of the weights that an action reads."""
+        version = self.setting.schedule.version(one.place, self.setting.drains)
+        if one.stage in self._borrowed:
+            is_there = (LENT[one.op], version, one.stage) in self.lent
+        else:
+            is_there = one.op == "B" or self.kept.get(one.stage, 0) <= version <= self._newest(one.stage)
+        return "" if is_there else f"version {version} of stage {one.stage} is missing"
 
     def _lacks(self, one: Instruction) -> str:
         """What is sent or stepped with must be there, and whole."""
@@ -141,6 +167,11 @@ class _Rank:
             return f"{letter} is missing"
         if letter.what == "weights" and self._newest(letter.stage) != letter.step:
             return f"version {letter.step} of stage {letter.stage} is not the newest"
+        if letter.what in LENT.values():
+            what, version, stage = token = _token(letter)
+            is_here = self.kept.get(stage, 0) <= version <= self._newest(stage)
+            if (token not in self.lent) if stage in self._borrowed else not is_here:
+                return f"version {version} of stage {stage} is not here to be lent as {what}"
         return f"{letter} is not known" if letter.what == "norm" and self.norms <= letter.step else ""
 
     def _add(self, one: Instruction) -> None:
@@ -162,6 +193,9 @@ class _Rank:
         return f"rank {self.number} waits at {self.program[self.at][0]}: {why}"
 
     def unread(self) -> str:
+        if self.lent:
+            what, version, stage = min(self.lent)
+            return f"rank {self.number} never lets go of {what} of stage {stage}, version {version}"
         if self.has:
             return f"rank {self.number} never reads {min(self.has)}"
         kept = [f"{stage} of step {step}" for step, stage in sorted(self.own)]
@@ -189,6 +223,10 @@ class _Rank:
         if one.op == "NORM" and one.stage > 0:
             return Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)
         return None
+
+
+def _token(letter: Letter) -> tuple[str, int, int]:
+    return letter.what, letter.version, letter.stage
 
 
 def _goes_on_together(ranks: Sequence[_Rank]) -> bool:

@@ -23,7 +23,7 @@ def ring_method(
     copies: Callable[[ScheduleOptions, int, int, int], float],
     notes: Callable[[Planned], list[str]],
     examples: tuple[Options, ...] = ({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}),
-    is_lowered: bool = True,
+    lends: bool = False,
 ) -> Method:
     """A ring's registry entry; messages: of a step of the whole ring; the rest as in `Method`."""
 
@@ -36,7 +36,7 @@ def ring_method(
         knows=RING_OPTIONS,
         examples=examples,
         axis=DATA,
-        is_lowered=is_lowered,
+        lends=lends,
         keeps_own_statistics=True,
         no_edges="weights and gradients go from process to process, activations stay where they are made",
         implied=_one_each,

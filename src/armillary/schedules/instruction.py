@@ -10,7 +10,8 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
                       each from now on as soon as it is final, from inside the B that follows if one does
     SUM               gradients of a stage from another rank join those here
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
-    UNSHARD           the next version of a stage's weights comes from another rank
+    UNSHARD, RESHARD  weights of a stage come from another rank: the next version, to stay, or those that one action
+                      reads; what came for an action goes, or, at the owner, a version that nobody needs any more
     NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
     SERVE, PUSH       this rank's part in the look-ups of another stage's forward; in its tables' step
 
@@ -26,20 +27,26 @@ __all__ = ["NO_MICRO_BATCH", "Instruction", "Letter", "Op", "What"]
 
 NO_MICRO_BATCH = -1
 
-Op = Literal["F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "NORM", "KNOW", "SERVE", "PUSH"]
+Op = Literal[
+    "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "NORM", "KNOW",
+    "SERVE", "PUSH",
+]  # fmt: skip
 What = Literal[
-    "activation", "activation gradient", "partial gradient", "gradient", "weights", "partial norm", "norm", "buffers"
+    "activation", "activation gradient", "partial gradient", "gradient", "weights", "forward weights",
+    "backward weights", "partial norm", "norm", "buffers",
 ]  # fmt: skip
 
 
 class Letter(NamedTuple):
     """What one rank sends another, named by the place where it was made. Norms are of a step: micro-batch -1. Weights
-    are of the version that a step may read first; their micro-batch is that of the rank that sends them."""
+    are of the version that a step may read first; their micro-batch is that of the rank that sends them. Those lent for
+    an action, its forward or backward weights, have the place of that action, and say their version."""
 
     what: What
     step: int
     micro_batch: int
     stage: int
+    version: int = -1
 
     @property
     def edge(self) -> str:
@@ -49,7 +56,8 @@ class Letter(NamedTuple):
     @property
     def at(self) -> str:
         """Which letter of its edge."""
-        return f"step {self.step}" + (f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else "")
+        which = f"step {self.step}" + (f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else "")
+        return which + (f", version {self.version}" if self.version >= 0 else "")
 
     def __str__(self) -> str:
         return f"{self.edge}, {self.at}"

@@ -59,6 +59,7 @@ class Lowering:
         self.schedule, self.rank, self.steps = schedule, rank, 0
         self._ranks, self._served = tuple(ranks), frozenset(served)
         self._written = RankList(rank, wires)
+        self.is_lent = wires.lends and is_relayed(schedule, ranks)
         self._around: Chain | Relay
         if is_relayed(schedule, ranks):
             self._around = Relay(schedule, ranks, clip, self._written)
@@ -71,9 +72,20 @@ class Lowering:
         """The stages whose optimizer steps on this rank."""
         return self._around.owned
 
+    @property
+    def lends(self) -> frozenset[int]:
+        """Of these, the stages whose weights other ranks borrow."""
+        return self.owned if self.is_lent else frozenset()
+
+    @property
+    def borrowed(self) -> frozenset[int]:
+        """The stages whose weights come to this rank for one action at a time."""
+        return frozenset(range(self.schedule.stages)) - self.owned if self.is_lent else frozenset()
+
     def next_step(self) -> list[Instruction]:
         """What is to be done when one more step is handed in."""
         self.steps += 1
+        self._around.begin_step(self.steps - 1)
         for due in self._agenda.next_step():
             self._walk(due)
         self._around.end_step(self.steps)
@@ -81,11 +93,21 @@ class Lowering:
 
     def rest(self) -> list[Instruction]:
         """What is left of the steps handed in so far."""
+        self._finish()
+        self._written.see_all_over()
+        return self._written.taken()
+
+    def drain(self) -> list[Instruction]:
+        """The same, and what went ahead for the next step is thrown away: it will read the newest weights."""
+        self._finish()
+        self._around.drain(self.steps, self.steps * self.schedule.period)
+        self._written.see_all_over()
+        return self._written.taken()
+
+    def _finish(self) -> None:
         for due in self._agenda.rest():
             self._walk(due)
         self._around.rest(self.steps, self.steps * self.schedule.period)
-        self._written.see_all_over()
-        return self._written.taken()
 
     def _walk(self, due: Due) -> None:
         """One action of any worker."""

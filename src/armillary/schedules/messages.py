@@ -28,8 +28,8 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home", "lead",
-    "pipeline_messages", "ring_messages", "sum_path", "use", "used_at", "weight_path",
+    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home",
+    "pipeline_messages", "ring_messages", "sum_path", "use", "weight_path",
     "workers_of_stages",
 ]  # fmt: skip
 
@@ -182,29 +182,6 @@ def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
             made, stage = min(closings)
             steps = 1 if clip.waits else 2  # from the step of the norm to the one in which it is used
             yield Message(sent, made + steps * schedule.period - sent, last, worker, "norm", stage)
-
-
-def lead(schedule: Schedule, message: Message, window: int | None = None) -> int:
-    """How many actions the receiver begins between the sending and the use, which is the last of them; at least 1.
-
-    Args:
-        window: ticks before the use; what begins earlier does not count.
-    """
-    ahead = message.lag if window is None else min(message.lag, window)
-
-    def begun(tick: int) -> int:
-        return sum((tick - action.start) // schedule.period for action in schedule.ticks[message.receiver])
-
-    used = message.tick + message.lag
-    return max(1, begun(used) - begun(used - ahead))
-
-
-def used_at(schedule: Schedule, message: Message, clip: Clip | None = None) -> int:
-    """The receiver's action for which a message comes, by its number in a step."""
-    if message.content in ("gradient", "norm"):
-        return closing(schedule, message.stage, clip).action
-    is_forward = message.content in ("weights", "forward weights")
-    return message.stage if is_forward else 2 * schedule.stages - 1 - message.stage
 
 
 def carrier(schedule: Schedule) -> int:

@@ -243,6 +243,7 @@ class Method:
         is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
         across: (options, processes) -> how many processes carry out one table together.
         is_lowered: to lists of instructions (`lowering.py`); else an engine of its own carries it out.
+        lends: a stage's weights are kept by its owner only, and lent for each use, where several processes run it.
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
         has_rows: tables may be kept by row under it.
@@ -271,6 +272,7 @@ class Method:
     is_side_by_side: bool = False
     across: Callable[[ScheduleOptions, int], int] = _one_or_all
     is_lowered: bool = True
+    lends: bool = False
     is_even: bool = False
     keeps_own_statistics: bool = False
     has_rows: bool = False

@@ -7,6 +7,9 @@ goes up at the beginning of the call, a gradient when its own forward is done.
 
 A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
 some actions after the one that needed them, by the clock.
+
+Where room is short neither holds: what is on its way takes memory on both sides. Room is made where a letter leaves,
+and the sender lets go of it with its first action after the one that needed it.
 """
 
 from collections import deque
@@ -28,10 +31,12 @@ class Wires:
     Args:
         one_queue: whether both directions of a pair share one; see Note [Early room].
         codes: of edges that are coded.
+        lends: whether only the owner of a stage keeps its weights, where several ranks run it. Room is short then.
     """
 
     one_queue: bool = True
     codes: Codes = field(default_factory=dict)
+    lends: bool = False
 
 
 ONE_QUEUE = Wires()
@@ -39,14 +44,14 @@ ONE_QUEUE = Wires()
 
 class RankList:
     def __init__(self, rank: int, wires: Wires) -> None:
-        self.rank, self._wires = rank, wires
+        self.rank, self.wires = rank, wires
         self._list: list[Instruction] = []
         self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
 
     def begin(self) -> None:
         """An action of this rank comes next."""
         self._needed.appendleft([])
-        while len(self._needed) > PATIENCE:
+        while len(self._needed) > (1 if self.wires.lends else PATIENCE):
             self._list += self._needed.pop()
 
     def add(self, instruction: Instruction) -> None:
@@ -62,7 +67,7 @@ class RankList:
         if sender != receiver and self.rank in (sender, receiver):
             op: Op = "SEND" if self.rank == sender else "RECEIVE"
             peer = receiver if self.rank == sender else sender
-            code = self._wires.codes.get((letter.what, letter.stage))
+            code = self.wires.codes.get((letter.what, letter.stage))
             self._list.append(_of_letter(op, tick, letter, peer)._replace(code=code))
 
     def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
@@ -78,8 +83,8 @@ class RankList:
 
     def taken(self) -> list[Instruction]:
         """What was written since the last call."""
-        taken, self._list = _with_early_room(self._list, self._wires.one_queue), []
-        return taken
+        taken, self._list = self._list, []
+        return taken if self.wires.lends else _with_early_room(taken, self.wires.one_queue)
 
 
 def _of_letter(op: Op, tick: int, letter: Letter, peer: int) -> Instruction:

@@ -10,6 +10,7 @@ tableau.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from armillary.schedules import picture
 from armillary.schedules.action import Action, Row, Staleness
@@ -87,15 +88,21 @@ class Schedule:
 
     def worker_of(self, micro_batch: int, stage: int) -> int:
         """The worker that runs this stage for this micro-batch, both ways."""
-        for worker, row in enumerate(self.ticks):
-            if any((action.micro_batch, action.stage) == (micro_batch, stage) for action in row):
-                return worker
-        raise KeyError(f"schedule: {self.name} has no micro-batch {micro_batch}, stage {stage}")
+        if (micro_batch, stage) not in self._workers:
+            raise KeyError(f"schedule: {self.name} has no micro-batch {micro_batch}, stage {stage}")
+        return self._workers[micro_batch, stage]
 
     def action(self, kind: str, micro_batch: int, stage: int) -> Action:
         """The action of step 0 that is the `kind` ("F" or "B") of this stage for this micro-batch."""
-        row = self.ticks[self.worker_of(micro_batch, stage)]
-        return next(a for a in row if (a.kind, a.micro_batch, a.stage) == (kind, micro_batch, stage))
+        return self._actions[kind, micro_batch, stage]
+
+    @cached_property
+    def _workers(self) -> dict[tuple[int, int], int]:
+        return {(a.micro_batch, a.stage): worker for worker, row in enumerate(self.ticks) for a in row}
+
+    @cached_property
+    def _actions(self) -> dict[tuple[str, int, int], Action]:
+        return {(a.kind, a.micro_batch, a.stage): a for row in self.ticks for a in row}
 
     def held(self, tick: int) -> set[Place]:
         """Activations held during a tick, workers side by side: from forward to backward, both included."""

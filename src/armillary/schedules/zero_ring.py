@@ -4,10 +4,11 @@ Source: Fournier & Oyallon, 2024; sharded weights: ZeRO-3 (Rajbhandari et al., 2
 """
 
 from armillary.facts.profile_table import bytes_text
+from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
+from armillary.schedules.loan import lent_messages
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.zero_messages import held_copies, mean_copies, zero_messages
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
@@ -25,7 +26,7 @@ def _notes(planned: Planned) -> list[str]:
         for worker in range(workers)
         for copies in held_copies(schedule, worker, clip)
     ]
-    sent = sent_bytes(zero_messages(schedule, clip), workers, stages)
+    sent = sent_bytes(lent_messages(schedule, clip), workers, stages)
     most = f"the fullest worker holds {bytes_text(max(held))} of weights at its peak, of {bytes_text(weights)} in all"
     if max(held) >= weights:
         most += "; that is no less than a plain ring's: take it, or more workers or stages"
@@ -42,9 +43,9 @@ def _notes(planned: Planned) -> list[str]:
 SCHEDULES.register(
     "zero_ring",
     ring_method(
-        messages=zero_messages,
+        messages=lent_messages,
         copies=_copies,
         notes=_notes,
-        is_lowered=False,
+        lends=True,
     ),
 )

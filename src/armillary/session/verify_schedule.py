@@ -226,7 +226,6 @@ def _reference(
         return side_by_side, input_of
     own = copies if options.method.keeps_own_statistics else None
     reference = Reference(stages, optimizer, options.schedule(), loss, case.seed, own, options.clip)
-    reference.is_whole = own is not None and not options.method.is_lowered
     reference.edges = edges
     reference.remedies = options.built_remedies()
     reference.objectives = options.method.objectives(options)

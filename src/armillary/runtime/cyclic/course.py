@@ -37,6 +37,7 @@ class Course:
         remedies: against stale weights, in the order in which they act.
         counted: tensors sent over coded edges, by what they are, the stage that made them, and whether they were coded;
             if not, it was in the warm-up. Filled as they leave.
+        lends: whether only the owner of a stage keeps its weights, where several ranks run it.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
     Raises:
@@ -53,6 +54,7 @@ class Course:
     objectives: Mapping[int, Objective] = field(default_factory=dict)
     codes: Codes = field(default_factory=dict)
     counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
+    lends: bool = False
 
     def __post_init__(self) -> None:
         if {*self.objectives} != {*self.schedule.uncoupled}:

@@ -81,11 +81,6 @@ class FlatStage:
         """Room for gradients to arrive in."""
         return self._empty(1)
 
-    def empty_norm(self) -> Flats:
-        """Room for a squared norm, where the stage's other tensors arrive."""
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        return [torch.zeros((), dtype=torch.float64, device=device)]
-
     def _empty(self, counts: int) -> Flats:
         return [
             torch.empty(sum(self.parameters[p].numel() + counts for p in places), dtype=dtype, device=device)

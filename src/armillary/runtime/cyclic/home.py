@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from armillary.runtime.cyclic.autocast import device_type_of, without_autocast
 from armillary.runtime.cyclic.delayed_step import Options, step_with
 from armillary.runtime.cyclic.flat_stage import FlatStage
-from armillary.runtime.cyclic.versions import Means
+from armillary.runtime.cyclic.step_means import Means
 
 __all__ = ["Home"]
 

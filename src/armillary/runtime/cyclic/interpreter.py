@@ -5,7 +5,8 @@ made here and read here waits in memory; one for another rank leaves by a letter
 carried out in the order of the list, and each waits only for what it needs.
 
 Where several ranks run a stage, one of them owns it: the user's optimizer steps the parameters of a stage on its owner
-only, and has state there only. Parameters hold the newest weights that have come here.
+only, and has state there only. Parameters hold the newest weights that have come here; those of a stage whose weights
+come for one action at a time hold none (`borrowed.py`).
 
 Note [Tables]. The rows of a stage's tables are owned by all ranks of the schedule, so all take part in its look-ups and
 pushes: those that do not run the stage serve. Lists have these at one place for all, so nobody waits in a circle.
@@ -13,7 +14,7 @@ pushes: those that do not run the stage serve. Lists have these at one place for
 Source: Fournier & Oyallon, 2024 (one device, pipeline, ring); Narayanan et al., 2021; Huang et al., GPipe, 2019.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,19 @@ from torch.utils._pytree import tree_flatten
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
+from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.coded_letter import CodedLetter, Crossed
 from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.remedied_step import RemediedStep
+from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.stage_pass import Flight, OwnLoss, Reads, Value, enter, take_off
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.updates import Updates
-from armillary.runtime.cyclic.versions import StageWeights
+from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
@@ -79,16 +83,20 @@ class Interpreter:
             clip,
             served=tuple(seat.tables),
             reduces=seat.team.reduces,
-            wires=Wires(seat.one_queue, course.codes),
+            wires=Wires(seat.one_queue, course.codes, course.lends),
         )
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
         self.micro_batches = sorted({action.micro_batch for action in here})
         self._stages = {stage.index: stage for stage in stages if stage.index in {action.stage for action in here}}
         crosses = seat.team.reduces
         self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if crosses}
-        self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items()}
+        self._means = {j: self._means_of(stage) for j, stage in self._stages.items()}
+        self.borrowed = {j: Borrowed(self._stages[j]) for j in self._lowering.borrowed}
+        self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
+        self._kept = dict.fromkeys(self._lowering.lends, 0)  # the oldest version that other ranks may still get
         ranks = schedule.micro_batches // max(1, len(self.micro_batches))
-        self._sums = {j: StageSums(weights.flat, ranks) for j, weights in self._weights.items()}
+        flat = {j: self.borrowed[j].flat if j in self.borrowed else self._weights[j].flat for j in self._stages}
+        self._sums = {j: StageSums(one, ranks) for j, one in flat.items()}
         self._updates = Updates(list(self._weights.values()), clip, self.drains)
         for stage in stages:
             for parameter in stage.module.parameters() if stage.index not in self._lowering.owned else ():
@@ -111,10 +119,13 @@ class Interpreter:
         self._flights: dict[Place, Flight] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
+        self._looks: list[int] = [0, 0]  # bytes of what is `beside`, summed; how often
         self._makes: Mapping[What, Callable[[Letter], Sequence[Tensor]]] = {  # letters of what is kept here
             "partial gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
             "gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
-            "weights": lambda letter: self._weights[letter.stage].packed(),
+            "weights": lambda letter: self._weights[letter.stage].packed(letter.step),
+            "forward weights": self._to_lend,
+            "backward weights": self._to_lend,
             "norm": lambda letter: [self._norm],
         }
         self._carries: Mapping[str, Callable[[Instruction], None]] = {
@@ -127,6 +138,7 @@ class Interpreter:
             "SUM": self._join,
             "UPDATE": self._update,
             "UNSHARD": self._unshard,
+            "RESHARD": self._reshard,
             "NORM": self._add_norm,
             "KNOW": self._learn_norm,
             "SERVE": self._serve,
@@ -135,8 +147,14 @@ class Interpreter:
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
+        if stage.index in self._lowering.lends:  # room is short, also for what the next step would write over
+            return StageWeights(stage, step)
+        return StageWeights(stage, step, self._means[stage.index].keep)
+
+    def _means_of(self, stage: Stage) -> StepMeans:
         reducer = self._reducers.get(stage.index)
-        return StageWeights(stage, step, len(self.micro_batches), None if reducer is None else reducer.put)
+        take = None if reducer is None else reducer.put
+        return StepMeans(stage.index, parameters_of(stage), len(self.micro_batches), take)
 
     def _is_late(self, j: int) -> bool:
         """Whether a stage's update is wanted only when the next step's gradients are there."""
@@ -158,6 +176,7 @@ class Interpreter:
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
         step, options = self._lowering.steps, options_of(self._optimizer)
+        self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._first_open}
         self._updates.begin(step, options)
         for tables in self._seat.tables.values():
             tables.begin(step, options)
@@ -173,18 +192,47 @@ class Interpreter:
 
     def settle(self) -> list[StepLosses]:
         """Finishes what is under way: the stages here hold their newest weights, and training is unchanged."""
-        finished = self._carry_out(self._lowering.rest())
-        for tables in self._seat.tables.values():
-            tables.settle()
-        return finished
+        return self._finish(self._lowering.rest())
 
     def drain(self) -> list[StepLosses]:
         """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
-        finished = self.settle()
+        finished = self._finish(self._lowering.drain())
         self.drains.append(self._lowering.steps)
         for weights in self._weights.values():
             weights.drain()
         return finished
+
+    def beside(self) -> Iterator[Tensor]:
+        """What is here for a time where weights are lent: those borrowed, older versions, and what is on its way."""
+        if not self._lowering.is_lent:
+            return
+        yield from self._mailbox.held() if self._mailbox is not None else ()
+        for borrowed in self.borrowed.values():
+            yield from borrowed.held()
+        for weights in self._weights.values():
+            yield from weights.older()
+
+    @property
+    def beside_bytes(self) -> float:
+        """What that takes, in the mean over actions."""
+        summed, often = self._looks
+        return summed / max(1, often)
+
+    def _look(self) -> None:
+        storages = [tensor.untyped_storage() for tensor in self.beside()]
+        now = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self._looks = [self._looks[0] + now, self._looks[1] + 1]
+
+    def _finish(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
+        finished = self._carry_out(instructions)
+        for tables in self._seat.tables.values():
+            tables.settle()
+        return finished
+
+    @property
+    def _first_open(self) -> int:
+        """The first step of which a forward is still to come here."""
+        return min((self._done[j][m] for j in self._stages for m in self.micro_batches), default=0)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
         with without_autocast(self._device_type):
@@ -193,6 +241,7 @@ class Interpreter:
         return self._book.complete()
 
     def _forward(self, one: Instruction) -> None:
+        self._look()
         step, micro_batch, j = one.place
         version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
         is_last = j == self.schedule.stages - 1
@@ -200,7 +249,7 @@ class Interpreter:
         rows = tables[j].visit(one.place, version) if j in tables else None
         value, self._flights[one.place] = take_off(
             self._stages[j],
-            Reads(version, self._weights[j].read(step, micro_batch, version), rows),
+            self._read(one, version, rows),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
             Stream(self._course.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
@@ -215,25 +264,34 @@ class Interpreter:
         self._forget(j)
         self._course.observe(one, version, self._flights.keys())
 
+    def _read(self, one: Instruction, version: int, rows: Visit | None) -> Reads:
+        if one.stage in self.borrowed:
+            borrowing = self.borrowed[one.stage].read(version)
+            return Reads(version, borrowing.weights, rows, borrowing)
+        return Reads(version, self._weights[one.stage].read(one.step, one.micro_batch, version), rows)
+
     def _loss(self, j: int, target: Any, output: Any) -> Tensor:
         value: Tensor = self._losses[j](output, target)
         return value
 
     def _backward(self, one: Instruction) -> None:
+        self._look()
         step, micro_batch, j = one.place
-        flight, weights = self._flights.pop(one.place), self._weights[j]
+        flight, means = self._flights.pop(one.place), self._means[j]
         came = None if j in self._losses else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
         gradients = None if came is None else came.leaves
-        weights.expect(step, self.micro_batches.index(micro_batch))
-        landed = flight.land(gradients, weights.add)
+        means.expect(step, self.micro_batches.index(micro_batch))
+        landed = flight.land(gradients, means.add)
         if j and j - 1 not in self.schedule.uncoupled:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
-        means = weights.complete(step, micro_batch, landed.beside)
-        if means is not None:
+        found = means.complete(landed.beside)
+        if j in self._weights:
+            self._weights[j].landed(step, micro_batch)
+        if found is not None:
             if j in self._reducers:
                 self._reducers[j].close(step)
             else:
-                self._sums[j].put(step, means)
+                self._sums[j].put(step, found)
         self._forget(j)
         self._course.observe(one, flight.version, self._flights.keys())
 
@@ -249,16 +307,29 @@ class Interpreter:
 
     def _update(self, one: Instruction) -> None:
         self._updates.complete(self._weights[one.stage], one.step, self._sums[one.stage].mean(one.step))
-        self._has_new(one)
+        self._forget(one.stage)
 
     def _unshard(self, one: Instruction) -> None:
+        """What comes stays, or is here for an action."""
         assert one.letter is not None
-        self._weights[one.stage].arrive(self._taken(one.letter).leaves)
-        self._has_new(one)
+        came = self._taken(one.letter).leaves
+        if one.stage in self.borrowed:
+            self.borrowed[one.stage].arrive(one.letter, came)
+        else:
+            self._weights[one.stage].arrive(came)
+            self._forget(one.stage)
 
-    def _has_new(self, one: Instruction) -> None:
-        self._forget(one.stage)
-        self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._updates.first_open}
+    def _reshard(self, one: Instruction) -> None:
+        if one.letter is not None:
+            self.borrowed[one.stage].let_go(one.letter)
+        else:
+            self._kept[one.stage] = one.step + 1
+            self._forget(one.stage)
+
+    def _to_lend(self, letter: Letter) -> Sequence[Tensor]:
+        if letter.stage in self.borrowed:
+            return self.borrowed[letter.stage].flats_for(letter.what, letter.version)
+        return self._weights[letter.stage].packed(letter.version)
 
     def _add_norm(self, one: Instruction) -> None:
         """Of the stages above and this one; with the first stage's the norm of the step is known."""
@@ -322,6 +393,7 @@ class Interpreter:
         """Drops the versions of a stage that no forward to come reads."""
         places = ((done, micro_batch, j) for micro_batch, done in self._done[j].items())
         oldest = min(self.schedule.version(place, self.drains) for place in places)
+        oldest = min(oldest, self._kept.get(j, oldest))
         if j in self._weights:
             self._weights[j].forget(oldest)
         if j in self._seat.tables:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from armillary.runtime.cyclic.delayed_step import Options, options_of, step_with
 from armillary.runtime.cyclic.reducer import Reducer
-from armillary.runtime.cyclic.versions import Means
+from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.when_final import when_final
 
 __all__ = ["OwnLoop", "unchanged"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from armillary.exchanges.exchange import Place
 from armillary.facts.collectives import Scope, along
 from armillary.runtime.channel import Requests
-from armillary.runtime.cyclic.versions import Means
+from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.flight import Flight, see_through

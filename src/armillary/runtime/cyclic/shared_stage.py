@@ -28,8 +28,8 @@ from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.norm_chain import NormChain
 from armillary.runtime.cyclic.parcels import Line, Parcels
 from armillary.runtime.cyclic.replica import Replica
+from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.cyclic.updates import Updates
-from armillary.runtime.cyclic.versions import Means
 from armillary.schedules.clipping import square_of_stage
 from armillary.schedules.schedule import Place
 from armillary.schedules.shared import Sharing

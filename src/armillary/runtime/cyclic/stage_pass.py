@@ -6,7 +6,7 @@ what the schedule counts as one held activation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast
+from armillary.runtime.cyclic.borrowed import Borrowing
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.versions import Weights
 from armillary.schedules.layout import plain
@@ -52,11 +53,17 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What a forward reads of the model: weights of one version, by the stage's own names, and rows of tables."""
+    """What a forward reads of the model: weights of one version, by the stage's own names, and rows of tables.
+    borrowed: where the weights are here for one action at a time."""
 
     version: int
     weights: Weights
     rows: Visit | None = None
+    borrowed: Borrowing | None = None
+
+    def here(self) -> AbstractContextManager[None]:
+        """Around an action that reads the weights."""
+        return nullcontext() if self.borrowed is None else self.borrowed.here()
 
     def within(self, module: nn.Module, act: Callable[[], Any]) -> None:
         """Does something while a stage's module has these weights."""
@@ -93,6 +100,10 @@ class Flight:
         Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
         never be there beside their sum. Those of rows go where the rows came from.
         """
+        with self.reads.here():
+            return self._land(gradients, take)
+
+    def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
         outputs = self.outputs if self.outputs is not None else self.run(True)
         rows = self.reads.rows
         weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
@@ -183,7 +194,7 @@ def take_off(
         # a second run must not move running statistics a second time
         buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
-        with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows:
+        with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows, reads.here():
             output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
             made = output if loss is None else loss.of(output)
             leaves, spec = tree_flatten(made)

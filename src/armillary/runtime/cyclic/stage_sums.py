@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
-from armillary.runtime.cyclic.versions import Means
+from armillary.runtime.cyclic.step_means import Means
 from armillary.schedules.clipping import square_of_stage
 
 __all__ = ["StageSums"]

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from armillary.runtime.cyclic.delayed_step import Options
-from armillary.runtime.cyclic.versions import Means
+from armillary.runtime.cyclic.step_means import Means
 from armillary.schedules.clipping import Clip, square_of_stage
 
 __all__ = ["Stepped", "Updates", "clipped"]
@@ -49,7 +49,8 @@ class Updates:
 
     def begin(self, step: int, options: Options) -> None:
         """A step is handed in, with the optimizer's options of this moment."""
-        self._options[step] = options
+        if self._weights:
+            self._options[step] = options
 
     def complete(self, weights: Stepped, step: int, means: Means) -> None:
         """A stage's gradients of a step are all there."""
@@ -65,7 +66,7 @@ class Updates:
     @property
     def first_open(self) -> int:
         """The first step for which a stage here is still to be stepped."""
-        return min(weights.newest for weights in self._weights)
+        return min((weights.newest for weights in self._weights), default=0)
 
     def _advance(self) -> None:
         waiting, self._waiting = self._waiting, []

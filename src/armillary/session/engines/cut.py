@@ -53,6 +53,6 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     course = Course(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
         remedies=options.built_remedies(), objectives=options.method.objectives(options),
-        codes=codes,
+        codes=codes, lends=options.method.lends,
     )  # fmt: skip
     return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)

@@ -11,6 +11,7 @@ from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.schedules.chain import ranks_of_stages
 from armillary.schedules.lowering import is_relayed
+from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import ENGINES, Engine, Parts
 from armillary.session.engines.replicas import beside_bytes, ranks_of, team_of
@@ -25,7 +26,7 @@ class InterpretedEngine:
 
     def __init__(self, parts: Parts) -> None:
         schedule, tables, place = parts.course.schedule, parts.tables.by_stage, parts.transport.place
-        self.parts, self.teller, self._own = parts, None, None
+        self.parts, self.teller, self._own, self._lent = parts, None, None, None
         team = team_of(parts)
         self.units = [unit for units in team.groups.values() for unit in units] if team.reduces else []
         if parts.options.method.is_side_by_side:
@@ -41,24 +42,35 @@ class InterpretedEngine:
             here = [stage for stage, rank in enumerate(own) if rank == place.rank]
             self._ranks = ranks_of_stages(schedule, range(len(seat.ranks)))  # of the first replica
             self._own = OwnStages(parts.stages, here, parts.transport)
+        if self.runtime.borrowed:
+            self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)
 
     @property
     def beside_bytes(self) -> float:
-        return beside_bytes(self.units)
+        return beside_bytes(self.units) + self.runtime.beside_bytes
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
         return self.runtime.step(self.parts.given(batches))
 
     @contextmanager
     def newest(self) -> Iterator[None]:
-        if self._own is None:
-            yield
-            return
-        with self._own.whole(self._ranks, self._ranks):
+        if self._lent is not None:
+            with self._lent.whole([self.parts.options.method.owner(self.parts.options, j) for j in self._numbers]):
+                yield
+        elif self._own is not None:
+            with self._own.whole(self._ranks, self._ranks):
+                yield
+        else:
             yield
 
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.parts.stages))
+
     def detach(self) -> None:
-        """There is no hook."""
+        """Takes the hooks off that refuse reads of weights which are lent."""
+        if self._lent is not None:
+            self._lent.detach()
 
 
 def engine_of(schedule: str) -> Callable[[Parts], Engine]:

@@ -8,8 +8,8 @@ from torch import nn
 
 from armillary.runtime.cyclic.own_loop import OwnLoop, unchanged
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.cyclic.updates import clipped
-from armillary.runtime.cyclic.versions import Means
 from armillary.schedules.clipping import Clip, square_of_stage
 from armillary.session.engines.contract import Parts
 from armillary.session.engines.replicas import beside_bytes, team_of

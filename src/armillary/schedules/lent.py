@@ -1,0 +1,185 @@
+"""Weights that only their owner keeps: lent for one action, handed on, and given back.
+
+A worker gets the weights of a stage before its forward (`UNSHARD`), and once more before its backward. It sends them on
+when the next one needs them, and lets go of them (`RESHARD`) when they were used and have been sent. The owner keeps a
+version until the last that is lent of it has left, and its own backward is done. See `loan.py`.
+
+Some of a step's tokens leave before the step begins. If the run drains first, they are thrown away: the step reads
+newer weights than they are, and its owner sends them anew.
+"""
+
+import heapq
+from typing import NamedTuple
+
+from armillary.schedules.action import Kind
+from armillary.schedules.agenda import Due
+from armillary.schedules.clipping import Clip
+from armillary.schedules.instruction import Instruction, Letter
+from armillary.schedules.loan import TOKENS, Loan, loans
+from armillary.schedules.messages import weight_path
+from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.workers_list import WorkersList
+
+__all__ = ["Lent"]
+
+
+class _Leave(NamedTuple):
+    """A token that is to leave for a step of its receiver, at a tick or when it is there."""
+
+    tick: int
+    loan: Loan
+    step: int
+    sender: int
+
+
+class Lent:
+    """Of all stages of a schedule.
+
+    Raises:
+        ValueError: weights more than one step old.
+    """
+
+    def __init__(self, schedule: Schedule, clip: Clip | None, workers: WorkersList) -> None:
+        self._schedule, self._workers = schedule, workers
+        stages = range(schedule.stages)
+        self._loans = [loan for stage in stages for loan in loans(schedule, stage, clip)]
+        self._ways = [weight_path(schedule, stage) for stage in stages]
+        self._newest = [0] * schedule.stages  # version, at the owner
+        self._kept = [0] * schedule.stages  # the oldest version there
+        self._drains: list[int] = []
+        self._opened = 0  # the step that began with the newest weights everywhere
+        self._waiting: list[_Leave] = []  # a heap
+        self._late: list[_Leave] = []  # whose time has come, but the sender has not got it yet
+        self._senders: dict[Letter, int] = {}  # of what has left and was not used
+        self._held: set[Letter] = set()  # by a worker that does not own it
+        self._used: set[Letter] = set()  # of these: not needed there any more
+        self._gone: set[Letter] = set()  # of these: handed on
+        self._uses: dict[tuple[int, int], set[str]] = {}  # of a version at its owner, by stage: those still to come
+
+    def begin_step(self, step: int) -> None:
+        """A step is handed in. Of the next one leaves what it needs at its very beginning."""
+        opens = step == self._opened
+        for loan in self._loans:
+            if opens or loan.leaves >= 0:
+                sender = self._ways[loan.stage][0] if opens and loan.crosses else loan.sender
+                self._plan(loan, step, sender)
+            if loan.leaves < 0:
+                self._plan(loan, step + 1, loan.sender)
+
+    def made(self, stage: int, tick: int) -> None:
+        """The owner has one version more."""
+        self._newest[stage] += 1
+        self._leave(tick)
+
+    def before(self, due: Due) -> None:
+        """What is due leaves, what the action reads comes."""
+        self._leave(due.tick)
+        if due.worker == self._ways[due.stage][0]:
+            return
+        letter = self._letter(due.kind, due.place)
+        if letter not in self._senders:
+            raise ValueError(f"schedule: {self._schedule.name}: {letter} is read before it can have come")
+        self._take(letter, due.tick)
+        self._leave(due.tick)
+
+    def after(self, due: Due) -> None:
+        """What was lent is given back when it has been handed on."""
+        owner = self._ways[due.stage][0]
+        if due.worker != owner:
+            letter = self._letter(due.kind, due.place)
+            self._used.add(letter)
+            self._give_back(letter, due.tick)
+        elif due.kind == "B":
+            self._end_use(due.stage, due.step, due.worker, "own", due.tick)
+
+    def rest(self, stage: int, version: int, tick: int) -> None:
+        """Nothing: its owner has it."""
+
+    def drain(self, steps: int, tick: int) -> None:
+        """What is lent or on its way goes, and so do versions that were kept for it."""
+        self._waiting, self._late = [], []
+        for letter in sorted(self._held):
+            self._reshard(letter, tick)
+        for letter in sorted(self._senders):
+            self._take(letter, tick)
+            self._reshard(letter, tick)
+        for stage in range(self._schedule.stages):
+            self._forget(stage, steps, tick)
+        self._drains.append(steps)
+        self._opened = steps
+
+    def _plan(self, loan: Loan, step: int, sender: int) -> None:
+        tick = loan.leaves + step * self._schedule.period
+        heapq.heappush(self._waiting, _Leave(tick, loan, step, sender))
+
+    def _leave(self, tick: int) -> None:
+        """All that is due by then and is there."""
+        while self._waiting and self._waiting[0].tick <= tick:
+            self._late.append(heapq.heappop(self._waiting))
+        late, self._late = self._late, []
+        for one in late:
+            if self._is_there(one):
+                self._send(one, tick)
+            else:
+                self._late.append(one)
+
+    def _is_there(self, one: _Leave) -> bool:
+        place = one.step, one.loan.receiver, one.loan.stage
+        if one.sender == self._ways[one.loan.stage][0]:
+            return self._newest[one.loan.stage] >= self._schedule.version(place, self._drains)
+        return self._source(one) in self._held
+
+    def _source(self, one: _Leave) -> Letter:
+        """The token that a worker hands on, as it came to it."""
+        return self._letter(one.loan.kind, (one.step - one.loan.crosses, one.sender, one.loan.stage))
+
+    def _letter(self, kind: Kind, place: Place) -> Letter:
+        return Letter(TOKENS[kind], *place, self._schedule.version(place, self._drains))
+
+    def _send(self, one: _Leave, tick: int) -> None:
+        stage, receiver, owner = one.loan.stage, one.loan.receiver, self._ways[one.loan.stage][0]
+        letter = self._letter(one.loan.kind, (one.step, receiver, stage))
+        self._senders[letter] = one.sender
+        self._workers.passes(letter, one.sender, receiver, tick)
+        if one.sender != owner:
+            source = self._source(one)
+            self._gone.add(source)
+            self._give_back(source, tick)
+        elif one.loan.sender == owner:
+            self._end_use(stage, one.step, receiver, one.loan.kind, tick)
+
+    def _take(self, letter: Letter, tick: int) -> None:
+        self._workers.takes("UNSHARD", letter.micro_batch, tick, letter, self._senders.pop(letter))
+        self._held.add(letter)
+
+    def _give_back(self, letter: Letter, tick: int) -> None:
+        """If nobody waits for it here."""
+        is_last = letter.micro_batch == self._ways[letter.stage][-1]
+        if letter in self._used and (is_last or letter in self._gone):
+            self._reshard(letter, tick)
+
+    def _reshard(self, letter: Letter, tick: int) -> None:
+        place = letter.step, letter.micro_batch, letter.stage
+        self._workers.does(letter.micro_batch, Instruction("RESHARD", tick, *place, letter))
+        for those in (self._held, self._used, self._gone):
+            those.discard(letter)
+
+    def _end_use(self, stage: int, step: int, worker: int, use: str, tick: int) -> None:
+        """Of a version at its owner, which goes with the last: its own backward, or what the next one gets of it."""
+        version = step - self._schedule.staleness[worker][stage]
+        if version < self._kept[stage]:
+            return  # of a step that begins with newer weights
+        every = {"own", *(TOKENS if len(self._ways[stage]) > 1 else ())}
+        left = self._uses.setdefault((stage, version), every)
+        left.discard(use)
+        if not left:
+            del self._uses[stage, version]
+            self._forget(stage, version + 1, tick)
+
+    def _forget(self, stage: int, before: int, tick: int) -> None:
+        """Nobody reads an older version any more."""
+        owner = self._ways[stage][0]
+        while self._kept[stage] < before:
+            self._workers.does(owner, Instruction("RESHARD", tick, self._kept[stage], owner, stage))
+            self._uses.pop((stage, self._kept[stage]), None)
+            self._kept[stage] += 1
