@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.choice import Choice
 from armillary.reference import lockstep
-from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.runtime.hybrid.dense_unit import dense_unit
 
 OPTIMIZERS = {
@@ -77,7 +77,7 @@ class Workers:
 
     def _unit(self, model, names, exchange, rank, workers):
         members = dict(model.named_parameters())
-        return dense_unit("group", {name: members[name] for name in names}, exchange, Place(rank, workers))
+        return dense_unit("group", {name: members[name] for name in names}, exchange, RankInfo(rank, workers))
 
     def step(self, batches, parts, scale=1.0):
         for model, batch in zip(self.models, batches):
@@ -98,7 +98,7 @@ class Workers:
         for rank, (unit, part) in enumerate(zip(units, parts)):
             unit.open(1)
             parcel = replace(unit.bucket.seal(part), scale=scale)
-            programs.append(unit.push(parcel, Place(rank, self.workers)))
+            programs.append(unit.push(parcel, RankInfo(rank, self.workers)))
         for unit, moved in zip(units, lockstep.run(programs)[0]):
             unit.take_gradients(moved)
 
@@ -118,7 +118,7 @@ def unlike(workers, truth):
 def trained(text, count, dtype, optimizer="momentum", weights=None, scales=(), fault=None, steps=6):
     """Workers beside their replicas; what differs in any bit after any step."""
     exchange, make = built(text), OPTIMIZERS[optimizer]
-    groups = [Shared(names, exchange) for names in GROUPS]
+    groups = [SharedGroup(names, exchange) for names in GROUPS]
     truth = Replicas(net(dtype), lambda model: make(model.parameters()), count, groups)
     workers = Workers(fault(exchange) if fault else exchange, count, dtype, make)
     parts = [1 / count] * count if weights is None else [one / sum(weights) for one in weights]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from armillary.runtime.cut.stages import Stage
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule

@@ -8,7 +8,7 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.registry import read
 
 ROWS, WIDTH, SIZE = 23, 4, 6

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import armillary
@@ -9,8 +10,8 @@ from armillary import face
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.schedules.corrections.correction import CORRECTIONS
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.remedies.remedy import REMEDIES
 from armillary.session.engines.contract import ENGINES
 
 ROOT = Path(armillary.__file__).parent
@@ -36,7 +37,7 @@ NETWORK = {
     "torch.distributed.launcher": {"cli/launch.py"},
     "torch.distributed.elastic": {"cli/launch.py"},
     "torch.distributed.run": {"cli/launch.py"},
-    "torch.distributed.pipelining": {"runtime/cut/tracer.py"},
+    "torch.distributed.pipelining": {"runtime/partition/tracer.py"},
     "torch.distributed.checkpoint": set(),
 }
 
@@ -78,11 +79,11 @@ INSIDE = {
     "runtime": {
         "": {"hybrid"},  # what stands in none is the transport, and what looks at a whole model
         "hybrid": {""},
-        "cut": set(),
+        "partition": set(),
         "prefetch": {"", "hybrid"},
-        "saving": {"", "hybrid"},
-        "watch": {"", "hybrid"},
-        "cyclic": {"", "hybrid", "cut"},
+        "checkpointing": {"", "hybrid"},
+        "profiling": {"", "hybrid"},
+        "cyclic": {"", "hybrid", "partition"},
     },
     "session": {
         "": {"cyclic", "engines"},
@@ -90,7 +91,7 @@ INSIDE = {
         "engines": {"", "cyclic"},
         "foresight": {""},
     },
-    "schedules": {"": {"remedies"}, "remedies": {""}},
+    "schedules": {"": {"corrections"}, "corrections": {""}},
     "cli": {"": {"commands"}, "commands": {""}},
 }
 
@@ -170,6 +171,14 @@ def test_an_argument_of_several_things_has_a_named_type():
     assert found <= NAMED, found - NAMED
 
 
+def test_a_public_class_name_means_one_thing():
+    found = Counter(
+        node.name for path in FILES for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )  # fmt: skip
+    assert {name for name, count in found.items() if count > 1} == set()
+
+
 def test_the_package_gives_the_names_of_its_face():
     assert armillary.__all__ == face.__all__ and set(face.__all__) < set(dir(armillary))
     assert all(getattr(armillary, name) is getattr(face, name) for name in face.__all__)
@@ -193,7 +202,9 @@ COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
 
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
-    "runtime/cut/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
+    "runtime/partition/tracer.py": {
+        "torch.distributed.pipelining"
+    },  # brings torch._dynamo: as long again as torch itself
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
     "session/foresight/twin_page.py": {"armillary.session.foresight.plot_twin"},
@@ -308,7 +319,7 @@ NAMES_METHODS = {"planning/parallax.py", "cli/options.py", "cli/granted.py", "cl
 
 def test_no_exchange_codec_or_correction_is_known_by_name():
     """One more of them is one more file."""
-    names = {*dense_exchanges(), *row_exchanges(), *CODECS.all(), *REMEDIES.all()}
+    names = {*dense_exchanges(), *row_exchanges(), *CODECS.all(), *CORRECTIONS.all()}
     for path in FILES:
         me = path.relative_to(ROOT).as_posix()
         if room_of(path) not in ("exchanges", "codecs", "schedules", "workloads") and me not in NAMES_METHODS:

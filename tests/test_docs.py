@@ -14,8 +14,8 @@ import armillary
 from armillary.cli.main import app
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.schedules.corrections.correction import CORRECTIONS
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.remedies.remedy import REMEDIES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -73,7 +73,7 @@ def run_guide(rank, workers, folder):
             runs += [names["run"]] if "run" in names and names["run"] not in runs else []
     finally:
         os.chdir(before)
-    looked = {group.look_ahead for run in runs for group in run.plan.groups} - {"none"}
+    looked = {group.prefetch for run in runs for group in run.plan.groups} - {"none"}
     return len(runs), looked, names["loop"], names["told"].step, names["plan"].workers, names["state"] is None
 
 
@@ -150,7 +150,7 @@ def test_commands_and_their_options_exist(page):
 
 
 def test_every_name_in_the_table_of_methods_is_on_a_shelf():
-    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *REMEDIES.all()}
+    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *CORRECTIONS.all()}
     for page in (page for page in PAGES if page.startswith("methods/")):
         cells = re.findall(r"^\| (`[^|]*`) \|", PAGES[page], re.MULTILINE)
         named = {name for cell in cells for name in re.findall(r"`([a-z_]+)[`(]", cell)}
@@ -197,6 +197,6 @@ def test_every_method_has_its_page():
     """One more method is one more page, and a row in the table of methods."""
     table = PAGES["methods/index.md"]
     pages = "\n".join(text for page, text in PAGES.items() if page.startswith("methods/") and "index" not in page)
-    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *REMEDIES.all()}
+    shelves = {*SCHEDULES.all(), *dense_exchanges(), *row_exchanges(), *CODECS.all(), *CORRECTIONS.all()}
     missing = {name for name in shelves if f"`{name}`" not in table or not re.search(rf"`[^`]*\b{name}\b", pages)}
     assert not missing, f"no page under docs/methods, or no row in its index: {sorted(missing)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.prefetch import prefetching
 from armillary.runtime.process_group import start_process_group
 from benchmarks.breakdown.stand_in import carry_only
 from benchmarks.hybrid.model import Sizes
@@ -21,7 +21,7 @@ from benchmarks.peers.case import Case, Step
 from benchmarks.peers.contenders import alone, ours
 
 LEFT_OUT = ("nothing", "rounds", "messages")  # what is carried, see `stand_in.py`
-WARM_STEPS = 10  # look-ahead has learned by then
+WARM_STEPS = 10  # prefetch has learned by then
 SMALL = Sizes(vocabulary=20_000, features=64, hidden=8, projection=4, sentences=2, words=4, negatives=1024)
 
 
@@ -58,16 +58,16 @@ def _all_of_them(case: Case) -> dict[str, Step]:
     """By mode; those with something left out first train for real.
 
     Raises:
-        ValueError: no table looks ahead, so the modes would be other than their names.
+        ValueError: no table prefetches, so the modes would be other than their names.
     """
     steps: dict[str, Step] = {"alone": _warm(alone.train_sparse(case))}
     for carried in (*LEFT_OUT, "everything"):
         steps[carried] = _warm(ours.train_ahead(case))
         found = planning.KEPT[0]
-        if looking_ahead(found.plan, found.profile, found.topology) is found.plan:
+        if prefetching(found.plan, found.profile, found.topology) is found.plan:
             exchanges = {group.name: str(group.exchange) for group in found.plan.groups}
             raise ValueError(
-                f"breakdown: no table of the plan looks ahead: {exchanges}; take slower links or more ranks"
+                f"breakdown: no table of the plan prefetches: {exchanges}; take slower links or more ranks"
             )
         if carried != "everything":
             dist.barrier()

@@ -1,6 +1,6 @@
 """Where a step goes when ranks outnumber their processors: python -m benchmarks.breakdown.run
 
-On the network lab; the language model of `benchmarks/peers` (lm8) under a plan that looks ahead, with parts of the
+On the network lab; the language model of `benchmarks/peers` (lm8) under a plan that prefetches, with parts of the
 exchange left out. Prints a Markdown table.
 """
 

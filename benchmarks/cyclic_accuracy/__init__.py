@@ -1,1 +1,2 @@
-"""Does staleness cost accuracy? The update rules, their remedies and their stability boundary, on two small tasks."""
+"""Does staleness cost accuracy? The update rules, their corrections and their stability boundary, on two small
+tasks."""

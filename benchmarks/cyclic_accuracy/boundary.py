@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.cut.stages import chain, cut
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import chain, cut
+from armillary.schedules.corrections.correction import build_correction, stale_share
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.remedies.remedy import build_remedy, stale_share
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 from benchmarks.hybrid.record import machine
@@ -31,8 +31,8 @@ RESULT = Path(__file__).parent / "results" / "boundary.json"
 N = 4
 STEPS, WINDOW = 400, 100
 LOWEST, HIGHEST, POINTS = 0.02, 8.0, 3000  # of rate x curvature: neighbours are 0.2 per cent apart
-# Of heavy ball 0.9 where everything is one step late, with a remedy: the note's figures. Weights are predicted by the
-# momentum buffer times the rate, which is the last velocity.
+# Of heavy ball 0.9 where everything is one step late, with a correction: the note's figures. Weights are predicted by
+# the momentum buffer times the rate, which is the last velocity.
 NOTED = {"nesterov": 0.253, "weight_prediction": 0.270}
 
 
@@ -55,52 +55,52 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for rule, momentum in (("dp", 0.9), ("v1", 0.9), ("v2", 0.9), ("slack1", 0.9), ("dp", 0.0), ("v1", 0.0)):
         rows += measured(rule, schedules[rule], momentum, "")
-    for rule, remedy in (
+    for rule, correction in (
         ("v1", "nesterov"),
         ("v1", "weight_prediction"),
         ("v1", "error_feedback"),
         ("v2", "stable_rate"),
     ):
-        rows += measured(rule, schedules[rule], 0.9, remedy)
+        rows += measured(rule, schedules[rule], 0.9, correction)
     for row in rows:
         print(json.dumps(row), flush=True)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({"machine": machine(), "steps": STEPS, "points": POINTS, "rows": rows}) + "\n")
 
 
-def measured(rule: str, schedule: Schedule, momentum: float, remedy: str) -> list[dict[str, Any]]:
+def measured(rule: str, schedule: Schedule, momentum: float, correction: str) -> list[dict[str, Any]]:
     """Per different share of late gradients, the largest rate x curvature below which all shrink."""
     grid = torch.logspace(*torch.tensor([LOWEST, HIGHEST]).log10().tolist(), POINTS, dtype=torch.float64)
     begun = time.perf_counter()
-    early, late = _trained(schedule, grid, momentum, remedy)
+    early, late = _trained(schedule, grid, momentum, correction)
     rows: dict[float, dict[str, Any]] = {}
     for stage in range(schedule.stages):
         share = stale_share(schedule, stage)
         rows[share] = {
-            "rule": rule, "momentum": momentum, "remedy": remedy, "share": share,
-            "predicted": _predicted(share, momentum, remedy),
+            "rule": rule, "momentum": momentum, "correction": correction, "share": share,
+            "predicted": _predicted(share, momentum, correction),
             "measured": last_stable(grid.tolist(), ((late[stage] < early[stage]) | (late[stage] == 0)).tolist()),
         }  # fmt: skip
-    print(f"{rule} {momentum} {remedy}: {time.perf_counter() - begun:.0f} s", flush=True)
+    print(f"{rule} {momentum} {correction}: {time.perf_counter() - begun:.0f} s", flush=True)
     return list(rows.values())
 
 
-def _predicted(share: float, momentum: float, remedy: str) -> float | None:
+def _predicted(share: float, momentum: float, correction: str) -> float | None:
     """None where there is no figure to compare with."""
-    if not remedy or not share:
+    if not correction or not share:
         return formula(share, momentum)
-    if remedy == "stable_rate":  # lowers the rate of each stage until all have the bound of fresh weights
+    if correction == "stable_rate":  # lowers the rate of each stage until all have the bound of fresh weights
         return formula(0.0, momentum)
-    return NOTED.get(remedy) if share == 1 else None
+    return NOTED.get(correction) if share == 1 else None
 
 
-def _trained(schedule: Schedule, grid: Tensor, momentum: float, remedy: str) -> tuple[list[Tensor], list[Tensor]]:
+def _trained(schedule: Schedule, grid: Tensor, momentum: float, correction: str) -> tuple[list[Tensor], list[Tensor]]:
     """Per stage the largest weights in a window in the middle of the run, and in one at its end."""
     model = nn.Sequential(*(Bowl(grid) for _ in range(schedule.stages)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
     stages = cut(model, chain(model), range(1, schedule.stages))
-    remedies = (build_remedy(remedy),) if remedy else ()
-    run = Interpreter(stages, optimizer, Course(schedule, lambda value, _: value, remedies=remedies))
+    corrections = (build_correction(correction),) if correction else ()
+    run = Interpreter(stages, optimizer, TrainSpec(schedule, lambda value, _: value, corrections=corrections))
     start = torch.zeros((), dtype=torch.float64)
     early, late = [[torch.zeros_like(grid) for _ in stages] for _ in range(2)]
     for step in range(STEPS):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.exchanges.exchange import build_dense
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
@@ -155,8 +155,8 @@ def _ring(sizes: Sizes, transport: Transport, schedule: Schedule) -> Mode:
     model = _model(sizes)
     optimizer = _sgd(model)
     stages = [Stage(j, stage, {"weight": f"{j}.weight"}) for j, stage in enumerate(model)]
-    course = Course(schedule, lambda output, _: output.sum())
-    run = Interpreter(stages, optimizer, course, in_a_row(schedule, transport.place.rank, transport))
+    spec = TrainSpec(schedule, lambda output, _: output.sum())
+    run = Interpreter(stages, optimizer, spec, in_a_row(schedule, transport.place.rank, transport))
     return partial(run.step, [(torch.zeros(1), None)]), run.settle
 
 

@@ -181,7 +181,7 @@ def _draw(task: str, records: Mapping[str, Mapping[int, Record]]) -> Figure:
 
 def boundary_table(found: Record) -> str:
     lines = [
-        "| rule | momentum | remedy | late share | foretold | measured | measured / foretold |",
+        "| rule | momentum | correction | late share | foretold | measured | measured / foretold |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found["rows"]:
@@ -189,7 +189,9 @@ def boundary_table(found: Record) -> str:
         said = f"{foretold:.4f} | {row['measured']:.4f} | {row['measured'] / foretold:.3f}" if foretold else (
             f"- | {row['measured']:.4f} | -"
         )  # fmt: skip
-        lines.append(f"| {row['rule']} | {row['momentum']:g} | {row['remedy'] or '-'} | {row['share']:g} | {said} |")
+        lines.append(
+            f"| {row['rule']} | {row['momentum']:g} | {row['correction'] or '-'} | {row['share']:g} | {said} |"
+        )
     return "\n".join(lines)
 
 

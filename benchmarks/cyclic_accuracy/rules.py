@@ -6,8 +6,8 @@ Delayed all-reduce is not among them: its rule is v1's, weights one step old eve
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from armillary.schedules.corrections.correction import Correction, build_correction
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 
@@ -23,14 +23,14 @@ class Rule:
     """
     Args:
         slack: of the cyclic schedule; None: no delay at all (data parallelism).
-        remedies: for stages that read old weights, by name.
+        corrections: for stages that read old weights, by name.
         is_nesterov: whether the optimizer itself looks ahead (SGD with nesterov=True; NAdam for AdamW).
         clock: the mode of the timing job whose seconds a step takes.
     """
 
     slack: int | None
     clock: str
-    remedies: tuple[str, ...] = ()
+    corrections: tuple[str, ...] = ()
     is_nesterov: bool = False
 
     def schedule(self, costs: Costs) -> Schedule:
@@ -38,8 +38,8 @@ class Rule:
             return simultaneous(WORKERS, len(costs))
         return cyclic(WORKERS, slack=self.slack, costs=costs)
 
-    def built_remedies(self) -> tuple[Remedy, ...]:
-        return tuple(build_remedy(name) for name in self.remedies)
+    def built_corrections(self) -> tuple[Correction, ...]:
+        return tuple(build_correction(name) for name in self.corrections)
 
 
 PLAIN = {
@@ -58,7 +58,7 @@ LOOKING_AHEAD = {
         "dp_nesterov": Rule(None, "ddp", is_nesterov=True),
         "v1_nesterov": Rule(WORKERS, "ring_v1", ("nesterov",)),
     },
-    "language_model": {  # the remedy is for SGD; for Adam its own text says: take NAdam
+    "language_model": {  # the correction is for SGD; for Adam its own text says: take NAdam
         "dp_nadam": Rule(None, "ddp", is_nesterov=True),
         "v1_nadam": Rule(WORKERS, "ring_v1", is_nesterov=True),
     },

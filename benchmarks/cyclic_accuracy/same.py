@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_accuracy.rules import WORKERS, Rule, rules_of
@@ -70,7 +70,7 @@ def _weights(
 
 def _by_reference(parts: Cut, optimizer: torch.optim.Optimizer, schedule: Schedule, rule: Rule) -> Made:
     run = Reference(parts.stages, optimizer, schedule, parts.loss)
-    run.remedies = rule.built_remedies()
+    run.corrections = rule.built_corrections()
     return run.step, lambda: None
 
 
@@ -78,7 +78,7 @@ def _on_one_device(parts: Cut, optimizer: torch.optim.Optimizer, schedule: Sched
     stages = [
         Stage(j, stage, {name: name for name, _ in stage.named_parameters()}) for j, stage in enumerate(parts.stages)
     ]
-    run = Interpreter(stages, optimizer, Course(schedule, parts.loss, remedies=rule.built_remedies()))
+    run = Interpreter(stages, optimizer, TrainSpec(schedule, parts.loss, corrections=rule.built_corrections()))
     return run.step, run.settle
 
 

@@ -59,7 +59,7 @@ def train(settings: Settings) -> dict[str, Any]:
     optimizer = task.optimizer(parts.model, settings.rate, rule.is_nesterov)
     schedule = rule.schedule(parts.costs)
     reference = Reference(parts.stages, optimizer, schedule, parts.loss, seed=settings.seed)
-    reference.remedies = rule.built_remedies()
+    reference.corrections = rule.built_corrections()
     losses: list[float] = []
     begun = time.process_time()
     for step, batches in zip(range(settings.steps), task.micro_batches(settings.seed)):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.cut.stages import Stage, chain, costs, cut
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import Stage, chain, costs, cut
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
@@ -47,7 +47,7 @@ def build(name: str, shape: Shape, workers: int, samples: int) -> Contender:
         "accumulation": lambda: accumulation(workers, len(stages)),
     }[name.partition(",")[0]]()
     recompute = frozenset(range(len(stages))) if "recomputed" in name else frozenset[int]()
-    run = Interpreter(stages, optimizer, Course(schedule, loss, recompute=recompute))
+    run = Interpreter(stages, optimizer, TrainSpec(schedule, loss, recompute=recompute))
     return Contender(lambda: run.step(batches), run.settle, stages, schedule)
 
 

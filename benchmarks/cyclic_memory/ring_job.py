@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.runtime.cut.stages import chain, costs, cut
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import chain, costs, cut
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_memory.models import loss, shapes
@@ -80,7 +80,7 @@ def _ring(model: nn.Sequential, samples: int, transport: Transport) -> tuple[Cal
     schedule = cyclic(transport.place.workers, costs=costs(links, shape.batch(1)[0]))
     stages = cut(model, links, range(1, len(links)))
     seat = in_a_row(schedule, transport.place.rank, transport)
-    run = Interpreter(stages, optimizer, Course(schedule, loss), seat)
+    run = Interpreter(stages, optimizer, TrainSpec(schedule, loss), seat)
 
     def step() -> None:
         run.step([batch])

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from armillary.runtime.channel import Channel
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
@@ -93,7 +93,7 @@ def _of_ours(rank: int, schedule: Schedule, channel: Channel) -> Contender:
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     stages = [Stage(j, nn.Identity(), {}) for j in range(schedule.stages)]
     stages[rank] = Stage(rank, module, {name: name for name, _ in module.named_parameters()})
-    pipeline = Interpreter(stages, optimizer, Course(schedule, _loss), in_a_row(schedule, rank, channel))
+    pipeline = Interpreter(stages, optimizer, TrainSpec(schedule, _loss), in_a_row(schedule, rank, channel))
     batches = list(zip(inputs.split(SAMPLES), targets.split(SAMPLES)))
     return Contender(
         partial(pipeline.step, batches), pipeline.settle, lambda: [p.detach() for p in module.parameters()]

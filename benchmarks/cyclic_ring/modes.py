@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.exchanges.exchange import build_dense
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 
@@ -179,7 +179,7 @@ def _ring(transport: Transport, sizes: Sizes, slack: int) -> Mode:
     optimizer = _sgd(model)
     schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * sizes.stages)
     seat = in_a_row(schedule, transport.place.rank, transport)
-    run = Interpreter(stages, optimizer, Course(schedule, _loss), seat)
+    run = Interpreter(stages, optimizer, TrainSpec(schedule, _loss), seat)
     batch = _batch(transport, sizes)
 
     def step() -> Tensor:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.facts.collectives import AllReduce, Message
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
@@ -101,7 +101,7 @@ def replica(
     optimizer.register_step_pre_hook(lambda *_: _average(parameters, transport))
     channel, schedule = _InReplica(transport, place.rank - place.rank % count), gpipe(count, 1)
     seat = in_a_row(schedule, place.rank % count, channel)
-    return Interpreter(_with_others(stage, count), optimizer, Course(schedule, loss), seat)
+    return Interpreter(_with_others(stage, count), optimizer, TrainSpec(schedule, loss), seat)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -139,14 +139,14 @@ def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
 def _shared(transport: Transport, sizes: Sizes) -> tuple[Stage, Shared]:
     schedule, rank = cyclic(sizes.workers, slack=sizes.slack), transport.place.rank
     own, optimizer = _own(Sharing(schedule).stage_of(rank), sizes)
-    return own, Shared(_with_others(own, sizes.workers), optimizer, Course(schedule, loss), transport, rank)
+    return own, Shared(_with_others(own, sizes.workers), optimizer, TrainSpec(schedule, loss), transport, rank)
 
 
 def _pipeline(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     stage, optimizer = _own(transport.place.rank, sizes)
     schedule = cyclic_pipeline(sizes.workers, sizes.workers, sizes.slack)
     seat = in_a_row(schedule, stage.index, transport)
-    return stage, Interpreter(_with_others(stage, sizes.workers), optimizer, Course(schedule, loss), seat)
+    return stage, Interpreter(_with_others(stage, sizes.workers), optimizer, TrainSpec(schedule, loss), seat)
 
 
 def _with_others(own: Stage, count: int) -> list[Stage]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from armillary.runtime.cut.stages import chain, cut
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import chain, cut
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_ring.modes import Waiting
@@ -87,8 +87,8 @@ def _made(mode: str, slack: int, waiting_seconds: float, transport: Transport) -
     optimizer = _momentum(model)
     stages = cut(model, chain(model), range(1, LAYERS))
     schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * LAYERS)
-    course = Course(schedule, _loss, lends=mode == "zero_ring")
-    ring = Interpreter(stages, optimizer, course, in_a_row(schedule, transport.place.rank, transport))
+    spec = TrainSpec(schedule, _loss, lends=mode == "zero_ring")
+    ring = Interpreter(stages, optimizer, spec, in_a_row(schedule, transport.place.rank, transport))
     return partial(_ring_step, ring, batch), ring.drain
 
 

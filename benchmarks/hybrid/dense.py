@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.attach import attach
 from armillary.workloads.vision import workload
 from benchmarks.hybrid.peers import LEARNING_RATE, Step

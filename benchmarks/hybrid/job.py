@@ -17,7 +17,7 @@ from benchmarks.hybrid.record import Record, machine, save
 
 SMALL = Sizes(vocabulary=512, features=8, hidden=8, projection=4, sentences=2, words=4, negatives=16)
 
-FIRST = 6  # steps before any is timed: look-ahead learns from the first few what later ones look up
+FIRST = 6  # steps before any is timed: prefetch learns from the first few what later ones look up
 
 
 def main() -> None:

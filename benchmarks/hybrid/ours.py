@@ -16,7 +16,7 @@ from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.attach import attach
 from benchmarks.hybrid.model import LanguageModel, Sizes, batches, seeded_model
 from benchmarks.hybrid.peers import LEARNING_RATE, Step, train
@@ -38,7 +38,7 @@ def ours(sizes: Sizes, mbit_per_second: float) -> Mapping[str, Callable[[], Step
     """Every mode by name, ready to be built; all ranks must build the same ones in the same order."""
     return {
         "owned_rows": partial(forced, sizes, Choice("owned_rows"), sgd),
-        "owned_rows_ahead": partial(forced, sizes, Choice("owned_rows"), sgd, look_ahead="rows"),
+        "owned_rows_ahead": partial(forced, sizes, Choice("owned_rows"), sgd, prefetch="rows"),
         "gather_rows": partial(forced, sizes, Choice("gather_rows"), sgd),
         "all_reduce": partial(forced, sizes, Choice("all_reduce"), sgd),
         "owned_dense": partial(forced, sizes, Choice("owned_dense"), sgd),
@@ -48,7 +48,7 @@ def ours(sizes: Sizes, mbit_per_second: float) -> Mapping[str, Callable[[], Step
     }
 
 
-def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, is_lazy: bool = False, look_ahead: str = "none") -> Step:
+def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, is_lazy: bool = False, prefetch: str = "none") -> Step:
     """Both tables by one exchange, the rest by all-reduce; groups in the order their gradients arrive."""
     model = seeded_model(sizes, sparse=False)
     entry = row_exchanges().get(exchange.name)
@@ -56,7 +56,7 @@ def forced(sizes: Sizes, exchange: Choice, optimize: Optimize, is_lazy: bool = F
     departures = ("lazy",) if is_lazy and entry else ()
     dense = tuple(name for name, _ in model.named_parameters() if name not in TABLES)
     last, first = (
-        Group(name, (name,), layout, exchange, departures=departures, look_ahead=look_ahead)  # type: ignore[arg-type]
+        Group(name, (name,), layout, exchange, departures=departures, prefetch=prefetch)  # type: ignore[arg-type]
         for name in reversed(TABLES)
     )
     middle = Group("dense", dense, "replicated", Choice("all_reduce"))
@@ -101,7 +101,7 @@ def _step(
     optimizer = optimize(model.parameters())
     run = attach(decided, model, optimizer, topology=topology)
     stream = batches(sizes, dist.get_rank())
-    looks_ahead = any(group.look_ahead != "none" for group in decided.groups)
+    looks_ahead = any(group.prefetch != "none" for group in decided.groups)
     step = partial(train, model, optimizer, run.batches(stream) if looks_ahead else stream)
     return partial(_keep, run, step)
 

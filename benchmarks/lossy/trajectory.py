@@ -7,7 +7,7 @@ import torch
 
 import armillary
 from armillary.exchanges.exchange import build_dense
-from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.foresight.side_by_side import Lockstep
 from armillary.session.truths import SeededBatch, seeded_loss
@@ -36,7 +36,7 @@ def trajectory(name: str, task: Task, workload: Workload, seed: int, looks: Sequ
     if OURS[name]:
         choice = armillary.Choice.parse(OURS[name])
         dense = tuple(one for one, _ in model.named_parameters() if one not in task.by_row)
-        groups = [Shared(dense, build_dense(choice.name, **choice.options))]
+        groups = [SharedGroup(dense, build_dense(choice.name, **choice.options))]
     side = Replicas(model, lambda one: workload.optimizer(one.parameters()), workers, groups, answer)
     feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
     batches, found = held_out(workload), list[float]()

@@ -26,7 +26,7 @@ from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.runtime.process_group import start_process_group
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.run import Run
 from benchmarks.hybrid.record import machine

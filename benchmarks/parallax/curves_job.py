@@ -1,7 +1,7 @@
 """What every rank runs: both ways are set up as well as this job allows, then they train by turns to the goal.
 
-Ours decides as `armillary train --trials 3` does among plans that do not look ahead, and the one carried out gets
-look-ahead, too; DDP gets the fastest of a few sizes of its buckets.
+Ours decides as `armillary train --autotune 3` does among plans that do not prefetch, and the one carried out gets
+prefetch, too; DDP gets the fastest of a few sizes of its buckets.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from armillary.cli.find import find
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.prefetch import prefetching
 from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, first_batches
 from armillary.session.workload import Workload
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _plans(workload: Workload, task: Task) -> tuple[dict[str, Plan], Topology]:
-    """What would be carried out without look-ahead, and the same with it where it has tables that can look ahead; and
+    """What would be carried out without prefetch, and the same with it where it has tables that can prefetch; and
     the links as they were measured."""
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
@@ -80,8 +80,8 @@ def _plans(workload: Workload, task: Task) -> tuple[dict[str, Plan], Topology]:
     def draw(workers: int) -> list[Any]:
         return first_batches(workload, workers, PROFILED_STEPS, SEED)
 
-    decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(trials=TRIALS))
-    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
+    decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(autotune=TRIALS))
+    ahead = prefetching(decided.plan, decided.profile, decided.topology)
     found = {"planned": decided.plan, "planned_ahead": ahead}
     return found if ahead != decided.plan else {"planned": decided.plan}, decided.topology
 

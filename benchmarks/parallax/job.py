@@ -33,7 +33,7 @@ def main() -> None:
     else:
         workload = find(options.workload, WORKLOADS[options.workload])
     subject = subject_of(workload, 0)
-    decided = decide(subject, Wishes(trials=options.trials))
+    decided = decide(subject, Wishes(autotune=options.autotune))
     known = plans(decided, assumptions_of(subject.optimizer))
     rank, workers = dist.get_rank(), dist.get_world_size()
     batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
@@ -66,7 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=0, help="of the constructed model, which is taken then")
     parser.add_argument("--modes", required=True)
     parser.add_argument("--mbit", type=float, required=True)
-    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--autotune", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", required=True)

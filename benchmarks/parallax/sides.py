@@ -55,7 +55,7 @@ def ddp_sparse(workload: Workload, task: Task, bucket_mib: float) -> Side:
 
 
 def ours(workload: Workload, task: Task, plan: Plan, topology: Topology) -> Side:
-    """A plan carried out on these links; the loop takes its batches through the run where the plan looks ahead."""
+    """A plan carried out on these links; the loop takes its batches through the run where the plan prefetches."""
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
     run = attach(plan, model, optimizer, topology=topology)

@@ -88,7 +88,7 @@ def _of_workload(name: str, everyone: Heat) -> Heat:
 _LM8 = (
     Heat(
         ("compute_only", "link", "ddp_sparse", "torchrec_by_hand", "ours", "ours_ahead"),
-        # Look-ahead learns from its first steps what is looked up. Ratios of single rounds are up to a fifth apart.
+        # Prefetch learns from its first steps what is looked up. Ratios of single rounds are up to a fifth apart.
         Rounds(8, 6, 6),
     ),
     Heat((*BY_ROW[1:], "ours", "ours_ahead", *DENSE), Rounds(2, 6, 2)),

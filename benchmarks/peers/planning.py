@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.prefetch import prefetching
 from armillary.session.attach import attach
 from armillary.session.events import Decided
 from armillary.session.parallelize import auto_plan
@@ -34,7 +34,7 @@ def parallelize(
     if not KEPT:
         KEPT.append(auto_plan(model, optimizer, batches, loss))
     found = KEPT[0]
-    plan = looking_ahead(found.plan, found.profile, found.topology) if prefetch else found.plan
+    plan = prefetching(found.plan, found.profile, found.topology) if prefetch else found.plan
     run = attach(plan, model, optimizer, topology=found.topology)
     OPEN.append(run)
     return run

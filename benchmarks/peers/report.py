@@ -157,7 +157,7 @@ def bars(found: Found) -> list[Bar]:
 
 
 def _large_tables(found: Found) -> list[Bar]:
-    """Of both plans of ours that ran: as planned, and the same with look-ahead."""
+    """Of both plans of ours that ran: as planned, and the same with prefetch."""
     record = found.heat_of("ours", "compute_only")
     asked = [bar for mode in record.modes if mode in ("ours", "ours_ahead") for bar in _large_tables_by(found, mode)]
     for name in ("horovod_sparse", "horovod_merged"):

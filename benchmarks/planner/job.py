@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from armillary.cli.find import find
 from armillary.facts.plan import Plan
+from armillary.planning.alternatives import CHOSEN, by_simulation
 from armillary.planning.pricing import Case
-from armillary.planning.rivals import CHOSEN, by_simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.process_group import start_process_group
 from armillary.runtime.transport import Transport
@@ -40,7 +40,7 @@ def main() -> None:
     workload = find(options.workload, WORKLOADS[options.workload])
     subject = subject_of(workload, 0)
     began = time.perf_counter()
-    decided = decide(subject, Wishes(trials=TRIALS))
+    decided = decide(subject, Wishes(autotune=TRIALS))
     deciding_seconds = time.perf_counter() - began
     assumptions = assumptions_of(subject.optimizer)
     plans = contenders(decided, assumptions)

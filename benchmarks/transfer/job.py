@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Place, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
+from armillary.exchanges.exchange import RankInfo, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
 from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.parcel import Parcel
 from armillary.facts.collectives import Program
@@ -87,7 +87,7 @@ def _rows(name: str, example: Any, transport: Transport, topology: Topology) -> 
     keys = owned.keys(ids).unique()
     is_copy = exchange.placement == "replicated"
     shard = torch.zeros(ROWS if is_copy else owned.shard_rows(place.rank), WIDTH)
-    table = Table("table", exchange, owned, shard)
+    table = LookupTable("table", exchange, owned, shard)
     counted = _counted(transport, lambda: transport.complete(_pull_and_push(table, keys, place), name))
     traffic = _traffic(keys, owned, transport)
     predicted = exchange.sent_bytes(traffic, topology) * place.workers
@@ -99,12 +99,12 @@ def _rows(name: str, example: Any, transport: Transport, topology: Topology) -> 
     return _row(name, example, place, predicted + headers, counted)
 
 
-def _pull_and_push(table: Table, keys: Tensor, place: Place) -> Program[Any]:
+def _pull_and_push(table: LookupTable, keys: Tensor, place: RankInfo) -> Program[Any]:
     if table.exchange.placement == "replicated":
         none = (0,) * place.workers
         pulled = yield from table.exchange.pull(keys, none, none, table.shard, table.ownership, place)
     else:
-        pulled = (yield from look_up(Wish(0, keys, True, 0), [table], place)).pulled
+        pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [table], place)).pulled
     return (yield from table.exchange.push([pulled.rows], [pulled.ticket], table.ownership, place))
 
 
@@ -120,7 +120,7 @@ def _traffic(keys: Tensor, owned: Ownership, transport: Transport) -> RowTraffic
     return RowTraffic(sum(len(other) for other in everyones) / place.workers, union, ROW_BYTES, 1, away)
 
 
-def _row(name: str, example: Any, place: Place, predicted: float, counted: float) -> dict[str, Any]:
+def _row(name: str, example: Any, place: RankInfo, predicted: float, counted: float) -> dict[str, Any]:
     options = ", ".join(f"{key}={value}" for key, value in example.items())
     return {
         "exchange": f"{name}({options})" if options else name,

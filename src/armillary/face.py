@@ -4,8 +4,8 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.saving.checkpoint import latest_checkpoint
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.checkpointing.checkpoint import latest_checkpoint
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.attach import attach
 from armillary.session.coded_sum import coded_sum
 from armillary.session.decide import assumptions_of

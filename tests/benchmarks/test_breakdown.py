@@ -5,7 +5,7 @@ import torch
 from benchmarks.breakdown.run import SAID, table
 from benchmarks.breakdown.stand_in import SHORT, carry_only
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll
 from armillary.runtime.transport import Transport
 
@@ -39,7 +39,7 @@ def carried(monkeypatch):
 
 def transport_that_carries(what):
     transport = object.__new__(Transport)
-    transport.place = Place(0, 2)
+    transport.place = RankInfo(0, 2)
     carry_only(transport, what)
     return transport
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.netlab, pytest.mark.benchmark]
 @pytest.mark.parametrize(
     ("job", "links", "options", "kept_as", "names"),
     [
-        ("parallax", (2, 0), "--length 4 --mbit 0 --modes all_reduce,owned,planned --trials 0 --rounds 1 --steps 1",
+        ("parallax", (2, 0), "--length 4 --mbit 0 --modes all_reduce,owned,planned --autotune 0 --rounds 1 --steps 1",
          "blocks", {"all_reduce", "owned", "planned"}),
         ("planner", (2, 0), "--workload recommender --seconds 0.1", "first", {"chosen", "chosen again"}),
         ("breakdown", (4, 30), "--mbit 30 --rounds 1 --steps 1 --small --folder {}", "turns",

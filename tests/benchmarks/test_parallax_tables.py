@@ -12,7 +12,7 @@ from benchmarks.parallax.tables import RIVALS, ablation, noise, rate, scaling, s
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.events import Decided
 
 

@@ -248,8 +248,8 @@ def test_what_does_not_go_on_several_replicas_is_refused_by_name():
         face.plan_for(made(Reader), word_loss, words, 4, schedule="gpipe(stages=2)", exchange=rows)
     with pytest.raises(ValueError, match="gpipe on 4 processes has stages=4, got 3"):
         plan_of("gpipe(stages=3)", 4)
-    with pytest.raises(ValueError, match="2 replicas of 2 processes know no remedies"):
-        plan_of("pipeline(stages=2, remedies=['nesterov'])", 4)
+    with pytest.raises(ValueError, match="2 replicas of 2 processes know no corrections"):
+        plan_of("pipeline(stages=2, corrections=['nesterov'])", 4)
     plan = plan_of("gpipe(stages=2)", 4)
     assert armillary.Plan.from_json(plan.to_json()) == plan
     said = str(plan)

@@ -28,7 +28,7 @@ class Normed(Reader):
         self.frozen = torch.nn.Parameter(torch.full((3,), 1.5), requires_grad=False)
 
 
-# name -> (exchange of the table, look-ahead, optimizer, kind of model)
+# name -> (exchange of the table, prefetch, optimizer, kind of model)
 WAYS = {
     "whole": ("all_reduce", "none", "sgd", Reader),
     "rows of every rank": ("owned_rows", "none", "sgd", Reader),
@@ -42,10 +42,10 @@ WAYS = {
 }
 
 
-def plan_of(exchange, look_ahead="none", kind=Reader, workers=2):
+def plan_of(exchange, prefetch="none", kind=Reader, workers=2):
     batches = [word_batch(worker, 0) for worker in range(workers)]
     plan = face.plan_for(made(kind), word_loss, batches, workers, exchange={TABLE: exchange})
-    groups = [replace(g, look_ahead=look_ahead) if TABLE in g.parameters else g for g in plan.groups]
+    groups = [replace(g, prefetch=prefetch) if TABLE in g.parameters else g for g in plan.groups]
     return replace(plan, groups=tuple(groups))
 
 
@@ -101,7 +101,7 @@ def truth(optimizer, kind, workers=2, steps=range(STEPS)):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_average_is_that_of_torchs_averaged_model_in_one_process(crew, way):
-    exchange, look_ahead, optimizer, kind = WAYS[way]
+    exchange, prefetch, optimizer, kind = WAYS[way]
     want, weights = truth(optimizer, kind)
     names = dict(made(kind).named_parameters(remove_duplicate=False)).keys()
 
@@ -110,7 +110,7 @@ def test_the_average_is_that_of_torchs_averaged_model_in_one_process(crew, way):
 
     lagging = differ(of_parameters(want[-1][1]), of_parameters(weights), 1e-3)
     assert lagging.keys() == names - {"frozen"}  # it is not the newest weights
-    for rank, (seen, after) in enumerate(crew(2).run(averaged, plan_of(exchange, look_ahead, kind), optimizer, kind)):
+    for rank, (seen, after) in enumerate(crew(2).run(averaged, plan_of(exchange, prefetch, kind), optimizer, kind)):
         for (losses, exported, _), (wanted, state) in zip(seen, want[-2:], strict=True):
             assert (exported is None) is (rank == 1)
             if exported is not None:
@@ -267,7 +267,7 @@ def one_line(rank, world):
 
     def waiting(*asked, **more):
         plan = original(*asked, **more)
-        groups = [replace(g, look_ahead="gradients") if TABLE in g.parameters else g for g in plan.groups]
+        groups = [replace(g, prefetch="gradients") if TABLE in g.parameters else g for g in plan.groups]
         return replace(plan, groups=tuple(groups))
 
     watched.make_plan = waiting

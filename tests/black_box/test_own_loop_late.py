@@ -131,7 +131,7 @@ def misuse(rank, plan, act):
         optimizer.step()
 
 
-def test_what_the_own_loop_cannot_do_is_said_with_a_remedy(crew):
+def test_what_the_own_loop_cannot_do_is_said_with_a_correction(crew):
     for changed, twice, inside, step, sync in crew(1).run(misused, plan_of(PLANS[0], 1)):
         assert "clip by the plan: its schedule's clip_norm" in changed
         assert "a second backward before optimizer.step()" in twice and "use more workers" in twice

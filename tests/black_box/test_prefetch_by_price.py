@@ -23,7 +23,7 @@ from armillary.session.plain_loader import is_plain_loader
 TABLE, STEPS = "words.weight", 7
 BY_ROW = {TABLE: "owned_rows"}
 FAR = armillary.Topology(2, 1, *[armillary.Link(5e-3, 1e6)] * 2, 1 << 33)  # look-ups in time are dear there
-TAKEN, OFF = "look-ahead was taken by price", "look-ahead is off (parallelize(..., prefetch=True)"
+TAKEN, OFF = "prefetch was taken by price", "prefetch is off (parallelize(..., prefetch=True)"
 
 
 def data():
@@ -91,7 +91,7 @@ def trained(rank, world, kind, prefetch, is_one_line):
                 optimizer.zero_grad()
                 loss(model, batch).backward()
                 optimizer.step()
-            ahead.append(run.plan.group_of(TABLE).look_ahead)
+            ahead.append(run.plan.group_of(TABLE).prefetch)
         whole = run.export()
         text = " ".join(str(run.plan).split())
         run.close()
@@ -121,5 +121,5 @@ def test_it_is_not_taken_where_it_brings_nothing():
     assert not whole.looks_ahead
     near, far = (armillary.plan(seen, one, constraints=BY_ROW, prefetch=None) for one in (face.machines(1), FAR))
     assert not near.looks_ahead and far.looks_ahead
-    assert {group.look_ahead for group in far.groups} <= {"none", "ids", "rows"}  # gradients wait where it is asked for
+    assert {group.prefetch for group in far.groups} <= {"none", "ids", "rows"}  # gradients wait where it is asked for
     assert far.step_seconds < armillary.plan(seen, FAR, constraints=BY_ROW).step_seconds

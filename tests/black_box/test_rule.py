@@ -135,7 +135,7 @@ def test_a_plan_for_machines_that_are_not_here_is_searched_by_forecast(tmp_path)
     [
         ({"rule": "paralax"}, "no rule 'paralax'; there are price, parallax; did you mean 'parallax'"),
         ({"rule": None}, "no rule None; there are price, parallax"),
-        ({"rule": "parallax", "autotune": 4}, r"so autotune \(--trials\) cannot be honoured; drop it"),
+        ({"rule": "parallax", "autotune": 4}, r"so autotune \(--autotune\) cannot be honoured; drop it"),
         ({"rule": "parallax", "schedule": armillary.Choice("ring")}, "so schedule ring cannot be honoured"),
         ({"rule": "parallax", "allow": ["lossy"]}, "so allow cannot be honoured"),
         ({"rule": "parallax", "steps_by_run": True, "micro_batches": 2}, "so steps_by_run, micro_batches cannot be"),

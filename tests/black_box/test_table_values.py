@@ -59,10 +59,10 @@ ASKED = {
 }
 
 
-def plan_of(exchange, workers=2, kind=Reader, look_ahead="none"):
+def plan_of(exchange, workers=2, kind=Reader, prefetch="none"):
     batches = [word_batch(worker, 0) for worker in range(workers)]
     plan = face.plan_for(made(kind), word_loss, batches, workers, exchange={TABLE: exchange})
-    groups = [replace(g, look_ahead=look_ahead) if TABLE in g.parameters else g for g in plan.groups]
+    groups = [replace(g, prefetch=prefetch) if TABLE in g.parameters else g for g in plan.groups]
     return replace(plan, groups=tuple(groups))
 
 
@@ -134,9 +134,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_sums_extremes_and_histograms_of_a_spread_table_are_those_of_one_process(crew, way):
-    exchange, look_ahead = WAYS[way]
+    exchange, prefetch = WAYS[way]
     want = truth_of_ranks(2)
-    for seen in crew(2).run(asked_of_ranks, plan_of(exchange, look_ahead=look_ahead)):
+    for seen in crew(2).run(asked_of_ranks, plan_of(exchange, prefetch=prefetch)):
         assert [apart(got, there) for got, there in zip(seen, want, strict=True)] == [[]] * (STEPS + 1)
 
 

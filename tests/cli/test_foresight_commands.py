@@ -11,7 +11,7 @@ from armillary.cli.main import app
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Link, Topology
-from armillary.planning.rivals import AHEAD, CHOSEN
+from armillary.planning.alternatives import AHEAD, CHOSEN
 
 SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"
@@ -91,7 +91,7 @@ def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, fo
     assert all(one["candidate"]["forecast"]["seconds"] > 0 for one in mine)
 
 
-def test_plan_lists_whole_plans_with_look_ahead_and_without_by_their_simulated_step(armillary, foreseen):
+def test_plan_lists_whole_plans_with_prefetch_and_without_by_their_simulated_step(armillary, foreseen):
     files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
     _, out, _ = armillary("plan", *SMALL, *files)
     whole = json.loads(armillary("plan", *SMALL, *files, "--json")[1])["whole_plans"]

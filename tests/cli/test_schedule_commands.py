@@ -112,12 +112,12 @@ def test_train_carries_the_schedule_out_and_resumes_with_another_number_of_micro
     assert Plan.load(tmp_path / "runs" / "mine" / "plan.json").schedule.options["micro_batches"] == 2
 
 
-def test_remedies_are_named_in_the_plan_and_held_to_their_own_reference(armillary):
-    remedies = on_one("slack=3", "remedies=[weight_prediction, stable_rate]")
-    code, out, err = armillary("plan", *VISION, *remedies)
+def test_corrections_are_named_in_the_plan_and_held_to_their_own_reference(armillary):
+    corrections = on_one("slack=3", "corrections=[weight_prediction, stable_rate]")
+    code, out, err = armillary("plan", *VISION, *corrections)
     assert (code, err) == (0, "")
-    assert "note: remedy: weight_prediction: " in out and "note: remedy: stable_rate: " in out
-    code, out, _ = armillary("verify", "vision", *VISION[2:], *remedies, "--steps", "3")
+    assert "note: correction: weight_prediction: " in out and "note: correction: stable_rate: " in out
+    code, out, _ = armillary("verify", "vision", *VISION[2:], *corrections, "--steps", "3")
     assert code == 0 and "weight_prediction and" in out and "stable_rate" in out
 
 
@@ -158,8 +158,11 @@ def test_accumulation_is_exact_planned_verified_and_trained(armillary):
         (("--schedule", "pipline"), "did you mean pipeline?"),
         (("--schedule", "ring(slack=1"), "is no NAME or NAME(OPTION=VALUE, ...): at its end, want ')'"),
         (("--schedule", "one_device(slack=-1)"), "slack >= 0"),
-        (("--schedule", "one_device(remedies=[prayer])"), "no remedy 'prayer'; there are error_feedback, nesterov"),
-        (("--schedule", "ring(remedies=[stable_rate])"), "ring has no remedies"),
+        (
+            ("--schedule", "one_device(corrections=[prayer])"),
+            "no correction 'prayer'; there are error_feedback, nesterov",
+        ),
+        (("--schedule", "ring(corrections=[stable_rate])"), "ring has no corrections"),
         (("--schedule", "one_device(stages=99)"), "modules make no 99 stages"),
         (("--schedule", "one_device(points=[nowhere])"), "cannot cut at nowhere"),
         (("--schedule", "one_device", "--lazy", "5.weight"), "can be lazy under this schedule only if kept by row"),

@@ -17,7 +17,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.planner import plan
-from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
 from armillary.session.decide import Wishes
 from armillary.session.foresight.compare import Band, compare_run
@@ -97,7 +97,9 @@ def planned(workers: int, choice: Choice | None = None) -> Plan:
 
 def truth_of(workers: int, choice: Choice) -> Replicas:
     exchange = build_dense(choice.name, **choice.options)
-    return Replicas(net(), adam, workers, [Shared(one.parameters, exchange) for one in planned(workers, choice).groups])
+    return Replicas(
+        net(), adam, workers, [SharedGroup(one.parameters, exchange) for one in planned(workers, choice).groups]
+    )
 
 
 def forget_what_is_not_finite(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
@@ -56,12 +56,12 @@ def parcels_for(layout, workers, step):
 def test_over_all_steps_nothing_is_lost(text, wire):
     exchange, workers = built(text.removesuffix(")") + f", wire={wire})"), 3
     layout = Layout(("a", "b"), ((9, 5), (7,)), "float64", exchange.align, True)
-    states = [exchange.begin(layout, Place(rank, workers), torch.zeros(layout.numel)) for rank in range(workers)]
+    states = [exchange.begin(layout, RankInfo(rank, workers), torch.zeros(layout.numel)) for rank in range(workers)]
     states = [{key: value.double() for key, value in state.items()} for state in states]
     went_in = came_out = torch.zeros(layout.numel, dtype=torch.float64)
     for step in range(30):
         parcels = parcels_for(layout, workers, step)
-        places = [Place(rank, workers) for rank in range(workers)]
+        places = [RankInfo(rank, workers) for rank in range(workers)]
         moved, _ = lockstep.run([exchange.push(*one) for one in zip(parcels, states, places)])
         states = [state for _, state in moved]
         went_in = went_in + sum(parcel.values for parcel in parcels)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place, build_dense, dense_exchanges
+from armillary.exchanges.exchange import RankInfo, build_dense, dense_exchanges
 from armillary.exchanges.parcel import Parcel
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
@@ -36,12 +36,12 @@ def parcels_for(layout, workers):
 
 def states_for(exchange, layout, workers):
     weights = torch.zeros(layout.numel, dtype=getattr(torch, layout.dtype))
-    return [exchange.begin(layout, Place(rank, workers), weights) for rank in range(workers)]
+    return [exchange.begin(layout, RankInfo(rank, workers), weights) for rank in range(workers)]
 
 
 def pushed(exchange, parcels, states, per_node=1):
     """(result, next state) of every rank; bytes each sent."""
-    places = [Place(rank, len(parcels), per_node) for rank in range(len(parcels))]
+    places = [RankInfo(rank, len(parcels), per_node) for rank in range(len(parcels))]
     return lockstep.run([exchange.push(*one) for one in zip(parcels, states, places, strict=True)], per_node)
 
 
@@ -109,7 +109,7 @@ def test_every_rank_makes_as_many_requests_as_the_others_and_no_more_than_declar
     counted = [0] * workers
 
     def counting(rank):
-        program, answer = exchange.push(parcels[rank], states[rank], Place(rank, workers, per_node)), None
+        program, answer = exchange.push(parcels[rank], states[rank], RankInfo(rank, workers, per_node)), None
         while True:
             try:
                 request = program.send(answer)

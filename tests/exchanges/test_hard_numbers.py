@@ -5,7 +5,7 @@ import torch
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 
@@ -50,7 +50,7 @@ def faults(name, way, kind, dtype):
     layout = Layout(("a", "b"), ((24, 20), (7,)), str(dtype).removeprefix("torch."), exchange.align, True)
     if exchange.refuses(layout):
         return []
-    places = [Place(rank, WORKERS) for rank in range(WORKERS)]
+    places = [RankInfo(rank, WORKERS) for rank in range(WORKERS)]
     states = [exchange.begin(layout, place, torch.zeros(layout.numel, dtype=dtype)) for place in places]
     told_states = [{key: value.clone() for key, value in state.items()} for state in states]
     for push in range(PUSHES):

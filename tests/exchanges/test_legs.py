@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import (
-    Place,
+    RankInfo,
     RowTraffic,
     Staying,
     build_dense,
@@ -100,7 +100,7 @@ def test_the_legs_of_a_dense_exchange_are_what_its_program_does(name, options, n
     exchange, topology = build_dense(name, **options), Topology(nodes, per_node, LINK, LINK, 1)
     kept = [[] for _ in range(topology.workers)]
     layout = Layout(("w",), ((59,),), "float32", exchange.align, exchange.is_guarded)
-    places = [Place(rank, topology.workers, per_node) for rank in range(topology.workers)]
+    places = [RankInfo(rank, topology.workers, per_node) for rank in range(topology.workers)]
     values, flags = torch.arange(1.0, layout.numel + 1), torch.ones(layout.tail, dtype=torch.float64)
     programs = [
         watched(exchange.push(Parcel(values, flags, layout), exchange.begin(layout, place, values), place), mine)
@@ -137,12 +137,14 @@ def test_the_legs_of_a_row_exchange_are_what_its_programs_do(name, options, node
     workers, everything = topology.workers, torch.arange(TABLE)
     reads = [[everything] * LOOKUPS] * workers
     kept = [{"pull": [], "push": []} for _ in range(workers)]
-    programs = [there_and_back(exchange, Place(rank, workers, per_node), reads, kept[rank]) for rank in range(workers)]
+    programs = [
+        there_and_back(exchange, RankInfo(rank, workers, per_node), reads, kept[rank]) for rank in range(workers)
+    ]
     lockstep.run(programs, per_node)
     is_merged, item = exchange.placement == "replicated", 4
     looks = 1 if is_merged else LOOKUPS
     traffic = RowTraffic(TABLE * looks, TABLE * looks, WIDTH * item, looks, (workers - 1) / workers)
-    owners = workers if is_merged else len(exchange.ownership(TABLE, Place(0, workers, per_node)).owners)
+    owners = workers if is_merged else len(exchange.ownership(TABLE, RankInfo(0, workers, per_node)).owners)
     legs = exchange.legs(traffic, workers / owners, topology)
     for phase, said in (("pull", legs.pull), ("push", legs.push)):
         done = [requests[phase] for requests in kept]
@@ -180,8 +182,8 @@ def test_the_legs_of_a_foreseen_pull_are_what_its_program_does(name, options, wo
         yield from watched(exchange.pull_early(keys, asked, served, shard, owned, place, staying), mine)
 
     kept = [[] for _ in range(workers)]
-    lockstep.run([early(Place(rank, workers, 1), kept[rank]) for rank in range(workers)], 1)
-    owners = len(exchange.ownership(TABLE, Place(0, workers, 1)).owners)
+    lockstep.run([early(RankInfo(rank, workers, 1), kept[rank]) for rank in range(workers)], 1)
+    owners = len(exchange.ownership(TABLE, RankInfo(0, workers, 1)).owners)
     traffic = RowTraffic(TABLE, TABLE, WIDTH * 4, 1, (workers - 1) / workers)
     legs = exchange.early_legs(traffic, workers / owners, 2 / 3)
     assert len(kept[0]) == len(legs)

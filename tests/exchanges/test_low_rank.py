@@ -6,7 +6,7 @@ import torch
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.exchanges.low_rank import orthonormal
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
@@ -34,7 +34,8 @@ def pushed(exchange, values, states):
     """Results, next states and bytes sent; values (workers, numbers)."""
     workers, used = len(values), torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     programs = [
-        exchange.push(Parcel(values[rank], used, LAYOUT), states[rank], Place(rank, workers)) for rank in range(workers)
+        exchange.push(Parcel(values[rank], used, LAYOUT), states[rank], RankInfo(rank, workers))
+        for rank in range(workers)
     ]
     moved, sent = lockstep.run(programs)
     return [one.values for one, _ in moved], [state for _, state in moved], sent
@@ -42,7 +43,7 @@ def pushed(exchange, values, states):
 
 def begun(exchange, workers):
     none = torch.zeros(LAYOUT.numel, dtype=torch.float64)
-    return [exchange.begin(LAYOUT, Place(rank, workers), none) for rank in range(workers)]
+    return [exchange.begin(LAYOUT, RankInfo(rank, workers), none) for rank in range(workers)]
 
 
 def gradients(workers, step=0):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place, RowTraffic, Staying, build_row, row_exchanges
-from armillary.exchanges.look_up import HEADER_BYTES, Table, Wish, look_up
+from armillary.exchanges.exchange import RankInfo, RowTraffic, Staying, build_row, row_exchanges
+from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
 from armillary.facts.collectives import AllReduce, AllToAll
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
@@ -21,7 +21,7 @@ def look_twice(exchange, whole, reads, gradients, place):
     owned = exchange.ownership(ROWS, place)
     mine = place.rank in owned.owners or exchange.placement == "replicated"
     shard = whole if exchange.placement == "replicated" else whole[owned.ids(place.rank)] if mine else whole[:0]
-    table = Table("table", exchange, owned, shard)
+    table = LookupTable("table", exchange, owned, shard)
     tickets, seen, sent = [], [], []
     for ids, gradient in zip(reads, gradients, strict=True):
         keys, inverse = torch.unique(owned.keys(ids), return_inverse=True)
@@ -29,7 +29,7 @@ def look_twice(exchange, whole, reads, gradients, place):
             none = (0,) * place.workers
             pulled = yield from exchange.pull(keys, none, none, shard, owned, place)
         else:
-            pulled = (yield from look_up(Wish(0, keys, True, 0), [table], place)).pulled
+            pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [table], place)).pulled
         seen.append(pulled.rows[inverse])
         tickets.append(pulled.ticket)
         sent.append(torch.zeros(len(keys), WIDTH, dtype=whole.dtype).index_add_(0, inverse, gradient))
@@ -51,7 +51,7 @@ def drive(name, options, workers, per_node, seed=0, empty=False):
     exchange = build_row(name, **options)
     whole, reads, gradients = scene(workers, seed, empty)
     programs = [
-        look_twice(exchange, whole, reads[rank], gradients[rank], Place(rank, workers, per_node))
+        look_twice(exchange, whole, reads[rank], gradients[rank], RankInfo(rank, workers, per_node))
         for rank in range(workers)
     ]
     results, sent = lockstep.run(programs, per_node)
@@ -133,7 +133,7 @@ def test_a_pull_in_two_goes_brings_the_rows_as_they_are_in_the_end(name, options
     exchange = build_row(name, **options)
     whole, reads, _ = scene(workers, 5, empty=True)
     programs = [
-        pull_both_ways(exchange, whole, reads[rank][0], Place(rank, workers, per_node), is_void)
+        pull_both_ways(exchange, whole, reads[rank][0], RankInfo(rank, workers, per_node), is_void)
         for rank in range(workers)
     ]
     for rank, (pulled, early, pulls, earlies, keys) in enumerate(lockstep.run(programs, per_node)[0]):
@@ -148,7 +148,7 @@ def test_a_pull_in_two_goes_brings_the_rows_as_they_are_in_the_end(name, options
 
 def _order(exchange, ids, keys, workers):
     """Where the rows of sorted keys stand among the sorted ids."""
-    owned = exchange.ownership(ROWS, Place(0, workers))
+    owned = exchange.ownership(ROWS, RankInfo(0, workers))
     return torch.argsort(owned.keys(ids.unique()))
 
 
@@ -160,7 +160,7 @@ def _same(one, other):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_predicted_bytes_are_the_bytes_sent(name, options, workers, per_node):
     exchange, _, reads, _, _, sent = drive(name, options, workers, per_node, 3)
-    place = Place(0, workers, per_node)
+    place = RankInfo(0, workers, per_node)
     owned = exchange.ownership(ROWS, place)
     distinct = [[owned.keys(ids).unique() for ids in pair] for pair in reads]
     if exchange.placement == "replicated":  # both look-ups are merged before they are sent
@@ -198,4 +198,4 @@ def test_swapped_requests_on_one_rank_are_refused():
         yield first if place.rank == 0 else AllReduce(first.tensor)
 
     with pytest.raises(OutOfStep, match="out of step"):
-        lockstep.run([swapped(Place(rank, 2)) for rank in range(2)])
+        lockstep.run([swapped(RankInfo(rank, 2)) for rank in range(2)])

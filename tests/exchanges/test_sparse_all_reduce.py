@@ -5,7 +5,7 @@ import torch
 
 from armillary.exchanges.exchange import build_dense
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 
@@ -27,7 +27,7 @@ def parcels_for(touched):
 
 def pushed(parcels):
     exchange = build_dense("sparse_all_reduce")
-    places = [Place(rank, len(parcels), 1) for rank in range(len(parcels))]
+    places = [RankInfo(rank, len(parcels), 1) for rank in range(len(parcels))]
     return lockstep.run([exchange.push(one, {}, place) for one, place in zip(parcels, places, strict=True)], 1)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from armillary.codecs.threshold import sparse_bytes
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.exchanges.threshold import is_due
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
@@ -33,7 +33,8 @@ def pushed(exchange, values, states, workers=2):
     layout = layout_of(values.shape[1])
     used = torch.tensor([1.0, 0.0], dtype=torch.float64)
     programs = [
-        exchange.push(Parcel(values[rank], used, layout), states[rank], Place(rank, workers)) for rank in range(workers)
+        exchange.push(Parcel(values[rank], used, layout), states[rank], RankInfo(rank, workers))
+        for rank in range(workers)
     ]
     moved, sent = lockstep.run(programs)
     return [one.values for one, _ in moved], [state for _, state in moved], sent
@@ -45,7 +46,7 @@ def layout_of(n):
 
 def begun(exchange, n, workers=2):
     return [
-        exchange.begin(layout_of(n), Place(rank, workers), torch.zeros(n, dtype=torch.float64))
+        exchange.begin(layout_of(n), RankInfo(rank, workers), torch.zeros(n, dtype=torch.float64))
         for rank in range(workers)
     ]
 

@@ -5,7 +5,7 @@ import torch
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 
@@ -27,7 +27,7 @@ def parcel_of(layout, fill=1.0, device="cpu"):
 def test_a_group_of_no_numbers_crosses(name, options):
     exchange = build_dense(name, **options)
     layout = layout_for(exchange, (0,), (3, 0))
-    parcel, places = parcel_of(layout), [Place(rank, 3) for rank in range(3)]
+    parcel, places = parcel_of(layout), [RankInfo(rank, 3) for rank in range(3)]
     states = [exchange.begin(layout, place, parcel.values) for place in places]
     pushes = [exchange.push(parcel, state, place) for state, place in zip(states, places, strict=True)]
     moved, _ = lockstep.run(pushes)
@@ -43,6 +43,6 @@ def test_the_first_request_lies_where_the_values_lie(name, options):
     exchange = build_dense(name, **options)
     layout = layout_for(exchange, (40, 30), (7,))
     parcel = parcel_of(layout, device="meta")
-    state = exchange.begin(layout, Place(0, 3), parcel.values)
-    asked = exchange.push(parcel, state, Place(0, 3)).send(None)
+    state = exchange.begin(layout, RankInfo(0, 3), parcel.values)
+    asked = exchange.push(parcel, state, RankInfo(0, 3)).send(None)
     assert asked.tensor.device.type == "meta"

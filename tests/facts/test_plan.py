@@ -208,7 +208,7 @@ def test_a_group_can_be_edited_and_no_other_changes():
         (lambda: replace(BUCKET, departures=("exact",)), "exact unknown"),
         (lambda: replace(BUCKET, stage=-1), "want stage >= 0 and cadence step or meeting, got -1"),
         (lambda: replace(BUCKET, cadence="daily"), "cadence step or meeting, got 0, 'daily'"),
-        (lambda: replace(BUCKET, look_ahead="ids"), "look_ahead 'ids'; want none, or for a row_sharded group"),
+        (lambda: replace(BUCKET, prefetch="ids"), "prefetch 'ids'; want none, or for a row_sharded group"),
         (lambda: STAGED.groups[0].own_exchange, "'stage 0' has no exchange; the plan's schedule carries it"),
     ],
 )

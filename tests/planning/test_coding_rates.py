@@ -7,7 +7,7 @@ import torch
 
 from armillary import Choice
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import layout_of
 from armillary.facts.processor import CodingRate, Processor, RowRate
 from armillary.facts.topology import Topology
@@ -100,6 +100,6 @@ def test_answers_at_once_are_those_of_ranks_that_all_send_the_same(text):
     pushes = coding_timer._Pushes(choice, layout, 3)
     before = {key: value.clone() for key, value in pushes.state.items()}
     pushes()
-    programs = [pushes.exchange.push(pushes.parcel, before, Place(rank, 3)) for rank in range(3)]
+    programs = [pushes.exchange.push(pushes.parcel, before, RankInfo(rank, 3)) for rank in range(3)]
     (_, want), *_ = lockstep.run(programs)[0]
     assert all(torch.equal(value, want[key]) for key, value in pushes.state.items())

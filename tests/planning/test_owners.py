@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from armillary.facts.plan import Choice
-from armillary.planning.look_ahead import looking_ahead
 from armillary.planning.owners import reprice, still_allowed, with_owners
 from armillary.planning.planner import plan
+from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import SGD, Case
 from planning_cases import dense, machines, model, row_facts, table
 
@@ -94,7 +94,7 @@ def test_the_plan_with_new_owners_is_the_one_the_planner_makes_of_what_was_measu
     seen = facts(skewed=["one"])
 
     def ahead(made, of):
-        return looking_ahead(made, of, TOPOLOGY) if is_early else made
+        return prefetching(made, of, TOPOLOGY) if is_early else made
 
     moved = with_owners(ahead(planned(), facts()), Case(seen, TOPOLOGY, SGD), {"one": HASHED}, ["because"])
     wanted = {"one": HASHED, "two": OWNED}

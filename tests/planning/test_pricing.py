@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place, build_row
-from armillary.exchanges.look_up import Table, Wish, look_up
+from armillary.exchanges.exchange import RankInfo, build_row
+from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
 from armillary.facts.plan import Choice, Forecast
 from armillary.facts.topology import Link
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, row_forecast
 from armillary.reference import lockstep
-from armillary.runtime.watch.row_counts import Lookups
-from armillary.runtime.watch.row_counts import row_facts as count_rows
+from armillary.runtime.profiling.row_counts import Lookups
+from armillary.runtime.profiling.row_counts import row_facts as count_rows
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ROWS, WIDTH, ASKED = 9973, 8, 4000
@@ -27,9 +27,9 @@ def one_step(exchange, whole, ids, place):
         pulled = yield from exchange.pull(keys, none, none, whole, owned, place)
     else:
         shard = whole[owned.ids(place.rank)] if place.rank in owned.owners else whole[:0]
-        held = Table("table", exchange, owned, shard)
-        pulled = (yield from look_up(Wish(0, keys, True, 0), [held], place)).pulled
-        yield from look_up(Wish("idle", keys[:0], False, 0), [held], place)
+        held = LookupTable("table", exchange, owned, shard)
+        pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [held], place)).pulled
+        yield from look_up(LookupRequest("idle", keys[:0], False, 0), [held], place)
     yield from exchange.push([torch.ones(len(keys), WIDTH)], [pulled.ticket], owned, place)
 
 
@@ -49,7 +49,7 @@ def test_predicted_bytes_are_those_counted(choice, nodes, per_node):
     topology, profile = machines(nodes, per_node), model(table(facts=counted), workers=workers, per_node=per_node)
     exchange = build_row(choice.name, **choice.options)
     programs = [
-        one_step(exchange, torch.ones(ROWS, WIDTH), ids, Place(rank, workers, per_node))
+        one_step(exchange, torch.ones(ROWS, WIDTH), ids, RankInfo(rank, workers, per_node))
         for rank, ids in enumerate(batches)
     ]
     _, sent = lockstep.run(programs, per_node)

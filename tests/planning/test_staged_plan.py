@@ -98,14 +98,14 @@ def test_stages_stand_in_a_table_with_what_they_cost_and_keep():
     assert any(line.split() == ["0", "a", "recompute", "0.0", "9.00"] for line in str(made).splitlines())
 
 
-def test_remedies_are_printed_and_what_they_remember_is_held():
-    plain, made = planned("one_device", 1, slack=2), planned("one_device", 1, slack=2, remedies=["error_feedback"])
-    assert "remedies=[error_feedback]" in str(made)
-    assert "remedy: error_feedback: stages with stale weights" in str(made)
-    assert Plan.from_json(made.to_json()) == made and "remedy" not in str(plain)
+def test_corrections_are_printed_and_what_they_remember_is_held():
+    plain, made = planned("one_device", 1, slack=2), planned("one_device", 1, slack=2, corrections=["error_feedback"])
+    assert "corrections=[error_feedback]" in str(made)
+    assert "correction: error_feedback: stages with stale weights" in str(made)
+    assert Plan.from_json(made.to_json()) == made and "correction" not in str(plain)
     for before, after in zip(plain.groups, made.groups, strict=True):
         assert after.forecast.memory_bytes - before.forecast.memory_bytes == 4 * 100 * len(after.parameters)
-    fresh = planned("pipeline", 1, remedies=["stable_rate", "weight_prediction"])
+    fresh = planned("pipeline", 1, corrections=["stable_rate", "weight_prediction"])
     assert "no weight read is old, so stable_rate, weight_prediction change nothing" in str(fresh)
     assert [g.forecast for g in fresh.groups] == [g.forecast for g in planned("pipeline", 1).groups]
 
@@ -128,8 +128,8 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("pipline", 2, {}, "did you mean pipeline"),
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("zero_ring", 2, {"recompute": [0]}, "zero_ring has no recompute; it may have clip_by, clip_norm, costs"),
-        ("zero_ring", 2, {"remedies": ["stable_rate"]}, "zero_ring has no remedies; it may have"),
-        ("one_device", 2, {"remedies": ["error_feedback"]}, "on 2 processes knows no remedies"),
+        ("zero_ring", 2, {"corrections": ["stable_rate"]}, "zero_ring has no corrections; it may have"),
+        ("one_device", 2, {"corrections": ["error_feedback"]}, "on 2 processes knows no corrections"),
         ("pipeline", 2, {"stages": 3}, "has stages=2, got 3"),
         ("ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         (
@@ -144,14 +144,14 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
         ("pipeline", 2, {"costs": [[1, 2], [1, 2]]}, "pipeline has no costs; it may have"),
         ("pipeline", 2, {"recompute": [2]}, r"recompute names stages \[2\]; there are 2"),
         ("gpipe", 2, {"slack": 1}, "gpipe has no slack; it may have"),
-        ("one_f_one_b", 2, {"remedies": ["stable_rate"]}, "one_f_one_b has no remedies"),
-        ("accumulation", 2, {"remedies": ["stable_rate"]}, "accumulation has no remedies"),
+        ("one_f_one_b", 2, {"corrections": ["stable_rate"]}, "one_f_one_b has no corrections"),
+        ("accumulation", 2, {"corrections": ["stable_rate"]}, "accumulation has no corrections"),
         ("accumulation", 1, {"slack": 1}, "accumulation has no slack"),
         ("pipeline", 4, {"micro_batches": 2}, "want at least 3 micro-batches"),
         ("shared_stages", 4, {}, r"wants N\(N\+1\)/2 processes for N workers \(1, 3, 6, 10, ...\), got 4; take 3 or 6"),
         ("shared_stages", 3, {"stages": 3}, "has stages=2, got 3"),
         ("shared_stages", 3, {"costs": [[1, 2], [1, 2]]}, "shared_stages has no costs; it may have"),
-        ("shared_stages", 3, {"remedies": ["stable_rate"]}, "shared_stages has no remedies; it may have"),
+        ("shared_stages", 3, {"corrections": ["stable_rate"]}, "shared_stages has no corrections; it may have"),
         ("shared_stages", 3, {"clip_norm": 1.0}, "slack=1 is enough"),
     ],
 )

@@ -7,7 +7,7 @@ from torch import nn
 
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import build_dense
-from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.reference.serial import train_step
 
 
@@ -43,7 +43,7 @@ def meeting(steps):
 def test_what_departs_from_nothing_trains_as_the_exact_reference_does():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    truth, groups = copy.deepcopy(model), [Shared(("0.weight", "2.bias"), build_dense("all_reduce"))]
+    truth, groups = copy.deepcopy(model), [SharedGroup(("0.weight", "2.bias"), build_dense("all_reduce"))]
     replicas = Replicas(model, half, 3, groups)  # what no group holds is averaged, too
     optimizer = half(truth)
     for step in range(3):
@@ -57,7 +57,7 @@ def test_what_departs_from_nothing_trains_as_the_exact_reference_does():
 
 
 def test_replicas_that_meet_every_second_step():
-    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), meeting(2))])
+    replicas = Replicas(Line(), half, 2, [SharedGroup(("weight", "never"), meeting(2))])
     replicas.step([2.0, 4.0], call)
     assert [float(model.weight.detach()) for model in replicas.models] == [0.0, -1.0]
     assert float(replicas.consensus()["weight"]) == -0.5
@@ -67,15 +67,15 @@ def test_replicas_that_meet_every_second_step():
 
 
 def test_a_parameter_that_nobody_used_has_no_gradient():
-    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), build_dense("all_reduce"))])
+    replicas = Replicas(Line(), half, 2, [SharedGroup(("weight", "never"), build_dense("all_reduce"))])
     replicas.step([2.0, 4.0], call)
     assert [float(model.weight.grad) for model in replicas.models] == [3.0, 3.0]
     assert replicas.models[0].never.grad is None
 
 
 def test_one_model_stands_for_all_workers_that_are_kept_alike_and_only_for_those():
-    alike = Replicas(Line(), half, 3, [Shared(("weight", "never"), build_dense("all_reduce"))])
-    apart = Replicas(Line(), half, 3, [Shared(("weight", "never"), meeting(2))])
+    alike = Replicas(Line(), half, 3, [SharedGroup(("weight", "never"), build_dense("all_reduce"))])
+    apart = Replicas(Line(), half, 3, [SharedGroup(("weight", "never"), meeting(2))])
     assert len(set(map(id, alike.models))) == len(alike.optimizers) == 1 and len(alike.models) == 3
     assert len(set(map(id, apart.models))) == len(apart.optimizers) == 3
 
@@ -85,6 +85,6 @@ def test_another_may_answer_than_the_oracle():
         total = sum(parcel.values for parcel in parcels) * 2
         return [parcel.answered(total, parcel.tail) for parcel in parcels], list(states)
 
-    replicas = Replicas(Line(), half, 2, [Shared(("weight", "never"), build_dense("all_reduce"))], doubled)
+    replicas = Replicas(Line(), half, 2, [SharedGroup(("weight", "never"), build_dense("all_reduce"))], doubled)
     replicas.step([2.0, 4.0], call)
     assert float(replicas.models[1].weight.grad) == 6.0

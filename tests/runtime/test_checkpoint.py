@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from armillary.exchanges.exchange import Place, build_row
-from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving import row_blocks
-from armillary.runtime.saving.checkpoint import (
+from armillary.exchanges.exchange import RankInfo, build_row
+from armillary.runtime.checkpointing import row_blocks
+from armillary.runtime.checkpointing.checkpoint import (
     MARKER,
     Marker,
     RowIndex,
@@ -24,8 +23,9 @@ from armillary.runtime.saving.checkpoint import (
     stored_rows,
     verify,
 )
-from armillary.runtime.saving.row_blocks import all_on_first, equal_spans, from_spans, to_spans
-from armillary.runtime.saving.row_file import Layout, RowFile
+from armillary.runtime.checkpointing.row_blocks import all_on_first, equal_spans, from_spans, to_spans
+from armillary.runtime.checkpointing.row_file import FileLayout, RowFile
+from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 
 ROWS = torch.arange(40.0).view(10, 4)
@@ -33,7 +33,7 @@ ROWS = torch.arange(40.0).view(10, 4)
 
 def written(path, tensors):
     """A file of these tensors, appended two rows at a time."""
-    with RowFile(path, {key: Layout(tuple(t.shape), t.dtype) for key, t in tensors.items()}) as file:
+    with RowFile(path, {key: FileLayout(tuple(t.shape), t.dtype) for key, t in tensors.items()}) as file:
         for tensor in tensors.values():
             for block in tensor.split(2) if len(tensor) else []:
                 file.append(block)
@@ -74,7 +74,7 @@ def test_the_safetensors_library_opens_what_was_appended_in_blocks_of_any_dtype(
 
 def test_a_dtype_without_a_name_in_the_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="complex64"):
-        RowFile(tmp_path / "f.safetensors", {"z": Layout((1,), torch.complex64)})
+        RowFile(tmp_path / "f.safetensors", {"z": FileLayout((1,), torch.complex64)})
 
 
 def test_rows_are_read_across_the_files_that_hold_them(tmp_path):
@@ -208,7 +208,7 @@ def there_and_back(rank, world, options, shape, dtype, block_bytes):
     transport = Transport()
     row_blocks.BLOCK_BYTES = block_bytes
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    table = table_of(whole, options, Place(rank, world))
+    table = table_of(whole, options, RankInfo(rank, world))
     answers = []
     for spans in (equal_spans(shape[0], world), all_on_first(shape[0], world)):
         blocks = [(first, block.clone()) for first, block in to_spans(table.shard, table, spans, transport)]

@@ -15,9 +15,9 @@ from armillary.facts.choice import Choice
 from armillary.reference.cyclic import Reference
 from armillary.reference.edges import Edges
 from armillary.runtime.cyclic.coded_letter import CodedLetter
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.mailbox import AS_IT_IS
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.edge import SAME, Edge, codes_of
@@ -110,8 +110,8 @@ def staged(rank, channel, schedule, edges, kind=Block, dtype=torch.float64, auto
     """Weights of this stage and the losses; bytes of every message by what it is."""
     stages = made(kind, schedule.stages, dtype)
     optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
-    course = Course(schedule, squared_error, SEED, recompute=frozenset(recompute), codes=codes_of(edges))
-    run = Interpreter(as_stages(stages), optimizer, course, in_a_row(schedule, rank, channel, one_queue=rule == "nccl"))
+    spec = TrainSpec(schedule, squared_error, SEED, recompute=frozenset(recompute), codes=codes_of(edges))
+    run = Interpreter(as_stages(stages), optimizer, spec, in_a_row(schedule, rank, channel, one_queue=rule == "nccl"))
     finished = []
     for batches in wide_data(schedule.micro_batches, dtype):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

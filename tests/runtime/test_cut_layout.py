@@ -6,10 +6,10 @@ from torch import nn, optim
 
 from armillary.reference.cyclic import Reference
 from armillary.reference.edges import Edges
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.layout import plain
@@ -90,7 +90,7 @@ def reference(schedule, dtype):
 
 def one_device(schedule, dtype, notes):
     stages = model_of(dtype, notes)
-    run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), Course(schedule, squared_error))
+    run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), TrainSpec(schedule, squared_error))
     for batches in data(dtype):
         run.step(batches)
     run.settle()
@@ -102,7 +102,7 @@ def pipeline(schedule, dtype, notes):
         stages = model_of(dtype, notes)
         own, seat = as_stages(stages)[rank], in_a_row(schedule, rank, channel)
         optimizer = optimizer_of(own.module.parameters())
-        run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error), seat)
+        run = Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), seat)
         for batches in data(dtype):
             run.step(batches)
         run.settle()
@@ -115,7 +115,7 @@ def shared(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
         optimizer = optimizer_of(stages.parameters())
-        run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
+        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
         for batches in data(dtype):
             run.step(batches)
         run.settle()
@@ -129,7 +129,9 @@ def ring(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
         seat = in_a_row(schedule, rank, channel)
-        run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), Course(schedule, squared_error), seat)
+        run = Interpreter(
+            as_stages(stages), optimizer_of(stages.parameters()), TrainSpec(schedule, squared_error), seat
+        )
         for batches in data(dtype):
             run.step([batches[rank]])
         run.settle()
@@ -143,9 +145,9 @@ def ring(schedule, dtype, notes):
 def zero_ring(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
-        course = Course(schedule, squared_error, lends=True)
+        spec = TrainSpec(schedule, squared_error, lends=True)
         seat = in_a_row(schedule, rank, channel)
-        run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), course, seat)
+        run = Interpreter(as_stages(stages), optimizer_of(stages.parameters()), spec, seat)
         for batches in data(dtype):
             run.step([batches[rank]])
         run.settle()

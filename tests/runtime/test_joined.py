@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll
 from armillary.reference import lockstep
-from armillary.runtime.joined import can_join, joined, parted
+from armillary.runtime.coalesced import can_coalesce, coalesced, parted
 from armillary.runtime.transport import Transport
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -40,7 +40,7 @@ def alone(requests):
 
 
 def together(requests):
-    return parted(requests, (yield joined(requests)))
+    return parted(requests, (yield coalesced(requests)))
 
 
 @settings(max_examples=60)
@@ -56,11 +56,11 @@ def test_joined_requests_are_answered_as_each_alone(requests):
 
 def test_only_all_to_alls_among_the_same_ranks_are_joined():
     one, other = AllToAll(torch.ones(2), (1, 1), (1, 1)), AllToAll(torch.ones(2, 3), (2, 0), (1, 1))
-    assert can_join([one, other])
-    assert not can_join([one]) and not can_join([])
-    assert not can_join([one, AllToAll(torch.ones(2), (1, 1), (1, 1), "rail")])
-    assert not can_join([one, AllReduce(torch.ones(2))])
-    assert not can_join([AllGather(torch.ones(2)), AllGather(torch.ones(2))])
+    assert can_coalesce([one, other])
+    assert not can_coalesce([one]) and not can_coalesce([])
+    assert not can_coalesce([one, AllToAll(torch.ones(2), (1, 1), (1, 1), "rail")])
+    assert not can_coalesce([one, AllReduce(torch.ones(2))])
+    assert not can_coalesce([AllGather(torch.ones(2)), AllGather(torch.ones(2))])
 
 
 def carry(rank, world, check_order):

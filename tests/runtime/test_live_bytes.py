@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.watch.live_bytes import LiveBytes
-from armillary.runtime.watch.probe import step_bytes
+from armillary.runtime.profiling.live_bytes import LiveBytes
+from armillary.runtime.profiling.probe import step_bytes
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, sent_bytes
 from armillary.facts.topology import Link, Topology
 from armillary.runtime import index_timer, link_timer
@@ -21,7 +21,7 @@ class Shaped:
     """A transport of 4 ranks whose requests take the time of known links on a clock of its own."""
 
     def __init__(self):
-        self.place = Place(0, 4)
+        self.place = RankInfo(0, 4)
         self.now = 0.0
         self.largest = 0
         self.burst = self.credit = self.asked = 0.0  # bytes that pass at once after a rest

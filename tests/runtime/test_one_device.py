@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
@@ -60,7 +60,7 @@ def run_one_device(schedule, optimizer="momentum", dtype=torch.float64, drains=(
     run = Interpreter(
         as_stages(stages),
         made,
-        Course(schedule, squared_error, recompute=frozenset(recompute), clip=clip, observe=observe),
+        TrainSpec(schedule, squared_error, recompute=frozenset(recompute), clip=clip, observe=observe),
     )
     scheduler = drop(made, DROP)
     finished = []
@@ -136,7 +136,7 @@ def test_settling_changes_nothing_and_a_drain_is_the_references_drain():
 def test_after_settling_the_model_holds_the_newest_weights():
     stages = stages_of(3)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run = Interpreter(as_stages(stages), optimizer, Course(cyclic(3, slack=3), squared_error))
+    run = Interpreter(as_stages(stages), optimizer, TrainSpec(cyclic(3, slack=3), squared_error))
     reference_stages = stages_of(3)
     reference = Reference(
         reference_stages, OPTIMIZERS["momentum"](reference_stages.parameters()), cyclic(3, slack=3), squared_error
@@ -180,7 +180,9 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
                 flying = {flight.version for place, flight in run._flights.items() if place[2] == j}  # noqa: B023
                 kept[j].add(len(flying.union(store.versions)))
 
-        run = Interpreter(as_stages(stages), optimizer, Course(cyclic(3, slack=slack), squared_error, observe=observe))
+        run = Interpreter(
+            as_stages(stages), optimizer, TrainSpec(cyclic(3, slack=slack), squared_error, observe=observe)
+        )
         for batches in data(4, 3):
             run.step(batches)
         assert [max(counts) for counts in kept] == most
@@ -212,7 +214,7 @@ def test_the_norms_differ_and_a_norm_known_too_late_is_refused():
     stages = stages_of(3)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
     with pytest.raises(ValueError, match="cannot clip by the global norm: micro-batch 0 reads new weights of stage 2"):
-        Interpreter(as_stages(stages), optimizer, Course(cyclic(3), squared_error, clip=Clip(1.0)))
+        Interpreter(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error, clip=Clip(1.0)))
 
 
 def test_tuples_and_dicts_and_skip_connections_cross_stages():
@@ -252,7 +254,7 @@ def test_tuples_and_dicts_and_skip_connections_cross_stages():
             run = Reference(stages, optimizer, schedule, squared_error)
         else:
             again = frozenset(range(4) if runner == "recomputed" else ())
-            run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error, recompute=again))
+            run = Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error, recompute=again))
         for batches in data(4, 2):
             run.step(batches)
         if runner != "reference":
@@ -279,8 +281,8 @@ def under_autocast(make, around):
 @pytest.mark.parametrize("recompute", [(), (0, 1, 2)])
 def test_a_forward_runs_under_the_autocast_of_its_own_step_however_late_it_is(recompute, around):
     truth = under_autocast(lambda stages, made: Reference(stages, made, cyclic(3, slack=1), squared_error), around)
-    course = Course(cyclic(3, slack=1), squared_error, recompute=frozenset(recompute))
-    got = under_autocast(lambda stages, made: Interpreter(as_stages(stages), made, course), around)
+    spec = TrainSpec(cyclic(3, slack=1), squared_error, recompute=frozenset(recompute))
+    got = under_autocast(lambda stages, made: Interpreter(as_stages(stages), made, spec), around)
     assert same(got, truth)
 
 
@@ -288,7 +290,7 @@ def test_no_cast_of_weights_is_kept_beyond_a_stages_forward():
     """Torch would keep every version's casts until the user's autocast ends, which may be around the whole training."""
     stages = stages_of(2, torch.float32)
     run = Interpreter(
-        as_stages(stages), OPTIMIZERS["sgd"](stages.parameters()), Course(cyclic(2, slack=2), squared_error)
+        as_stages(stages), OPTIMIZERS["sgd"](stages.parameters()), TrainSpec(cyclic(2, slack=2), squared_error)
     )
     with torch.autocast("cpu", torch.bfloat16):
         run.step(data(1, 2, torch.float32)[0])
@@ -301,7 +303,7 @@ def test_no_cast_of_weights_is_kept_beyond_a_stages_forward():
 def test_gradients_from_elsewhere_are_refused():
     stages = stages_of(2)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
-    run = Interpreter(as_stages(stages), optimizer, Course(cyclic(2), squared_error))
+    run = Interpreter(as_stages(stages), optimizer, TrainSpec(cyclic(2), squared_error))
     stages[0][0].weight.grad = torch.ones_like(stages[0][0].weight)
     with pytest.raises(RuntimeError, match=r"1 parameters of shapes \[\(5, 5\)\] have gradients that no schedule made"):
         run.step(data(1, 2)[0])
@@ -311,17 +313,17 @@ def test_what_does_not_fit_the_schedule_is_refused():
     stages = stages_of(2)
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
     with pytest.raises(ValueError, match="3 stages, the model is cut into 2"):
-        Interpreter(as_stages(stages), optimizer, Course(cyclic(3), squared_error))
+        Interpreter(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error))
     with pytest.raises(ValueError, match="got 3 micro-batches, want 2"):
-        Interpreter(as_stages(stages), optimizer, Course(cyclic(2), squared_error)).step(data(1, 3)[0])
+        Interpreter(as_stages(stages), optimizer, TrainSpec(cyclic(2), squared_error)).step(data(1, 3)[0])
     with pytest.raises(ValueError, match=r"cannot recompute stages \[2\]; the schedule has 2"):
-        Course(cyclic(2), squared_error, recompute=frozenset({1, 2}))
+        TrainSpec(cyclic(2), squared_error, recompute=frozenset({1, 2}))
 
 
 def test_only_a_stage_that_is_read_old_is_copied_for_its_next_version():
     """Of the cyclic schedule at slack 0, the last stage is never read old."""
     stages = stages_of(3)
-    run = Interpreter(as_stages(stages), OPTIMIZERS["sgd"](stages.parameters()), Course(cyclic(3), squared_error))
+    run = Interpreter(as_stages(stages), OPTIMIZERS["sgd"](stages.parameters()), TrainSpec(cyclic(3), squared_error))
     first = [stage[0].weight.data for stage in stages]  # kept, so that no later version can lie in the same place
     for batches in data(4, 3):
         run.step(batches)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.runtime import overlap_timer
 from armillary.runtime.overlap_timer import hidden_share
 
@@ -12,7 +12,7 @@ class Clocked:
     that time `share` needs no processor."""
 
     def __init__(self, share, seconds=0.04, workers=4):
-        self.place, self.share, self.seconds = Place(0, workers), share, seconds
+        self.place, self.share, self.seconds = RankInfo(0, workers), share, seconds
         self.now, self.done = 0.0, 0.0
         self.carried = 0.0  # by a processor that has computed meanwhile
         self.computed = False

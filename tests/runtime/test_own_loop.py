@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from armillary.exchanges.exchange import Place, build_dense
+from armillary.exchanges.exchange import RankInfo, build_dense
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.team import Team
@@ -82,7 +82,7 @@ def one_worker(rank, requests, workers, optimizer="momentum", **wishes):
     net = wishes.pop("model", make)(**wishes)
     made = OPTIMIZERS[optimizer](net.parameters())
     run = attached(
-        buckets_of(net), made, requests, Place(rank, workers), **({"change": clipping(net)} if clips else {})
+        buckets_of(net), made, requests, RankInfo(rank, workers), **({"change": clipping(net)} if clips else {})
     )
     scheduler, losses, seen = drop(made, DROP), [], {}
     for step, batches in enumerate(data(STEPS, workers, wishes.get("dtype", torch.float64))):
@@ -188,7 +188,7 @@ def test_a_rank_whose_backward_touches_nothing_joins_with_zeros():
         with torch.no_grad():
             layer.weight.fill_(1.0)
         optimizer = OPTIMIZERS["sgd"](layer.parameters())
-        run = attached({"all": [layer.weight]}, optimizer, seat, Place(rank, 2))
+        run = attached({"all": [layer.weight]}, optimizer, seat, RankInfo(rank, 2))
         for _ in range(2):
             (other * 2 if rank else layer(torch.ones(1, 1).double()).sum()).backward()
             optimizer.step()
@@ -207,7 +207,7 @@ def test_buckets_leave_in_one_order_whatever_order_gradients_appear_in():
             nn.init.eye_(layer.weight)
         optimizer = OPTIMIZERS["sgd"](p for layer in layers for p in layer.parameters())
         buckets = {str(place): list(layer.parameters()) for place, layer in enumerate(layers)}
-        run = attached(buckets, optimizer, seat, Place(rank, 2))
+        run = attached(buckets, optimizer, seat, RankInfo(rank, 2))
         first, last = layers if rank else layers[::-1]
         for _ in range(2):
             last(first(torch.ones(1, WIDTH).double())).sum().backward()
@@ -222,7 +222,7 @@ def alone(**options):
     net = make(dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](net.parameters())
     seat = Table(1).of(0)
-    return net, optimizer, seat, attached(buckets_of(net), optimizer, seat, Place(0, 1), **options)
+    return net, optimizer, seat, attached(buckets_of(net), optimizer, seat, RankInfo(0, 1), **options)
 
 
 def test_groups_are_under_way_until_the_end_of_the_next_backward():
@@ -242,7 +242,7 @@ def test_grad_after_backward_is_the_mean_of_the_step_before():
     def act(rank, seat):
         net = make(dropout=0.0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        attached(buckets_of(net), optimizer, seat, Place(rank, 2))
+        attached(buckets_of(net), optimizer, seat, RankInfo(rank, 2))
         shown = []
         for batches in data(3, 2):
             squared_error(net(batches[rank][0]), batches[rank][1]).backward()
@@ -317,7 +317,7 @@ def test_what_would_go_wrong_silently_is_refused():
     net, optimizer, seat, _ = alone()
     stranger = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"steps 1 parameters of no group, of shapes \[\(3,\)\]"):
-        attached(buckets_of(net), OPTIMIZERS["sgd"]([*net.parameters(), stranger]), seat, Place(0, 1))
+        attached(buckets_of(net), OPTIMIZERS["sgd"]([*net.parameters(), stranger]), seat, RankInfo(0, 1))
     optimizer.add_param_group({"params": [stranger]})
     backward(net)
     stranger.sum().backward()

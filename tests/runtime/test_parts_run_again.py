@@ -5,10 +5,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.stage_pass import Reads
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.cyclic import cyclic
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, same, squared_error, stages_of, weights
@@ -28,7 +28,7 @@ class Again(nn.Module):
 def trained(schedule, seat=None):
     stages = nn.ModuleList(Again(stage) for stage in stages_of(schedule.stages, dropout=0.0))
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error), seat)
+    run = Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), seat)
     for batches in data(STEPS, schedule.micro_batches):
         run.step([batches[number] for number in run.micro_batches])
     run.settle()

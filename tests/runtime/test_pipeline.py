@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_flatten
 
 from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
@@ -76,9 +76,9 @@ def one_stage(rank, channel, schedule, optimizer="momentum", dtype=torch.float64
         seen.setdefault(due.place, []).append(version)
         most_held = max(most_held, len(held))
 
-    course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
+    spec = TrainSpec(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
     seat = in_a_row(schedule, rank, channel, one_queue=rule == "nccl")
-    run = Interpreter(as_stages(stages), made, course, seat)
+    run = Interpreter(as_stages(stages), made, spec, seat)
     finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     losses = [loss for one in finished for loss in one.losses]
@@ -313,7 +313,7 @@ def test_skip_connections_and_constants_cross_processes():
         run = Interpreter(
             as_stages(stages),
             OPTIMIZERS["adam"](stages[rank].parameters()),
-            Course(schedule, squared_error),
+            TrainSpec(schedule, squared_error),
             in_a_row(schedule, rank, channel),
         )
         for batches in data(STEPS, 3):
@@ -330,7 +330,7 @@ def test_pipeline_and_one_device_agree_on_the_same_schedule():
     schedule = cyclic_pipeline(2, 3)
     stages = stages_of(2, dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error))
+    run = Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error))
     loop(run, drop(optimizer, DROP), schedule)
     run.settle()
     answers = in_threads(2, lambda rank, channel: one_stage(rank, channel, schedule, dropout=0.0))
@@ -342,8 +342,8 @@ def test_what_is_no_pipeline_is_refused():
     optimizer = OPTIMIZERS["sgd"](stages.parameters())
 
     def made(schedule, clip=None):
-        course = Course(schedule, squared_error, clip=clip)
-        return Interpreter(as_stages(stages), optimizer, course, in_a_row(schedule, 0, GlooChannel()))
+        spec = TrainSpec(schedule, squared_error, clip=clip)
+        return Interpreter(as_stages(stages), optimizer, spec, in_a_row(schedule, 0, GlooChannel()))
 
     with pytest.raises(ValueError, match="has 2 stages, the model is cut into 3"):
         made(cyclic_pipeline(2, 2))

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import remedied_step, shared_stage
+from armillary.runtime.cyclic import corrected_step, shared_stage
 from armillary.runtime.cyclic.borrowed import Borrowed
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
 from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.interpreter import Interpreter
@@ -19,9 +18,10 @@ from armillary.runtime.cyclic.shared import Shared
 from armillary.runtime.cyclic.shared_stage import SharedStage
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_means import StepMeans
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.schedules import messages, relay
-from armillary.schedules.agenda import Due
+from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.schedule import Schedule, parse
@@ -49,7 +49,10 @@ def reference(schedule):
 def one_device(schedule):
     stages = stages_of(schedule.stages, dropout=0.0)
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run, scheduler = Interpreter(as_stages(stages), optimizer, Course(schedule, squared_error)), drop(optimizer, DROP)
+    run, scheduler = (
+        Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error)),
+        drop(optimizer, DROP),
+    )
     for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
         if step == DRAIN:
             run.drain()
@@ -65,7 +68,7 @@ def ring(schedule):
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         seat = in_a_row(schedule, rank, channel)
-        run = Interpreter(as_stages(model), optimizer, Course(schedule, squared_error), seat)
+        run = Interpreter(as_stages(model), optimizer, TrainSpec(schedule, squared_error), seat)
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.workers)):
             if step == DRAIN:
@@ -83,8 +86,8 @@ def zero_ring(schedule):
         channel.board.timeout_seconds = WAIT_SECONDS
         model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        course = Course(schedule, squared_error, lends=True)
-        run = Interpreter(as_stages(model), optimizer, course, in_a_row(schedule, rank, channel))
+        spec = TrainSpec(schedule, squared_error, lends=True)
+        run = Interpreter(as_stages(model), optimizer, spec, in_a_row(schedule, rank, channel))
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.workers)):
             if step == DRAIN:
@@ -104,7 +107,7 @@ def pipeline(schedule):
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
         run = Interpreter(
-            as_stages(stages), optimizer, Course(schedule, squared_error), in_a_row(schedule, rank, channel)
+            as_stages(stages), optimizer, TrainSpec(schedule, squared_error), in_a_row(schedule, rank, channel)
         )
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
@@ -123,7 +126,7 @@ def shared(schedule):
         channel.board.timeout_seconds = WAIT_SECONDS
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
+        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
             if step == DRAIN:
@@ -284,14 +287,14 @@ EVERYWHERE = [
     (Schedule, "version", no_drain),
 ]
 STORES = [
-    (remedied_step, "step_with", rate_of_the_wall),
+    (corrected_step, "step_with", rate_of_the_wall),
     (StageWeights, "_leaves", parameters_in_the_graph),
     (StepMeans, "__init__", one_micro_batch_short),
     (StepMeans, "add", scaled_and_back),
     (StepMeans, "add", adds_to_the_last_steps),
 ]
 RINGS = [
-    (remedied_step, "step_with", rate_of_the_wall),
+    (corrected_step, "step_with", rate_of_the_wall),
     (StageSums, "join", forgets_one),
     (StageSums, "mean", sum_for_mean),
     (StageWeights, "arrive", reads_on),
@@ -391,4 +394,4 @@ def test_swapping_data_under_a_graph_goes_wrong_without_an_error():
 
 
 def test_due_actions_put_backwards_first():
-    assert Due(3, 0, 2, 0, 2, 1) < Due(3, 1, 0, 1, 0, 0)
+    assert ScheduledAction(3, 0, 2, 0, 2, 1) < ScheduledAction(3, 1, 0, 1, 0, 0)

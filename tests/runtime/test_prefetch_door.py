@@ -10,7 +10,7 @@ import armillary
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
-from session.test_look_ahead import ahead_of
+from session.test_prefetch import ahead_of
 
 ROOT = Path(armillary.__file__).parent
 ROOM = ROOT / "runtime" / "prefetch"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.profile import Profile, RowFacts
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 
 ROWS = 21
 

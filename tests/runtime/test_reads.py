@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.facts.profile import ParameterFact, Profile
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 
 ROWS, WIDTH = 12, 4
 IDS = torch.tensor([1, 7, 7, 3])

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import Place, build_dense
+from armillary.exchanges.exchange import RankInfo, build_dense
 from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.runtime.cyclic.seat import side_by_side
 from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import Clip
@@ -41,10 +41,10 @@ def replica(rank, seat, workers, micro_batches=EACH, clip=None, model=net, order
     """Weights at the end, losses."""
     stages = model()
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    scheduler, schedule, place = drop(optimizer, 2), accumulation(micro_batches, len(stages)), Place(rank, workers)
+    scheduler, schedule, place = drop(optimizer, 2), accumulation(micro_batches, len(stages)), RankInfo(rank, workers)
     team = Team(place, seat, groups=grouped(stages, place, order))
-    course = Course(schedule, squared_error, 0, clip=clip)
-    run = Interpreter(as_stages(stages), optimizer, course, side_by_side(schedule, team))
+    spec = TrainSpec(schedule, squared_error, 0, clip=clip)
+    run = Interpreter(as_stages(stages), optimizer, spec, side_by_side(schedule, team))
     if hear is not None:
         hear(stages)
     losses = []
@@ -164,8 +164,8 @@ def test_two_steps_may_be_under_way_where_the_update_is_late():
 
     def act(rank, seat):
         parameter = nn.Parameter(torch.zeros(2))
-        unit = dense_unit("all", {"p": parameter}, build_dense("all_reduce"), Place(rank, 2))
-        reducer = Team(Place(rank, 2), seat, groups={0: [unit]}).reducer(0, is_late=True)
+        unit = dense_unit("all", {"p": parameter}, build_dense("all_reduce"), RankInfo(rank, 2))
+        reducer = Team(RankInfo(rank, 2), seat, groups={0: [unit]}).reducer(0, is_late=True)
         assert isinstance(reducer, Reducer)
         means = []
         for step in range(3):

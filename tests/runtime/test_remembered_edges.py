@@ -11,10 +11,10 @@ from armillary.facts.choice import Choice
 from armillary.reference.cyclic import Reference
 from armillary.reference.edges import Edges
 from armillary.runtime.cyclic import sample_memory
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.sample_memory import SampleMemory
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules import edge as edge_file
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.edge import SAME, Edge, codes_of
@@ -57,9 +57,9 @@ def truth(schedule, edges, kind, dtype, data):
 
 def staged(rank, channel, schedule, edges, kind, dtype, data, recompute):
     stages = made(kind, schedule.stages, dtype)
-    course = Course(schedule, squared_error, SEED, recompute=frozenset(recompute), codes=codes_of(edges))
+    spec = TrainSpec(schedule, squared_error, SEED, recompute=frozenset(recompute), codes=codes_of(edges))
     seat = in_a_row(schedule, rank, channel)
-    run = Interpreter(as_stages(stages), OPTIMIZERS["momentum"](stages[rank].parameters()), course, seat)
+    run = Interpreter(as_stages(stages), OPTIMIZERS["momentum"](stages[rank].parameters()), spec, seat)
     finished = [one for batches in data for one in run.step(batches)] + run.settle()
     assert run._crossed.samples == {}
     return weights(stages[rank]), [loss for one in finished for loss in one.losses], channel.sent, run._crossed

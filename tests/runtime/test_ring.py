@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
@@ -34,9 +34,9 @@ from staged_models import (
 )
 
 
-def worker_of(model, optimizer, schedule, channel, rank, **course):
-    seat = in_a_row(schedule, rank, channel, one_queue=course.pop("rule", "gloo") == "nccl")
-    return Interpreter(as_stages(model), optimizer, Course(schedule, squared_error, **course), seat)
+def worker_of(model, optimizer, schedule, channel, rank, **spec):
+    seat = in_a_row(schedule, rank, channel, one_queue=spec.pop("rule", "gloo") == "nccl")
+    return Interpreter(as_stages(model), optimizer, TrainSpec(schedule, squared_error, **spec), seat)
 
 
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):

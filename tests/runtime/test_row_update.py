@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import Place, build_row
+from armillary.exchanges.exchange import RankInfo, build_row
 from armillary.runtime.hybrid.row_update import (
     close_window,
     leaves_untouched_rows,
@@ -63,7 +63,7 @@ def test_optimizers_that_mix_rows_are_found_out(make):
 
 def table_of(whole, rank, has_window):
     return RowTable.owning(
-        whole, build_row("owned_rows"), Place(rank, 2), name="table", has_window=has_window, requires_grad=True,
+        whole, build_row("owned_rows"), RankInfo(rank, 2), name="table", has_window=has_window, requires_grad=True,
         reads=None, norms=None,
     )  # fmt: skip
 

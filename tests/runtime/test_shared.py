@@ -11,8 +11,8 @@ from torch import nn
 
 from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import NORM_BYTES
@@ -72,8 +72,8 @@ def one_device(rank, channel, schedule, optimizer="momentum", dtype=torch.float6
         seen.append((due.tick, due.kind, due.place, version))
         held.append(len(places))
 
-    course = Course(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
-    run = Shared(as_stages(stages), made, course, channel, rank)
+    spec = TrainSpec(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
+    run = Shared(as_stages(stages), made, spec, channel, rank)
     finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
     mine = stages[run.part.index]
@@ -196,7 +196,7 @@ def sent_in_training(rank, channel, schedule, clip):
     run = Shared(
         as_stages(stages),
         OPTIMIZERS["sgd"](stages.parameters()),
-        Course(schedule, squared_error, clip=clip),
+        TrainSpec(schedule, squared_error, clip=clip),
         channel,
         rank,
     )
@@ -256,7 +256,7 @@ def test_devices_of_a_stage_agree_at_every_look():
     def alone(rank, channel):
         stages = stages_of(3, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = Shared(as_stages(stages), optimizer, Course(schedule, squared_error), channel, rank)
+        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
         looks = []
         for batches in data(STEPS, 3):
             run.step(batches)
@@ -274,11 +274,11 @@ def test_what_cannot_be_shared_is_refused():
     stages = stages_of(3)
     channel, optimizer = ThreadChannel(None, 0), OPTIMIZERS["sgd"](stages.parameters())
     with pytest.raises(ValueError, match="as many equal stages as micro-batches"):
-        Shared(as_stages(stages), optimizer, Course(cyclic(2, 3), squared_error), channel, 0)
+        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(2, 3), squared_error), channel, 0)
     with pytest.raises(ValueError, match="3 stages and 6 devices; got 3 stages, device 6"):
-        Shared(as_stages(stages), optimizer, Course(cyclic(3), squared_error), channel, 6)
+        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error), channel, 6)
     with pytest.raises(ValueError, match="cannot clip by the global norm"):
-        Shared(as_stages(stages), optimizer, Course(cyclic(3), squared_error, clip=Clip(1.0)), channel, 0)
-    run = Shared(as_stages(stages), optimizer, Course(cyclic(3), squared_error), channel, 2)
+        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error, clip=Clip(1.0)), channel, 0)
+    run = Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error), channel, 2)
     with pytest.raises(ValueError, match="got 2 micro-batches, want 3"):
         run.step(data(1, 2)[0])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.facts.profile import Profile, StageFact
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 
 
 def summed(model: nn.Module, x: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cut.stages import balanced, chain, costs, cut, same_as_model
-from armillary.runtime.cut.tracer import cut_traced
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import balanced, chain, costs, cut, same_as_model
+from armillary.runtime.partition.tracer import cut_traced
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS, same, squared_error, weights
@@ -158,7 +158,7 @@ def test_a_model_that_is_no_chain_trains_the_same_in_traced_stages():
         if traced:
             stages = cut_traced(model, (ids[0], factor), ["blocks.1", "blocks.2"])
             assert "forward" not in vars(model.blocks[1])
-            run = Interpreter(stages, optimizer, Course(simultaneous(2, 3), squared_error))
+            run = Interpreter(stages, optimizer, TrainSpec(simultaneous(2, 3), squared_error))
         else:
             run = Reference([Apart(model)], optimizer, simultaneous(2, 1), squared_error)
         for _ in range(3):
@@ -204,7 +204,7 @@ def test_traced_stages_draw_by_place_under_every_schedule():
         stages = cut_traced(model, (ids[0], factor), ["blocks.1", "blocks.2"])
         modules = [stage.module for stage in stages]
         run = (Reference(modules, optimizer, cyclic(2, 3), squared_error) if reference
-               else Interpreter(stages, optimizer, Course(cyclic(2, 3), squared_error)))  # fmt: skip
+               else Interpreter(stages, optimizer, TrainSpec(cyclic(2, 3), squared_error)))  # fmt: skip
         for _ in range(4):
             run.step([((ids[m], factor), target[m]) for m in range(2)])
         if not reference:

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
-from armillary.runtime.order import Asked, disagreement
+from armillary.runtime.order import AskedRequest, disagreement
 from armillary.runtime.patience import Patience
 from armillary.runtime.transport import Transport
 from forked import forkserver
@@ -117,7 +117,7 @@ def test_check_order_says_on_every_rank_who_asked_what(crew, kind):
 
 def test_splits_are_compared_inside_their_scope():
     def of(send, receive):
-        return Asked(1, "x", send, receive)
+        return AskedRequest(1, "x", send, receive)
 
     scopes = members("rail", 4, 2)
     assert scopes == [[0, 2], [1, 3]]

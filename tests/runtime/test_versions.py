@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import options_of
 from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.step_means import StepMeans
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.versions import StageWeights, parameters_of
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.accumulation import accumulation
+from armillary.schedules.corrections.error_feedback import error_feedback
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.remedies.error_feedback import error_feedback
 
 
-def made(remedies=()):
+def made(corrections=()):
     torch.manual_seed(0)
     module = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    step = RemediedStep(optimizer, cyclic(2, slack=2), 0, remedies)
+    step = CorrectedStep(optimizer, cyclic(2, slack=2), 0, corrections)
     stage = Stage(0, module, {"weight": "weight"})
     means = StepMeans(0, parameters_of(stage), 2)
     return means, StageWeights(stage, step, means.keep), optimizer
@@ -88,10 +88,10 @@ def test_two_parameters_whose_gradients_share_memory_get_their_own_sums():
     module = copy.deepcopy(start)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     stage = Stage(0, module, {name: name for name, _ in module.named_parameters()})
-    course = Course(accumulation(3, 1), lambda output, _: output.sum())
+    spec = TrainSpec(accumulation(3, 1), lambda output, _: output.sum())
     seen = {}
     optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad for n, p in module.named_parameters()}))
-    run = Interpreter([stage], optimizer, course)
+    run = Interpreter([stage], optimizer, spec)
     run.step([(value, None) for value in given])
     run.settle()
     for name, parameter in want.named_parameters():

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.borrowed import Borrowed
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import in_a_row
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.mailbox import Mailbox
 from armillary.schedules.clipping import NORMS, Clip
@@ -40,9 +40,9 @@ from staged_models import (
 )
 
 
-def worker_of(model, optimizer, schedule, channel, rank, **course):
-    seat = in_a_row(schedule, rank, channel, one_queue=course.pop("rule", "gloo") == "nccl")
-    return Interpreter(as_stages(model), optimizer, Course(schedule, squared_error, lends=True, **course), seat)
+def worker_of(model, optimizer, schedule, channel, rank, **spec):
+    seat = in_a_row(schedule, rank, channel, one_queue=spec.pop("rule", "gloo") == "nccl")
+    return Interpreter(as_stages(model), optimizer, TrainSpec(schedule, squared_error, lends=True, **spec), seat)
 
 
 def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
@@ -213,7 +213,7 @@ def alive_bytes(rank, world, schedule):
         graphs += len(flights)
 
     observe = look
-    run._course = dataclasses.replace(run._course, observe=observe)
+    run._spec = dataclasses.replace(run._spec, observe=observe)
     for batches in data(STEPS, world):
         run.step([batches[rank]])
         blank.append(all(p.grad is None for p in model.parameters()))

@@ -152,4 +152,4 @@ def test_tables_go_by_row_where_the_schedule_says_so():
     with pytest.raises(ValueError, match=r"clip_norm=1\.0 cannot go with t, u kept by row"):
         refuse_rows(read(Choice("gpipe", {"clip_norm": 1.0}), 2), ["t", "u"], 2)
     with pytest.raises(ValueError, match="stable_rate cannot go with t kept by row"):
-        refuse_rows(read(Choice("pipeline", {"remedies": ["stable_rate"]}), 2), ["t"], 2)
+        refuse_rows(read(Choice("pipeline", {"corrections": ["stable_rate"]}), 2), ["t"], 2)

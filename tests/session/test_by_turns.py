@@ -24,9 +24,9 @@ def losses_of(plan_name, workers, transport):
     torch.manual_seed(7)
     model = Mixed()
     optimizer = OPTIMIZERS["adagrad"](model.parameters())
-    rows, look_ahead = PLANS[plan_name]
+    rows, prefetch = PLANS[plan_name]
     plan = plan_for(model, workers, rows, Choice("all_reduce"))
-    groups = [replace(g, look_ahead=look_ahead) if g.layout == "row_sharded" else g for g in plan.groups]
+    groups = [replace(g, prefetch=prefetch) if g.layout == "row_sharded" else g for g in plan.groups]
     mine = replace(plan, groups=tuple(groups))
     run = attach_over(transport or Transport(), mine, TrainJob(model, optimizer), owns_transport=False)
     for batch in run.batches([batch_of(run.rank, step) for step in range(STEPS)]):

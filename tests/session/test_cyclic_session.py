@@ -15,8 +15,8 @@ from armillary.facts.stage_plan import StagePlan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
-from armillary.runtime.saving.saved import REST
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.checkpointing.saved import REST
+from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.random_stream import place_seed, seed_from_step
 from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
@@ -121,7 +121,7 @@ def verify_job(rank, world, cases):
 
 VIT = {"architecture": "vit", "width": 16, "depth": 2}
 BATCH_NORM = {"norm": "batch"}
-REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
+CORRECTIONS = ("weight_prediction", "stable_rate", "error_feedback")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ REMEDIES = ("weight_prediction", "stable_rate", "error_feedback")
     [
         (1, [(VIT, also(ONE, micro_batches=3)), (BATCH_NORM, also(ONE, slack=1, stages=3)), (VIT, ROUND)]),
         (2, [(VIT, UP), (BATCH_NORM, also(UP, slack=3, micro_batches=3))]),
-        (1, [(VIT, also(ONE, slack=2, remedies=list(REMEDIES)))]),
-        (2, [(VIT, also(UP, remedies=list(REMEDIES)))]),
+        (1, [(VIT, also(ONE, slack=2, corrections=list(CORRECTIONS)))]),
+        (2, [(VIT, also(UP, corrections=list(CORRECTIONS)))]),
         (2, [(VIT, ROUND), (BATCH_NORM, also(ROUND, slack=2, stages=3))]),
         (2, [(VIT, ZERO), (BATCH_NORM, also(ZERO, slack=2, stages=3, clip_norm=0.1))]),
         pytest.param(
@@ -258,8 +258,8 @@ def resume(rank, world, made, path):
     return run.export()
 
 
-def test_with_remedies_too_a_run_goes_on_from_a_checkpoint_as_the_one_that_wrote_it(crew, tmp_path):
-    with_all = {"slack": 2, "remedies": list(REMEDIES)}
+def test_with_corrections_too_a_run_goes_on_from_a_checkpoint_as_the_one_that_wrote_it(crew, tmp_path):
+    with_all = {"slack": 2, "corrections": list(CORRECTIONS)}
     one, up = also(ONE, **with_all), also(UP, **with_all)
     path, uninterrupted = crew(1).run(save_on_the_way, plan_of(one, 1), str(tmp_path))[0]
     for processes, options in ((1, one), (2, up)):
@@ -274,7 +274,7 @@ def drive_without_momentum(rank, world, made):
 
 
 def test_a_remedy_that_the_optimizer_cannot_have_is_refused(crew):
-    crew(1).run(drive_without_momentum, plan_of(also(ONE, remedies=["weight_prediction"]), 1))
+    crew(1).run(drive_without_momentum, plan_of(also(ONE, corrections=["weight_prediction"]), 1))
 
 
 @pytest.mark.parametrize(("processes", "options"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])

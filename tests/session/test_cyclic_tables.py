@@ -17,7 +17,7 @@ from armillary.runtime.cyclic.delayed_step import options_of
 from armillary.runtime.cyclic.row_versions import RowVersions
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.stage_tables import StageTables
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.cyclic import cyclic
 from owned import started
 from table_models import BY_ROW, OPTIMIZERS, ROWS, WIDTH, batch_of, cut_of, loss, model_of, plan_of, points_of, truth
@@ -312,7 +312,7 @@ def test_a_version_that_is_not_there_is_never_served():
             "one_f_one_b, pipeline, simultaneous, or plan without rows",
         ),
         (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
-        (pipeline(1, remedies=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
+        (pipeline(1, corrections=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
         (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
         (one_device(), {"wishes": {"0.marks": "gather_rows"}}, "goes by row to owners, or whole"),
         (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under this schedule only if kept by row"),
@@ -348,7 +348,7 @@ def refusals(rank, world, made):
     whole = [replace(g, parameters=tuple(p for p in g.parameters if p not in tables)) for g in ring.groups
              if set(g.parameters) - set(tables)]  # fmt: skip
     return [
-        refused(edited(made, look_ahead="ids"), "sgd"),
+        refused(edited(made, prefetch="ids"), "sgd"),
         refused(edited(made, exchange=Choice("gather_rows"), layout="replicated"), "sgd"),
         refused(replace(ring, groups=(*whole, *tables.values())), "sgd"),
     ]

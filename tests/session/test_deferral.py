@@ -10,7 +10,7 @@ import torch
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
 from scenes import Mixed, batch_of, loss, plan_for
-from session.test_look_ahead import STEPS, ahead_of, batches_of, plain_step, waiting_of
+from session.test_prefetch import STEPS, ahead_of, batches_of, plain_step, waiting_of
 
 
 class Counting(torch.optim.SGD):
@@ -35,17 +35,17 @@ WAYS = {
 }
 
 
-def started(workers, way, look_ahead):
+def started(workers, way, prefetch):
     dtype, optimizer_of = WAYS[way]
     torch.manual_seed(7)
     model = Mixed().to(dtype)
     optimizer = optimizer_of(model.parameters())
     plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
-    return attach(ahead_of(plan, look_ahead), model, optimizer, check_order=True), model, optimizer
+    return attach(ahead_of(plan, prefetch), model, optimizer, check_order=True), model, optimizer
 
 
-def train(rank, workers, way, look_ahead):
-    run, model, optimizer = started(workers, way, look_ahead)
+def train(rank, workers, way, prefetch):
+    run, model, optimizer = started(workers, way, prefetch)
     has_waited = 0
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)

@@ -14,8 +14,8 @@ from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.saving.saved import REST
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.checkpointing.saved import REST
+from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
 from armillary.session import verify_schedule

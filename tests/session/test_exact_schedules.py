@@ -10,7 +10,7 @@ from torch.nn import functional
 from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from owned import started
 
 WIDTH, ROWS, VOCABULARY, STEPS, TIGHT = 4, 3, 11, 4, 0.05

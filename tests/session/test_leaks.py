@@ -11,11 +11,11 @@ from torch import nn
 
 from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Choice
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
@@ -62,13 +62,13 @@ def parts_of_a_run(run):
     return [*run._model.parameters(), *run._engine.executor.units, *(table.shard for table in tables), *rows, run]
 
 
-def train_and_let_go(rank, workers, exchange, look_ahead, is_left_in_the_middle):
+def train_and_let_go(rank, workers, exchange, prefetch, is_left_in_the_middle):
     torch.manual_seed(0)
     model = Mixed()
-    optimizer = OPTIMIZERS["adam" if look_ahead == "none" else "sgd"](model.parameters())
+    optimizer = OPTIMIZERS["adam" if prefetch == "none" else "sgd"](model.parameters())
     plan = plan_for(model, workers, Choice(exchange), Choice("all_reduce"))
-    if look_ahead != "none":
-        groups = [replace(g, look_ahead=look_ahead) if g.layout == "row_sharded" else g for g in plan.groups]
+    if prefetch != "none":
+        groups = [replace(g, prefetch=prefetch) if g.layout == "row_sharded" else g for g in plan.groups]
         plan = replace(plan, groups=tuple(groups))
     run = attach(plan, model, optimizer)
     transport = run._transport
@@ -92,11 +92,11 @@ def parts_that_outlive_their_run(rank, workers, *case):
 
 @pytest.mark.parametrize("is_left_in_the_middle", [False, True])
 @pytest.mark.parametrize(
-    ("exchange", "look_ahead"),
+    ("exchange", "prefetch"),
     [("owned_rows", "none"), ("owned_rows", "rows"), ("owned_rows", "gradients"), ("gather_rows", "none")],
 )
-def test_a_run_dies_with_its_model_and_optimizer(crew, exchange, look_ahead, is_left_in_the_middle):
-    for count, alive in crew(2).run(parts_that_outlive_their_run, exchange, look_ahead, is_left_in_the_middle):
+def test_a_run_dies_with_its_model_and_optimizer(crew, exchange, prefetch, is_left_in_the_middle):
+    for count, alive in crew(2).run(parts_that_outlive_their_run, exchange, prefetch, is_left_in_the_middle):
         assert count > 10
         assert alive == []
 
@@ -107,7 +107,7 @@ def train_with_stale_gradients(rank, workers, kind):
     if kind == "ring":
         schedule = cyclic(workers, 2)
         seat = in_a_row(schedule, rank, GlooChannel())
-        run = Interpreter(as_stages(model), optimizer, Course(schedule, squared_error), seat)
+        run = Interpreter(as_stages(model), optimizer, TrainSpec(schedule, squared_error), seat)
     else:
         transport = Transport()
         unit = dense_unit("all", dict(model.named_parameters()), build_dense("all_reduce"), transport.place)

@@ -1,7 +1,7 @@
 """Planted faults: each must be seen by the very comparison the exactness and contract tests make.
 
 "Residual dropped": no exchange keeps one yet; error feedback on late gradients does, and has its planted fault in
-`tests/runtime/test_remedied_step.py`.
+`tests/runtime/test_corrected_step.py`.
 """
 
 import pytest

@@ -15,7 +15,7 @@ from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.registry import options_of, read
 
 WIDTH, ROWS, STEPS = 4, 3, 4

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import assumptions_behind
 from armillary.reference.serial import train_step
 from armillary.session.attach import attach
@@ -61,8 +61,8 @@ def test_wishes_are_in_the_plan_and_training_is_that_of_one_process(crew):
         assert note == "lazy was allowed but is not used, since they travel whole: lin.bias, lin.weight"
 
 
-def look_ahead(rank, workers):
-    """Two trainings, plain and by a plan that looks ahead; and what else a rank can do with what was decided."""
+def prefetch(rank, workers):
+    """Two trainings, plain and by a plan that prefetches; and what else a rank can do with what was decided."""
     finals, kinds = [], []
     for ahead in (False, True):
         torch.manual_seed(3)
@@ -76,13 +76,13 @@ def look_ahead(rank, workers):
             optimizer.step()
         whole = run.export()
         finals.append(whole and whole["model"])
-        kinds.append(run.plan.group_of("emb.weight").look_ahead)
+        kinds.append(run.plan.group_of("emb.weight").prefetch)
         run.close()
     return finals, kinds
 
 
-def test_one_call_plans_with_look_ahead_which_changes_no_bit(crew):
-    found = crew(2).run(look_ahead)
+def test_one_call_plans_with_prefetch_which_changes_no_bit(crew):
+    found = crew(2).run(prefetch)
     assert all(kinds[0] == "none" and kinds[1] != "none" for _, kinds in found)
     (plain, ahead), _ = found[0]
     assert plain.keys() == ahead.keys() and all(torch.equal(plain[name], ahead[name]) for name in plain)
@@ -95,7 +95,7 @@ def take_steps(rank, workers):
     decided = auto_plan(
         model, optimizer, [ids_of(w, 0) for w in range(workers)], loss, constraints={"emb.weight": "owned_rows"}
     )
-    ahead = looking_ahead(decided.plan, decided.profile, decided.topology)
+    ahead = prefetching(decided.plan, decided.profile, decided.topology)
     run = attach(ahead, model, optimizer)  # refuses a plan that another rank has not
     for ids in run.batches(ids_of(rank, step) for step in range(4)):
         optimizer.zero_grad()

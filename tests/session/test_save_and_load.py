@@ -10,7 +10,7 @@ from torch import nn
 
 from armillary.facts.plan import Choice
 from armillary.reference.serial import train_step
-from armillary.runtime.saving import row_blocks
+from armillary.runtime.checkpointing import row_blocks
 from armillary.session.attach import attach
 from armillary.session.checkpoint import CheckpointEvery, latest_checkpoint, save
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

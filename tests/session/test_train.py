@@ -14,7 +14,7 @@ from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
-from armillary.planning.look_ahead import looking_ahead
+from armillary.planning.prefetch import prefetching
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import Wishes, assumptions_of
@@ -146,11 +146,11 @@ def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp
     wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})
     whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "wishes": wishes})[0]
     facts = whole[0]
-    ahead = looking_ahead(facts.plan, facts.profile, facts.topology)
+    ahead = prefetching(facts.plan, facts.profile, facts.topology)
     groups = [
-        group if group.look_ahead == "none" else dataclasses.replace(group, look_ahead="rows") for group in ahead.groups
+        group if group.prefetch == "none" else dataclasses.replace(group, prefetch="rows") for group in ahead.groups
     ]
-    assert {group.look_ahead for group in groups} == {"none", "rows"}  # whatever the links of today make of it
+    assert {group.prefetch for group in groups} == {"none", "rows"}  # whatever the links of today make of it
     wishes = Wishes(plan=dataclasses.replace(ahead, groups=tuple(groups)))
     broken = str(tmp_path / "broken")
     crew(2).run(train_job, "recommender", broken, {}, {"steps": 7, "wishes": wishes})
@@ -159,7 +159,7 @@ def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp
     assert again[-1].metrics == whole[-1].metrics
     trace = Trace.load(Path(broken) / "trace.json")
     asked = {record.sent_bytes for mine in trace.ranks for record in mine if record.group == "look-ups"}
-    assert asked == {HEADER_BYTES + announcement_bytes(2)}  # as headers are where two tables look ahead
+    assert asked == {HEADER_BYTES + announcement_bytes(2)}  # as headers are where two tables prefetch
 
 
 def test_four_workers_have_the_loss_curve_of_one_on_the_same_global_batches(crew, tmp_path):

@@ -1,4 +1,4 @@
-"""Armillary: plan for this job and attach the plan; with look-ahead, the loop takes its batches through the run."""
+"""Armillary: plan for this job and attach the plan; with prefetch, the loop takes its batches through the run."""
 
 from benchmarks.peers.case import Case, Step, plain_loop
 from benchmarks.peers.planning import parallelize

@@ -9,7 +9,7 @@ from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.table import Page, Table
-from armillary.session.foresight.compare import Band, Compared, Line, compare_run
+from armillary.session.foresight.compare import Band, Compared, ComparedLine, compare_run
 
 __all__ = ["AskedBand", "compare_asked"]
 
@@ -65,7 +65,7 @@ def _page(found: Compared) -> Page:
     return f"The run beside its forecast: {verdict}.", table, legend
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: ComparedLine) -> list[str]:
     cells = [line.group, line.exchange]
     for name, (_, unit, digits) in UNITS.items():
         seen = getattr(line.measured, name)
@@ -94,7 +94,7 @@ def _number(value: float, digits: int) -> str:
     return f"{value:,.{min(digits, 0 if size >= 1000 else 1 if size >= 100 else 2)}f}"
 
 
-def _middle(line: Line) -> str:
+def _middle(line: ComparedLine) -> str:
     if line.middle is None:
         return "-"
     _, unit, digits = UNITS["seconds"]

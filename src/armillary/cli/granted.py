@@ -87,7 +87,7 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
         topology,
         profile,
         schedule,
-        trials=asked.trials,
+        autotune=asked.autotune,
         allow=tuple(asked.allow),
         rule=asked.rule,
         edge=edge,

@@ -44,5 +44,5 @@ def assumed(case: Case) -> list[str]:
         f"{row}, {memory} ({'measured' if measured else 'round figures'}); optimizer with "
         f"{case.assumptions.optimizer_slots} tensors of state",
         f"one request at a time on a link; {case.topology.hidden_share:.0%} of a push can hide behind compute",
-        "every worker as busy as the busiest; pulls block, look-ahead is not played",
+        "every worker as busy as the busiest; pulls block, prefetch is not played",
     ]

@@ -14,9 +14,35 @@ from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.rule import PRICE
 
 __all__ = [
-    "OUTPUT", "PLAN", "RUN", "WORKLOAD", "Allow", "AsJson", "AskedPlan", "AskedWorkload", "Corpus", "Data", "EdgeBacks",
-    "Edges", "Exchanges", "Gbit", "IsSmall", "LatencyUs", "Lazy", "PlanFile", "ProfileFile", "Replicate", "Rule",
-    "Schedule", "Seed", "Set", "TopologyFile", "Trials", "Verbose", "Workers", "WorkloadName",
+    "OUTPUT",
+    "PLAN",
+    "RUN",
+    "WORKLOAD",
+    "Allow",
+    "AsJson",
+    "AskedPlan",
+    "AskedWorkload",
+    "Autotune",
+    "Corpus",
+    "Data",
+    "EdgeBacks",
+    "Edges",
+    "Exchanges",
+    "Gbit",
+    "IsSmall",
+    "LatencyUs",
+    "Lazy",
+    "PlanFile",
+    "ProfileFile",
+    "Replicate",
+    "Rule",
+    "Schedule",
+    "Seed",
+    "Set",
+    "TopologyFile",
+    "Verbose",
+    "Workers",
+    "WorkloadName",
 ]  # fmt: skip
 
 # The panels of --help.
@@ -91,11 +117,11 @@ ProfileFile = Annotated[
         "--profile", help="Take the model's profile from this file (from armillary measure).", rich_help_panel=PLAN
     ),
 ]
-Trials = Annotated[
+Autotune = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="Before step 0, time the N best plans, with look-ahead and without, and carry out the fastest. 0: none.",
+        help="Before step 0, time the N best plans, with prefetch and without, and carry out the fastest. 0: none.",
         rich_help_panel=PLAN,
     ),
 ]
@@ -114,8 +140,8 @@ Schedule = Annotated[
         metavar="CHOICE",
         help="Who computes what when, written as plans print it: 'ring(slack=1)', 'pipeline(micro_batches=4, "
         f"clip_norm=1.0)'. Schedules: {', '.join(modules_with('armillary.schedules', r'^SCHEDULES.register'))}. "
-        "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, remedies, "
-        "bucket_bytes; a schedule that lacks one says which it has. The plan says what is NOT exact.",
+        "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, "
+        "corrections, bucket_bytes; a schedule that lacks one says which it has. The plan says what is NOT exact.",
         rich_help_panel=SCHEDULE,
     ),
 ]
@@ -201,7 +227,7 @@ class AskedPlan:
     plan_file: Path | None = None
     topology_file: Path | None = None
     profile_file: Path | None = None
-    trials: int = 0
+    autotune: int = 0
     allow: Sequence[str] = ()
     rule: str = PRICE
     edges: Sequence[str] = ()

@@ -12,10 +12,10 @@ from armillary.cli.show import as_json, decided_page
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.facts.plan import Forecast
 from armillary.facts.table import Page, Table
+from armillary.planning.alternatives import alternatives, by_simulation, with_prefetch
 from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
 from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.rivals import by_simulation, rivals, with_look_ahead
 from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
 from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
@@ -95,10 +95,10 @@ def _table(found: Sequence[Verdict]) -> Table:
 
 
 def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) -> dict[str, Forecast]:
-    """What each of the plans that `train --trials` chooses from is expected to take; the quickest first, seconds of the
-    step against a clock."""
+    """What each of the plans that `train --autotune` chooses from is expected to take; the quickest first, seconds of
+    the step against a clock."""
     case = Case(decided.profile, decided.topology, assumptions)
-    found = rivals(
+    found = alternatives(
         decided.profile,
         decided.topology,
         constraints=granted.constraints,
@@ -106,7 +106,7 @@ def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) ->
         assumptions=assumptions,
         allow=granted.allow,
     )
-    plans = with_look_ahead(found, case)
+    plans = with_prefetch(found, case)
     return {
         name: replace(plans[name].forecast, seconds=simulate(plans[name], case).step_seconds)
         for name in by_simulation(plans, case)
@@ -118,5 +118,5 @@ def _whole_plans_page(whole: Mapping[str, Forecast]) -> Page:
         (name, f"{cost.seconds * 1e3:,.2f}", f"{cost.sent_bytes / 1e3:,.1f}", f"{cost.memory_bytes / (1 << 20):,.1f}")
         for name, cost in whole.items()
     ]
-    legend = "a step against a clock, compute hiding what it can; with look-ahead: in a loop over run.batches"
+    legend = "a step against a clock, compute hiding what it can; with prefetch: in a loop over run.batches"
     return Table(("whole plan", "simulated ms", "sent kB/step", "memory MiB"), rows), legend

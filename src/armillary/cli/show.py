@@ -21,11 +21,11 @@ from armillary.facts.profile_table import bytes_text, count_text, seconds_text
 from armillary.facts.table import Page, Picture, wrapped
 from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Rebalanced, Resumed, Saved, Warned
 from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
 
-__all__ = ["Line", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
+__all__ = ["ProgressLine", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
 
 BAR = 20  # characters
 LINE_SECONDS = 10.0
@@ -47,7 +47,7 @@ def decided_page(decided: Decided, is_verbose: bool) -> Page:
 def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbose: bool) -> None:
     """Draws the events as they come: a moving line on a terminal, now and then a line elsewhere."""
     console = console_here()
-    line = Line(steps, unit)
+    line = ProgressLine(steps, unit)
 
     def say(text: str, style: str | None = None) -> None:
         """In a file it is one line, as long as it is."""
@@ -63,7 +63,7 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                 case Resumed(step, path):
                     line.begin(step)
                     say(f"going on after step {step} from {path}")
-                case Replanned():
+                case Rebalanced():
                     console.print(wrapped(str(event), console.width))
                 case Saved(step, path):
                     say(f"saved step {step}: {path}", "dim")
@@ -77,7 +77,7 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                         say(line.text())
 
 
-class Line:
+class ProgressLine:
     """The line that moves: the latest of everything."""
 
     def __init__(self, steps: int, unit: str):

@@ -21,7 +21,7 @@ from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.scaling import PROFILED_WORKERS

@@ -33,7 +33,7 @@ class AskedRun:
     every_steps: int
     every_seconds: float
     keep: int
-    replan_every: int
+    rebalance_every: int
 
 
 class _Ready(NamedTuple):
@@ -56,7 +56,9 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         refuse_unnamed(task, granted)
         every = (run.every_steps, run.every_seconds)
         steps = task.steps if run.steps is None else run.steps
-        return _Ready(task, Settings(folder, steps, run.seed, *every, run.keep, run.resume, run.replan_every, granted))
+        return _Ready(
+            task, Settings(folder, steps, run.seed, *every, run.keep, run.resume, run.rebalance_every, granted)
+        )
 
     def body(ready: _Ready) -> int:
         settings = replace(ready.settings, folder=folder_of_all(run.runs, stem, run.name, run.resume))

@@ -18,7 +18,7 @@ from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.side_by_side import HELD_OUT, Trained, trained
-from armillary.session.foresight.twin_plans import Asked, Both, Losses, planned
+from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses, planned
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["AskedTwin", "twin_asked"]
@@ -47,7 +47,7 @@ class _Ready(NamedTuple):
 
     task: Workload
     held_out: Sequence[Batch]
-    asked: Asked
+    asked: AskedTraining
     both: Both
     words: str
     done: list[Losses]
@@ -61,7 +61,7 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         links = machines(typed.topology_file, typed.gbit, typed.latency_us)
         count = typed.workers or (links.workers if typed.topology_file else WORKERS)
         constraints = constraints_of(typed.exchanges)
-        asked = Asked(links.of(count), typed.steps, typed.seeds, constraints, tuple(typed.allow))
+        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, constraints, tuple(typed.allow))
         asked.refuse()
         settings = "".join(f" {name}={value}" for name, value in sorted(subject.settings.items()))
         words = f"{subject.name}{' small' if subject.is_small else ''}{settings}: {asked.words()}"
@@ -119,7 +119,7 @@ def _number(value: float | None) -> float:
 class _Line:
     """Says how far both are: a line that moves on a terminal, now and then a line elsewhere; beside stdout."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: AskedTraining) -> None:
         self.asked, self.console = asked, console_here(is_aside=True)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
         self.said_seconds = time.monotonic()

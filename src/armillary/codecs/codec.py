@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.facts.choice import Choice
 from armillary.facts.registry import Registry
 
-__all__ = ["CODECS", "Codec", "Draw", "Entry", "Options", "build_codec", "codec", "codec_of"]
+__all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
 
 Draw = torch.Generator | None  # where random numbers come from
 
@@ -65,7 +65,7 @@ Options = Mapping[str, Any]
 Factory = TypeVar("Factory", bound=Callable[..., Codec])
 
 
-class Entry(NamedTuple):
+class CodecEntry(NamedTuple):
     """A registered factory.
 
     examples: sets of options that contract tests use.
@@ -83,16 +83,16 @@ class Entry(NamedTuple):
     carries: bool = True
 
 
-CODECS: Registry[Entry] = Registry("codec", "armillary.codecs")
+CODECS: Registry[CodecEntry] = Registry("codec", "armillary.codecs")
 
 
 def codec(
     *examples: Options, offers: tuple[Options, ...] = (), mildness: int = 0, costs: str = "", carries: bool = True
 ) -> Callable[[Factory], Factory]:
-    """Registers a factory of codecs under its own name; arguments as in `Entry`."""
+    """Registers a factory of codecs under its own name; arguments as in `CodecEntry`."""
 
     def registered(make: Factory) -> Factory:
-        CODECS.register(make.__name__, Entry(make, examples or ({},), offers, mildness, costs, carries))
+        CODECS.register(make.__name__, CodecEntry(make, examples or ({},), offers, mildness, costs, carries))
         return make
 
     return registered

@@ -7,7 +7,7 @@ from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State, parted
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -19,7 +19,7 @@ __all__ = ["all_reduce"]
 def all_reduce() -> DenseExchange:
     """The sum over workers, in one request; 2 (N - 1) / N of the bytes leave each rank, in 2 (N - 1) hops (ring)."""
 
-    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         total = yield AllReduce(parcel.joined())
         return parted(total, parcel.layout), state
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import CODECS, Codec, Draw, Options, build_codec
-from armillary.codecs.codec import Entry as CodecEntry
+from armillary.codecs.codec import CodecEntry as CodecEntry
 from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved
-from armillary.exchanges.exchange import DENSE, Entry
+from armillary.exchanges.exchange import DENSE, ExchangeEntry
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.exchanges.residual import RESIDUAL, Span, alone, gaps_of, kept_back, owed, was_owed, without_gaps
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
@@ -116,7 +116,7 @@ class _Way:
         pieces = [(values[a:b], self.draw(state, n)) for n, (a, b) in enumerate(spans) if b > a]
         return torch.cat([values[:0], *(self.codec.meaning(*piece) for piece in pieces)])
 
-    def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
+    def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
         found = {RESIDUAL: torch.zeros_like(values)} if self.feedback else {}
         return found | ({ROUNDS: torch.zeros(len(layout.names), dtype=torch.float64)} if self.codec.draws else {})
 
@@ -125,7 +125,7 @@ class _Way:
         found = {RESIDUAL: residual} if self.feedback else {}
         return found | ({ROUNDS: state[ROUNDS] + 1} if self.codec.draws else {})
 
-    def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         if place.workers == 1:
             return alone(parcel, state)
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
@@ -251,7 +251,7 @@ def _register(name: str, entry: CodecEntry) -> None:
     first = entry.examples[0]
     other = WIRES[not build_codec(name, **first).adds_up]  # than is taken by itself
     examples = (first, {**first, "wire": other}, {**first, "feedback": False})
-    made = Entry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
+    made = ExchangeEntry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
     DENSE.register(name, made)
 
 

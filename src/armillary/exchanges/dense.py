@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -45,7 +45,7 @@ def exact_sum(parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[
     return [parcel.answered(values, tail) for parcel in parcels], list(states)
 
 
-def _no_state(layout: Layout, place: Place, values: Tensor) -> State:
+def _no_state(layout: Layout, place: RankInfo, values: Tensor) -> State:
     return {}
 
 
@@ -98,12 +98,12 @@ class DenseExchange(NamedTuple):
         verified.
     """
 
-    push: Callable[[Parcel, State, Place], Program[Moved]]
+    push: Callable[[Parcel, State, RankInfo], Program[Moved]]
     requests: int
     sent_bytes: Callable[[Layout, Topology], list[float]]
     legs: Callable[[Layout, Topology], list[Leg]]
     oracle: Callable[[Sequence[Parcel], Sequence[State]], tuple[list[Parcel], list[State]]] = exact_sum
-    begin: Callable[[Layout, Place, Tensor], State] = _no_state
+    begin: Callable[[Layout, RankInfo, Tensor], State] = _no_state
     resharding: Mapping[str, Resharding] = MappingProxyType({})
     carries: Literal["gradient", "weights"] = "gradient"
     due: Callable[[int], bool] = _every_step
@@ -147,4 +147,4 @@ class DenseExchange(NamedTuple):
     def state_bytes(self, layout: Layout, workers: int) -> int:
         """What its state takes on one worker."""
         values = torch.empty(layout.numel, dtype=getattr(torch, layout.dtype), device="meta")
-        return sum(entry.nbytes for entry in self.begin(layout, Place(0, workers), values).values())
+        return sum(entry.nbytes for entry in self.begin(layout, RankInfo(0, workers), values).values())

@@ -21,7 +21,7 @@ from armillary.codecs.rows import RowCodes
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.leg import EarlyLegs, Legs
 from armillary.exchanges.ownership import Ownership
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.facts.departure import checked
 from armillary.facts.parameter import ParameterFact
@@ -29,8 +29,23 @@ from armillary.facts.registry import Registry
 from armillary.facts.topology import Topology
 
 __all__ = [
-    "DENSE", "ROW", "Counts", "DenseExchange", "Entry", "Offers", "Place", "Pulled", "RowExchange", "RowTraffic",
-    "Staying", "build_dense", "build_row", "dense_exchange", "dense_exchanges", "row_exchange", "row_exchanges",
+    "DENSE",
+    "ROW",
+    "Counts",
+    "DenseExchange",
+    "ExchangeEntry",
+    "Offers",
+    "Pulled",
+    "RankInfo",
+    "RowExchange",
+    "RowTraffic",
+    "Staying",
+    "build_dense",
+    "build_row",
+    "dense_exchange",
+    "dense_exchanges",
+    "row_exchange",
+    "row_exchanges",
 ]  # fmt: skip
 
 
@@ -89,7 +104,7 @@ class RowExchange(NamedTuple):
     legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups, of a push by request;
         skew: load of the busiest owner over the mean owner's.
     pull_requests: how many requests a pull makes, the same on every rank. The first of them must not read the shard,
-        so that it may be made before the rows are final (look-ahead).
+        so that it may be made before the rows are final (prefetch).
     pull_early(..., staying): a pull in four requests, each made when the runtime says so: ids; which of the rows stay
         put until they are read; those rows; the others. None where there is no such program.
     early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
@@ -102,9 +117,9 @@ class RowExchange(NamedTuple):
     """
 
     placement: str
-    ownership: Callable[[int, Place], Ownership]
-    pull: Callable[[Tensor, Counts, Counts, Tensor, Ownership, Place], Program[Pulled]]
-    push: Callable[[Sequence[Tensor], Sequence[Any], Ownership, Place], Program[tuple[Tensor, Tensor]]]
+    ownership: Callable[[int, RankInfo], Ownership]
+    pull: Callable[[Tensor, Counts, Counts, Tensor, Ownership, RankInfo], Program[Pulled]]
+    push: Callable[[Sequence[Tensor], Sequence[Any], Ownership, RankInfo], Program[tuple[Tensor, Tensor]]]
     push_requests: int
     legs: Callable[[RowTraffic, float, Topology], Legs]
     pull_requests: int
@@ -128,7 +143,7 @@ def _plain(fact: ParameterFact, topology: Topology) -> Sequence[Options]:
     return [{}]
 
 
-class Entry(NamedTuple):
+class ExchangeEntry(NamedTuple):
     """A registered factory.
 
     examples: sets of options that contract tests use. offers(fact, topology): those worth pricing for a parameter;
@@ -158,8 +173,8 @@ class Entry(NamedTuple):
         return {**options, **{name: min(options.get(name, most), most) for name, most in self.soon.items()}}
 
 
-DENSE: Registry[Entry] = Registry("dense exchange", "armillary.exchanges")
-ROW: Registry[Entry] = Registry("row exchange", "armillary.exchanges")
+DENSE: Registry[ExchangeEntry] = Registry("dense exchange", "armillary.exchanges")
+ROW: Registry[ExchangeEntry] = Registry("row exchange", "armillary.exchanges")
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
@@ -172,7 +187,7 @@ def dense_exchange(
     mildness: int = 0,
     soon: Mapping[str, int] = MappingProxyType({}),
 ) -> Callable[[Factory], Factory]:
-    """Registers a factory of dense exchanges under its own name; arguments as in `Entry`.
+    """Registers a factory of dense exchanges under its own name; arguments as in `ExchangeEntry`.
 
     Raises:
         ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
@@ -184,22 +199,22 @@ def dense_exchange(
 def row_exchange(
     *examples: Options, offers: Offers = _plain, owner_option: str = "", coded_by: tuple[str, ...] = ()
 ) -> Callable[[Factory], Factory]:
-    """Registers a factory of row exchanges under its own name; arguments as in `Entry`."""
+    """Registers a factory of row exchanges under its own name; arguments as in `ExchangeEntry`."""
     fields: tuple[Any, ...] = (examples or ({},), offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
     return partial(_register, ROW, fields)
 
 
-def _register(shelf: Registry[Entry], fields: tuple[Any, ...], make: Factory) -> Factory:
-    shelf.register(make.__name__, Entry(make, *fields))
+def _register(shelf: Registry[ExchangeEntry], fields: tuple[Any, ...], make: Factory) -> Factory:
+    shelf.register(make.__name__, ExchangeEntry(make, *fields))
     return make
 
 
-def dense_exchanges() -> Mapping[str, Entry]:
+def dense_exchanges() -> Mapping[str, ExchangeEntry]:
     """Every dense exchange there is, by name, in the order of names."""
     return DENSE.all()
 
 
-def row_exchanges() -> Mapping[str, Entry]:
+def row_exchanges() -> Mapping[str, ExchangeEntry]:
     """Every row exchange there is, by name, in the order of names."""
     return ROW.all()
 

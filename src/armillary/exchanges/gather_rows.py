@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.owned_rows import ID_BYTES, merge_rows
 from armillary.exchanges.ownership import Ownership
@@ -27,7 +27,7 @@ __all__ = ["gather_rows"]
 COUNT_BYTES = 8
 
 
-class Ticket(NamedTuple):
+class GatherRoute(NamedTuple):
     """What this rank looked up; nobody else has heard of it."""
 
     rows: Tensor
@@ -38,17 +38,17 @@ def gather_rows() -> RowExchange:
     """All-gather of merged rows; uneven, so it travels as an all-to-all with one piece for all (gloo has no uneven
     gather)."""
 
-    def ownership(rows: int, place: Place) -> Ownership:
+    def ownership(rows: int, place: RankInfo) -> Ownership:
         return Ownership(rows, (place.rank,), place.workers)  # every rank owns a whole copy
 
     def pull(
-        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: RankInfo
     ) -> Program[Pulled]:
         yield from ()
-        return Pulled(shard.index_select(0, keys), Ticket(keys))
+        return Pulled(shard.index_select(0, keys), GatherRoute(keys))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
+        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
         rows, sums = merge_rows(torch.cat([ticket.rows for ticket in tickets]), torch.cat(list(gradients)))
         counts = tuple((yield AllGather(torch.tensor([len(rows)]))).flatten().tolist())

@@ -36,7 +36,7 @@ class Legs(NamedTuple):
 
 
 class EarlyLegs(NamedTuple):
-    """Of a pull that is foreseen, in the order of its requests. What is not `late` leaves before the step it is for.
+    """Of a pull that is prefetched, in the order of its requests. What is not `late` leaves before the step it is for.
 
     ids: asked for; masks: which of the rows stay put until they are read; early: those rows; late: the others.
     """

@@ -19,13 +19,24 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Place, Pulled, RowExchange
+from armillary.exchanges.exchange import Pulled, RankInfo, RowExchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.collectives import AllToAll, Program
 from armillary.facts.topology import Topology
 
-__all__ = ["FIELDS", "FLAGS", "HEADER_BYTES", "STEP", "Round", "State", "Table", "Wish", "look_up", "round_leg"]
+__all__ = [
+    "FIELDS",
+    "FLAGS",
+    "HEADER_BYTES",
+    "STEP",
+    "LookupRequest",
+    "LookupRound",
+    "LookupTable",
+    "State",
+    "look_up",
+    "round_leg",
+]
 
 FIELDS = 5  # columns of a header
 STEP = 3  # which of them is the sender's step
@@ -37,7 +48,7 @@ _CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2}
 _DOING = {_IDLE: "run a backward", -1: "have finished", -2: "ask for a norm, sum or other value of a whole table"}
 
 
-class Table(NamedTuple):
+class LookupTable(NamedTuple):
     """A row-sharded table as a round sees it. shard: (local rows, *row shape)."""
 
     name: str
@@ -46,7 +57,7 @@ class Table(NamedTuple):
     shard: Tensor
 
 
-class Wish(NamedTuple):
+class LookupRequest(NamedTuple):
     """What this rank wants of the round.
 
     table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), or "asking"
@@ -65,7 +76,7 @@ class Wish(NamedTuple):
     extra: Tensor | None = None
 
 
-class Round(NamedTuple):
+class LookupRound(NamedTuple):
     """What came of it.
 
     table: index of the table that was served, or None when no rank wished for one.
@@ -87,7 +98,7 @@ def round_leg(rounds: float, topology: Topology, extra_bytes: int = 0) -> Leg:
     return Leg("everyone", rounds * nbytes * (topology.workers - 1), rounds)
 
 
-def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]:
+def look_up(wish: LookupRequest, tables: Sequence[LookupTable], place: RankInfo) -> Program[LookupRound]:
     """One round. All ranks must hold the same tables in the same order.
 
     Raises:
@@ -108,7 +119,7 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     wanted = [int(code) for code in columns[0]]
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(step) for step in columns[STEP]])
-        return Round(None, None, False, False, columns[4], reduce(or_, map(int, columns[2])))
+        return LookupRound(None, None, False, False, columns[4], reduce(or_, map(int, columns[2])))
     # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])
@@ -116,7 +127,7 @@ def look_up(wish: Wish, tables: Sequence[Table], place: Place) -> Program[Round]
     asks = (headers[place.rank][0], headers[place.rank][1]) == chosen
     keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
     pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
-    return Round(int(chosen[0]) - 1, pulled, asks, needs_gradient, columns[4])
+    return LookupRound(int(chosen[0]) - 1, pulled, asks, needs_gradient, columns[4])
 
 
 def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:

@@ -22,7 +22,7 @@ from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed, 
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
 from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
@@ -137,7 +137,7 @@ class _Way:
             return 1.0
         return (sum(self.requests(layout)) - layout.tail) / max(1, numel)
 
-    def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
+    def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
         numbers = sum(map(self.factor_numbers, layout.shapes))
         factor = torch.zeros(numbers, dtype=working(values.dtype), device=values.device)
         return {
@@ -170,7 +170,7 @@ class _Way:
         takes turns by its own age, since its factor stays where a push found it unused."""
         return not self.alternate or not self.is_left(int(state[AGE][matrix.number]))
 
-    def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         if place.workers == 1:
             return alone(parcel, state)
         layout, age, full = parcel.layout, int(state[AGE].max()), owed(parcel, state)

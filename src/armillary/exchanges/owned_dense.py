@@ -18,7 +18,7 @@ from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State, parted
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import AllToAll, Program, Scope
 from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
@@ -39,11 +39,11 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
         local_aggregation: add up inside the node first.
     """
 
-    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         total = yield from everywhere(parcel.joined(), place)
         return parted(total, parcel.layout), state
 
-    def everywhere(flat: Tensor, place: Place) -> Program[Tensor]:
+    def everywhere(flat: Tensor, place: RankInfo) -> Program[Tensor]:
         head = owner % place.workers
         if not local_aggregation:
             total = yield from _sum_at(flat, head, place.rank, place.workers, "world")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.rows import RowCodes, row_code
-from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, Staying, row_exchange
+from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.leg import EarlyLegs, Leg, Legs
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.facts.choice import Choice
@@ -37,7 +37,7 @@ ID_BYTES = 4
 MASK_BYTES = 1  # per row asked for: whether it stays put
 
 
-class Ticket(NamedTuple):
+class OwnerRoute(NamedTuple):
     """One look-up as both sides remember it: how many rows this rank asked of each, and which it served to each."""
 
     asked: tuple[int, ...]
@@ -74,21 +74,21 @@ def owned_rows(
     """
     codes = RowCodes(row_code("rows_as", rows_as), row_code("gradients_as", gradients_as))
 
-    def ownership(rows: int, place: Place) -> Ownership:
+    def ownership(rows: int, place: RankInfo) -> Ownership:
         count = min(owners or place.workers, place.workers)
         ranks = owners_among(count, place.workers, place.workers_per_node)
         return Ownership(rows, ranks, place.workers, order)  # type: ignore[arg-type]
 
     def pull(
-        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: RankInfo
     ) -> Program[Pulled]:
         local = (keys % owned.capacity if len(owned.owners) > 1 else keys).to(torch.int32)
         wanted = (yield AllToAll(local, asked, served)).long()
         coded = yield AllToAll(codes.rows.encode(shard.index_select(0, wanted)), served, asked)
-        return Pulled(codes.rows.decode(coded, shard), Ticket(asked, served, wanted))
+        return Pulled(codes.rows.decode(coded, shard), OwnerRoute(asked, served, wanted))
 
     def pull_early(
-        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place,
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: RankInfo,
         stay: Staying,
     ) -> Program[Pulled]:  # fmt: skip
         local = (keys % owned.capacity if len(owned.owners) > 1 else keys).to(torch.int32)
@@ -106,10 +106,10 @@ def owned_rows(
         )  # fmt: skip
         coded = late.new_empty((len(coming), *late.shape[1:]))
         coded[coming], coded[~coming] = early, late
-        return Pulled(codes.rows.decode(coded, shard), Ticket(asked, served, wanted))
+        return Pulled(codes.rows.decode(coded, shard), OwnerRoute(asked, served, wanted))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
+        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
         payload, send = by_rank([ticket.asked for ticket in tickets], gradients)
         receive = tuple(sum(sizes) for sizes in zip(*(ticket.served for ticket in tickets), strict=True))
@@ -140,10 +140,10 @@ def _mechanisms(codes: RowCodes, pulled: int, pushed: int) -> dict[str, int]:
     return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
 
 
-def _part(ticket: Ticket, said: Tensor, heard: Tensor) -> tuple[Ticket, Ticket]:
+def _part(ticket: OwnerRoute, said: Tensor, heard: Tensor) -> tuple[OwnerRoute, OwnerRoute]:
     asked, served = _chosen(heard, ticket.asked), _chosen(said, ticket.served)
-    others = Ticket(_less(ticket.asked, asked), _less(ticket.served, served), ticket.served_rows[~said])
-    return others, Ticket(asked, served, ticket.served_rows[said])
+    others = OwnerRoute(_less(ticket.asked, asked), _less(ticket.served, served), ticket.served_rows[~said])
+    return others, OwnerRoute(asked, served, ticket.served_rows[said])
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:

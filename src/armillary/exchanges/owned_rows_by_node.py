@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Counts, Place, Pulled, RowExchange, RowTraffic, row_exchange
+from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.leg import Leg, Legs, Links
 from armillary.exchanges.owned_rows import ID_BYTES, by_rank, merge_rows
 from armillary.exchanges.ownership import Ownership, orders
@@ -28,7 +28,7 @@ __all__ = ["owned_rows_by_node"]
 COUNT_BYTES = 8
 
 
-class Ticket(NamedTuple):
+class NodeRoute(NamedTuple):
     """One look-up in two hops; `order` puts the asker's keys in hop order, `slots` expands merged keys to who asked."""
 
     order: Tensor  # (u,) positions of the sorted keys, grouped by local rank
@@ -51,11 +51,11 @@ def _offers(fact: ParameterFact, topology: Topology) -> list[dict[str, Any]]:
 def owned_rows_by_node(order: str = "modulo") -> RowExchange:
     """Rows dealt to all workers; see `Ownership` for `order`."""
 
-    def ownership(rows: int, place: Place) -> Ownership:
+    def ownership(rows: int, place: RankInfo) -> Ownership:
         return Ownership(rows, tuple(range(place.workers)), place.workers, order)  # type: ignore[arg-type]
 
     def pull(
-        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: Place
+        keys: Tensor, asked: Counts, served: Counts, shard: Tensor, owned: Ownership, place: RankInfo
     ) -> Program[Pulled]:
         owner = torch.div(keys, owned.capacity, rounding_mode="floor")
         local_rank = owner % place.workers_per_node
@@ -74,10 +74,10 @@ def owned_rows_by_node(order: str = "modulo") -> RowExchange:
         near = yield AllToAll(rows.index_select(0, slots), near_served, near_asked, "node")
         answer = torch.empty_like(near)
         answer[hop_order] = near
-        return Pulled(answer, Ticket(hop_order, near_asked, near_served, slots, far_asked, far_served, wanted))
+        return Pulled(answer, NodeRoute(hop_order, near_asked, near_served, slots, far_asked, far_served, wanted))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: Place
+        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
         ordered = [gradient[ticket.order] for gradient, ticket in zip(gradients, tickets, strict=True)]
         payload, send = by_rank([ticket.near_asked for ticket in tickets], ordered)
@@ -117,7 +117,7 @@ def _total(sizes: Any) -> Counts:
     return tuple(sum(column) for column in zip(*sizes, strict=True))
 
 
-def _merge(rows: Tensor, ticket: Ticket) -> Tensor:
+def _merge(rows: Tensor, ticket: NodeRoute) -> Tensor:
     return rows.new_zeros(sum(ticket.far_asked), *rows.shape[1:]).index_add_(0, ticket.slots, rows)
 
 

@@ -18,7 +18,7 @@ from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
@@ -51,7 +51,7 @@ def _on_demand(fact: ParameterFact, topology: Topology) -> Sequence[dict[str, An
 def sparse_all_reduce() -> DenseExchange:
     """One small gather (how many rows each worker touched, and the tail), then the rows of all or everything."""
 
-    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         values, layout = parcel.values, parcel.layout
         ids, rows = _touched(values, layout)
         mine = torch.tensor([len(ids), len(rows)], dtype=torch.float64)

@@ -31,7 +31,7 @@ from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
@@ -115,11 +115,11 @@ class _Rule:
         numel = sum(end - begin for begin, end in layout.spans)
         return 1 - int(state[RESIDUAL].count_nonzero()) / max(1, numel)
 
-    def begin(self, layout: Layout, place: Place, values: Tensor) -> State:
+    def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
         none = torch.zeros(len(layout.names), dtype=torch.float64)
         return {RESIDUAL: torch.zeros_like(values), LIMIT: none, AGE: none.clone()}
 
-    def push(self, parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         if place.workers == 1:
             return alone(parcel, state)
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale

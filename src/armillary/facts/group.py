@@ -9,16 +9,16 @@ from armillary.facts.choice import Choice
 from armillary.facts.departure import checked
 from armillary.facts.forecast import Forecast
 
-__all__ = ["LOOK_AHEADS", "Cadence", "Group", "Layout", "LookAhead"]
+__all__ = ["PREFETCH_KINDS", "Cadence", "Group", "Layout", "PrefetchKind"]
 
 Layout = Literal["replicated", "row_sharded", "stage_sharded"]
 Cadence = Literal["step", "meeting"]
-LookAhead = Literal["none", "ids", "rows", "gradients"]
+PrefetchKind = Literal["none", "ids", "rows", "gradients"]
 
-LOOK_AHEADS: Mapping[str, str] = MappingProxyType(
+PREFETCH_KINDS: Mapping[str, str] = MappingProxyType(
     {
-        "ids": "in a loop over run.batches, ids of foreseen look-ups go two batches early, their rows right after the "
-        "step; exact",
+        "ids": "in a loop over run.batches, ids of prefetched look-ups go two batches early, their rows right after "
+        "the step; exact",
         "rows": "as ids, and rows that no rank touches at a step go before it; exact",
         "gradients": "as rows, and gradients of rows that no rank reads in the next batch follow during it; exact",
     }
@@ -35,7 +35,7 @@ class Group:
         stage: number of the stage that it belongs to.
         cadence: "step", it is exchanged in every step; "meeting", only in some, as its exchange says.
         departures: words of `DEPARTURES`; empty: exact.
-        look_ahead: what of a table's pulls leaves one batch early in a loop over `run.batches` (see `LOOK_AHEADS`).
+        prefetch: what of a table's pulls leaves one batch early in a loop over `run.batches` (see `PREFETCH_KINDS`).
         reason: the planner's sentence for the reader.
     """
 
@@ -48,7 +48,7 @@ class Group:
     departures: tuple[str, ...] = ()
     forecast: Forecast = Forecast()
     reason: str = ""
-    look_ahead: LookAhead = "none"
+    prefetch: PrefetchKind = "none"
 
     @property
     def own_exchange(self) -> Choice:
@@ -80,8 +80,8 @@ class Group:
                 f"{self.cadence!r}"
             )
         object.__setattr__(self, "departures", checked(self.departures))
-        if self.look_ahead != "none" and (self.look_ahead not in LOOK_AHEADS or self.layout != "row_sharded"):
+        if self.prefetch != "none" and (self.prefetch not in PREFETCH_KINDS or self.layout != "row_sharded"):
             raise ValueError(
-                f"plan: group {self.name!r} is {self.layout}: look_ahead {self.look_ahead!r}; want none, or for a "
-                f"row_sharded group one of {sorted(LOOK_AHEADS)}"
+                f"plan: group {self.name!r} is {self.layout}: prefetch {self.prefetch!r}; want none, or for a "
+                f"row_sharded group one of {sorted(PREFETCH_KINDS)}"
             )

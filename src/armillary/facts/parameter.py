@@ -36,7 +36,7 @@ class RowFacts:
             gets when all workers own rows, dealt as `exchanges/ownership.py` does, or contiguous blocks.
         padding_idx: the row that gets no gradient, where every lookup agrees on it. It is read all the same.
         repeated: share of the distinct rows of a worker's batch that some worker read in the step before; None where
-            that was not seen. These rows may have moved since, so look-ahead cannot send them before that step ends.
+            that was not seen. These rows may have moved since, so prefetch cannot send them before that step ends.
         asked_rows: distinct rows of every look-up, added up over those of a worker's step; None where they were not
             told apart.
     """

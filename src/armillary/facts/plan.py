@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES, checked
 from armillary.facts.forecast import Forecast
-from armillary.facts.group import LOOK_AHEADS, Group
+from armillary.facts.group import PREFETCH_KINDS, Group
 from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.plan_table import plan_page
 from armillary.facts.plan_words import expected_words, plan_words
@@ -27,7 +27,7 @@ from armillary.facts.table import Page, page_text
 
 __all__ = ["FORMAT", "SIMULTANEOUS", "Choice", "Consensus", "Forecast", "Group", "Mean", "Plan", "model_fingerprint"]
 
-FORMAT = 2
+FORMAT = 3
 SIMULTANEOUS = Choice("simultaneous")
 
 Mean = Literal["workers", "weights"]
@@ -122,7 +122,7 @@ class Plan:
     @property
     def looks_ahead(self) -> bool:
         """Whether it means loops over `run.batches`, whose loader may then be ahead of them."""
-        return any(group.look_ahead != "none" for group in self.groups)
+        return any(group.prefetch != "none" for group in self.groups)
 
     @property
     def forecast(self) -> Forecast:
@@ -161,9 +161,9 @@ class Plan:
             f"{self.model_fingerprint}{machines}\nschedule {self.schedule}; mean over {divisor}"
         )
         ahead = [
-            f"look-ahead {kind} ({meaning}): {', '.join(names)}"
-            for kind, meaning in LOOK_AHEADS.items()
-            if (names := [group.name for group in self.groups if group.look_ahead == kind])
+            f"prefetch {kind} ({meaning}): {', '.join(names)}"
+            for kind, meaning in PREFETCH_KINDS.items()
+            if (names := [group.name for group in self.groups if group.prefetch == kind])
         ]
         said = f"{words}\n{expected}"
         return plan_page(said, title, groups, self.stages, self.forecast, (*ahead, *self.notes))

@@ -20,10 +20,10 @@ from armillary.planning.pricing import (
     Case,
     coding_seconds,
     dense_update_seconds,
-    foresight_seconds,
     idle_leg,
     index_seconds,
     pack_seconds,
+    predict_seconds_of,
     row_update_seconds,
     row_work,
 )
@@ -35,9 +35,9 @@ class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
     headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
-    ahead: of a table that looks ahead, what leaves in this step for one to come: ids; where rows go early, masks and
+    ahead: of a table that prefetches, what leaves in this step for one to come: ids; where rows go early, masks and
         these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
-        and foresee_seconds what it takes to know all this.
+        and predict_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
@@ -50,26 +50,26 @@ class Activities(NamedTuple):
     merge_seconds: float
     update_seconds: float
     ahead: tuple[Request, ...] = ()
-    foresee_seconds: float = 0.0
+    predict_seconds: float = 0.0
 
 
-def activities(group: Group, case: Case, foreseen: int = 0, pays: bool = True) -> Activities:
+def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True) -> Activities:
     """Of the busiest rank.
 
     Args:
-        foreseen: how many tables of the plan look ahead. pays: whether this is their `payer`.
+        prefetched: how many tables of the plan prefetch. pays: whether this is their `payer`.
     """
     topology, choice = case.topology, group.own_exchange
     facts = [case.profile.parameter(name) for name in group.parameters]
     if choice.name in row_exchanges():
-        work = row_work(facts[0], choice, group.is_lazy, case, group.look_ahead, pays)
-        rounds = [round_leg(leg.messages, topology, announcement_bytes(foreseen)) for leg in work.headers]
+        work = row_work(facts[0], choice, group.is_lazy, case, group.prefetch, pays)
+        rounds = [round_leg(leg.messages, topology, announcement_bytes(prefetched)) for leg in work.headers]
         headers = _requests(rounds, rounds, topology)
         pull = _requests(work.legs.pull, work.even_legs.pull, topology)
         push = _requests(work.legs.push, work.even_legs.push, topology)
         index = index_seconds(work, case)
         before = index / 2 if pull else 0.0
-        ahead, foresee = _requests(work.ahead, work.even_ahead, topology), foresight_seconds(work, case)
+        ahead, foresee = _requests(work.ahead, work.even_ahead, topology), predict_seconds_of(work, case)
         after = index - before, row_update_seconds(work, case)
         return Activities(headers, pull, before, 0.0, push, *after, ahead, foresee)
     exchange = build_dense(choice.name, **choice.options)
@@ -88,15 +88,15 @@ def _scaled(request: Request, share: float) -> Request:
     return Request(*(share * value for value in request))
 
 
-def idle_request(topology: Topology, tables: int, foreseen: int) -> Request:
-    """What ends the look-ups of a step with so many row-sharded tables, of which that many look ahead."""
-    header = idle_leg(topology, tables, foreseen)
+def idle_request(topology: Topology, tables: int, prefetched: int) -> Request:
+    """What ends the look-ups of a step with so many row-sharded tables, of which that many prefetch."""
+    header = idle_leg(topology, tables, prefetched)
     return _request(header, header, topology)
 
 
 def payer(groups: Sequence[Group]) -> str:
-    """The group that is charged the messages that all foreseen tables share: one that sends most of them."""
-    kinds = {group.look_ahead: group.name for group in reversed(groups)}
+    """The group that is charged the messages that all prefetched tables share: one that sends most of them."""
+    kinds = {group.prefetch: group.name for group in reversed(groups)}
     return kinds.get("gradients") or kinds.get("rows") or kinds.get("ids", "")
 
 

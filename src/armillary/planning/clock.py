@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["Clock", "Flight", "Lane", "Request", "Span"]
+__all__ = ["BusySpan", "Clock", "Lane", "Request", "Transfer"]
 
 Lane = Literal["processor", "inside", "between", "exposed"]
 
@@ -31,7 +31,7 @@ class Request(NamedTuple):
         return max(self.inside_seconds, self.between_seconds)
 
 
-class Span(NamedTuple):
+class BusySpan(NamedTuple):
     """One thing on one lane. what: a stage or a group. sent_bytes: on one of the two lanes of a request only."""
 
     lane: Lane
@@ -46,7 +46,7 @@ class Span(NamedTuple):
         return self.start_seconds + self.seconds
 
 
-class Flight(NamedTuple):
+class Transfer(NamedTuple):
     """Requests from their launch until the processor has taken what they brought."""
 
     group: str
@@ -66,7 +66,7 @@ class Clock:
 
     now_seconds: float = 0.0
     free_seconds: dict[Lane, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
-    spans: list[Span] = field(default_factory=list)
+    spans: list[BusySpan] = field(default_factory=list)
 
     @property
     def worked_seconds(self) -> float:
@@ -81,7 +81,7 @@ class Clock:
         if last is not None and last[:3] == ("processor", what, action) and last.end_seconds == self.now_seconds:
             self.spans[-1] = last._replace(seconds=self.now_seconds + seconds - last.start_seconds)
         else:
-            self.spans.append(Span("processor", what, action, self.now_seconds, seconds))
+            self.spans.append(BusySpan("processor", what, action, self.now_seconds, seconds))
         self.now_seconds += seconds
 
     def send(self, group: str, action: str, requests: Sequence[Request]) -> float:
@@ -93,7 +93,7 @@ class Clock:
             start = max([done, *(self.free_seconds[lane] for lane in used)])
             sent_bytes = request.sent_bytes
             for lane, seconds in used.items():
-                self.spans.append(Span(lane, group, action, start, seconds, sent_bytes))
+                self.spans.append(BusySpan(lane, group, action, start, seconds, sent_bytes))
                 self.free_seconds[lane] = start + seconds
                 sent_bytes = 0.0
             done = start + request.seconds
@@ -102,5 +102,5 @@ class Clock:
     def wait(self, group: str, until_seconds: float) -> None:
         """The processor stands still until then; that is what is exposed of an exchange."""
         if until_seconds > self.now_seconds:
-            self.spans.append(Span("exposed", group, "wait", self.now_seconds, until_seconds - self.now_seconds))
+            self.spans.append(BusySpan("exposed", group, "wait", self.now_seconds, until_seconds - self.now_seconds))
             self.now_seconds = until_seconds

@@ -19,7 +19,7 @@ from armillary.planning.candidates import Candidate, Question, allowed, candidat
 from armillary.planning.constraints import Constraint, allows, resolve
 from armillary.planning.expected import with_expected
 from armillary.planning.fitting import held_bytes
-from armillary.planning.look_ahead import with_outlook
+from armillary.planning.prefetch import with_announcements
 from armillary.planning.pricing import Case, row_forecast
 
 __all__ = ["MARGIN", "Repriced", "reprice", "still_allowed", "with_owners"]
@@ -53,7 +53,7 @@ def reprice(
         ValueError: the margin is no share, a constraint cannot be honoured, or plan and case are not of one job.
     """
     if not 0 <= margin < 1:
-        raise ValueError(f"replan: the margin is a share of a table's seconds, 0 <= margin < 1, got {margin}")
+        raise ValueError(f"rebalance: the margin is a share of a table's seconds, 0 <= margin < 1, got {margin}")
     _refuse_other_job(plan, case)
     question = _question(plan, case, constraints)
     found = []
@@ -106,8 +106,8 @@ def _refuse_other_job(plan: Plan, case: Case) -> None:
     ):
         if found != wanted:
             raise ValueError(
-                f"replan: the {noun} is of {found[0]} workers in nodes of {found[1]}, the plan of {wanted[0]} in nodes "
-                f"of {wanted[1]}; give the one that the plan was made from"
+                f"rebalance: the {noun} is of {found[0]} workers in nodes of {found[1]}, the plan of {wanted[0]} in "
+                f"nodes of {wanted[1]}; give the one that the plan was made from"
             )
 
 
@@ -135,7 +135,7 @@ def with_owners(plan: Plan, case: Case, owners: Mapping[str, Choice], notes: Seq
         owners: by table. notes: why.
     """
     groups = [_dealt(group, case, owners) for group in plan.groups]
-    priced = with_outlook(with_idle_round(groups, case.topology), case)
+    priced = with_announcements(with_idle_round(groups, case.topology), case)
     return with_expected(replace(plan, groups=priced, notes=(*plan.notes, *notes)), case)
 
 

@@ -24,7 +24,7 @@ def peak_bytes(groups: Iterable[Group], case: Case) -> float:
     for group in groups:
         facts = [profile.parameter(name) for name in group.parameters]
         if group.own_exchange.name in row_exchanges():
-            work = row_work(facts[0], group.own_exchange, group.is_lazy, case, group.look_ahead)
+            work = row_work(facts[0], group.own_exchange, group.is_lazy, case, group.prefetch)
             crossing += TIMES_HELD * work.handled_rows * work.row_bytes
             largest_stepped = max(largest_stepped, work.touched_bytes if work.has_window else work.copy_bytes)
         else:

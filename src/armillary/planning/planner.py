@@ -29,10 +29,10 @@ from armillary.planning.edges import EdgeWish, EdgeWishes
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
-from armillary.planning.look_ahead import looking_ahead, looking_ahead_by_price, with_prospect
 from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
+from armillary.planning.prefetch import prefetching, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.planning.savings import with_savings, with_taken
@@ -132,7 +132,7 @@ def plan(
 def _prefetched(made: Plan, prefetch: bool | None, case: Case) -> Plan:
     if prefetch is False:
         return made
-    ahead = looking_ahead if prefetch else looking_ahead_by_price
+    ahead = prefetching if prefetch else prefetching_by_price
     return ahead(made, case.profile, case.topology)
 
 

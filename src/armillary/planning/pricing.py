@@ -13,25 +13,40 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.exchange import DenseExchange, Place, build_dense, build_row
+from armillary.exchanges.exchange import DenseExchange, RankInfo, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
-from armillary.facts.group import LookAhead
+from armillary.facts.group import PrefetchKind
 from armillary.facts.layout import Layout, layout_of
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.facts.processor import CodingRate
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.foreseen_legs import Shares, foreseen_legs
 from armillary.planning.leg_seconds import leg_seconds
+from armillary.planning.prefetch_legs import Shares, prefetched_legs
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
 
 __all__ = [
-    "ADAGRAD", "ADAM", "SGD", "Assumptions", "Case", "RowWork", "assumptions_behind", "coding_seconds",
+    "ADAGRAD",
+    "ADAM",
+    "SGD",
+    "Assumptions",
+    "Case",
+    "RowWork",
+    "assumptions_behind",
+    "coding_seconds",
     "dense_forecast",
-    "dense_update_seconds", "fill_seconds", "foresight_seconds", "idle_leg", "idle_round", "index_seconds",
-    "pack_seconds", "row_forecast", "row_update_seconds", "row_work",
+    "dense_update_seconds",
+    "fill_seconds",
+    "idle_leg",
+    "idle_round",
+    "index_seconds",
+    "pack_seconds",
+    "predict_seconds_of",
+    "row_forecast",
+    "row_update_seconds",
+    "row_work",
 ]  # fmt: skip
 
 
@@ -155,7 +170,7 @@ def _exchange_of(choice: Choice) -> DenseExchange:
 
 def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
     """Gradients into their bucket: read and written. Those of tables read by row are filled first; stages are timed
-    without that (`runtime/watch/gathered_rows.py`)."""
+    without that (`runtime/profiling/gathered_rows.py`)."""
     return 2 * nbytes / case.memory_bytes_per_second + fill_seconds(facts, case)
 
 
@@ -175,7 +190,7 @@ class RowWork(NamedTuple):
     Args of note:
         headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
             of what leaves in another step: ids; of rows that go early, masks and these rows; gradients that wait.
-        handled_rows: asked for and served, or gathered. foreseen_rows: looked for once more, to look ahead.
+        handled_rows: asked for and served, or gathered. prefetched_rows: looked for once more, to prefetch.
         copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
         has_window: whether the optimizer sees the touched rows only.
         coded_bytes: that coding rows and their gradients reads and writes.
@@ -191,7 +206,7 @@ class RowWork(NamedTuple):
     has_window: bool
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
-    foreseen_rows: float = 0.0
+    prefetched_rows: float = 0.0
     coded_bytes: float = 0.0
 
 
@@ -200,20 +215,20 @@ def row_work(
     choice: Choice,
     is_lazy: bool,
     case: Case,
-    look_ahead: LookAhead = "none",
+    prefetch: PrefetchKind = "none",
     pays: bool = True,
 ) -> RowWork:
     """The rounds in which ranks say they are idle are not in it (`idle_round`).
 
     Args:
-        look_ahead: then every look-up is taken to be foreseen. Exchanges that cannot say what goes early are priced as
+        prefetch: then every look-up is taken to be prefetched. Exchanges that cannot say what goes early are priced as
             without.
-        pays: of foreseen look-ups, whether this table pays the latency of messages that all tables share.
+        pays: of prefetched look-ups, whether this table pays the latency of messages that all tables share.
     """
     assert fact.rows is not None, fact
     rows, topology = fact.rows, case.topology
     exchange = build_row(choice.name, **choice.options)
-    owned = exchange.ownership(rows.rows, Place(0, topology.workers, topology.workers_per_node))
+    owned = exchange.ownership(rows.rows, RankInfo(0, topology.workers, topology.workers_per_node))
     owners = len(owned.owners)
     if exchange.placement == "row_sharded":
         moved = traffic(rows, case.profile, topology)
@@ -227,22 +242,22 @@ def row_work(
     legs, even_legs = (exchange.legs(moved, load, topology) for load in (skew, 1.0))
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
-    foreseen_rows = 0.0
-    if look_ahead != "none" and exchange.early_legs is not None:
-        shares = Shares.of(rows, look_ahead, case.profile, topology)
-        headers, foreseen_rows = (), handled
+    prefetched_rows = 0.0
+    if prefetch != "none" and exchange.early_legs is not None:
+        shares = Shares.of(rows, prefetch, case.profile, topology)
+        headers, prefetched_rows = (), handled
         (ahead, legs), (even_ahead, even_legs) = (
-            foreseen_legs(exchange, moved, load, shares, pays, topology) for load in (skew, 1.0)
+            prefetched_legs(exchange, moved, load, shares, pays, topology) for load in (skew, 1.0)
         )
         if shares.resting is not None:  # those served are looked for in the batch after, too
-            foreseen_rows += moved.distinct_rows * skew
+            prefetched_rows += moved.distinct_rows * skew
     return RowWork(
         headers=headers,
         legs=legs,
         even_legs=even_legs,
         ahead=ahead,
         even_ahead=even_ahead,
-        foreseen_rows=foreseen_rows,
+        prefetched_rows=prefetched_rows,
         handled_rows=handled,
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
@@ -257,23 +272,23 @@ def row_forecast(
     choice: Choice,
     is_lazy: bool,
     case: Case,
-    look_ahead: LookAhead = "none",
+    prefetch: PrefetchKind = "none",
     pays: bool = True,
 ) -> Forecast:
-    """One table that is read by row, without the idle rounds; `look_ahead` and `pays` as in `row_work`."""
-    work = row_work(fact, choice, is_lazy, case, look_ahead, pays)
+    """One table that is read by row, without the idle rounds; `prefetch` and `pays` as in `row_work`."""
+    work = row_work(fact, choice, is_lazy, case, prefetch, pays)
     links = leg_seconds([*work.headers, *work.ahead, *work.legs.pull, *work.legs.push], case.topology)
     even = (*work.headers, *work.even_ahead, *work.even_legs.pull, *work.even_legs.push)
     sent = sum(leg.link_bytes for leg in even)
     memory = _row_memory(work.copy_bytes, work.touched_bytes, work.has_window, case)
-    processor = index_seconds(work, case) + foresight_seconds(work, case) + row_update_seconds(work, case)
+    processor = index_seconds(work, case) + predict_seconds_of(work, case) + row_update_seconds(work, case)
     return Forecast(sent, memory, links + processor)
 
 
-def foresight_seconds(work: RowWork, case: Case) -> float:
-    """Rows that are foreseen are found once more among a batch's ids, and those served among the rows of the batch
+def predict_seconds_of(work: RowWork, case: Case) -> float:
+    """Rows that are prefetched are found once more among a batch's ids, and those served among the rows of the batch
     before; and where gradients wait, of the batch after."""
-    return work.foreseen_rows * case.key_seconds
+    return work.prefetched_rows * case.key_seconds
 
 
 def index_seconds(work: RowWork, case: Case) -> float:
@@ -294,10 +309,10 @@ def row_update_seconds(work: RowWork, case: Case) -> float:
     return 0.0 if work.has_window else passes * work.copy_bytes / case.memory_bytes_per_second
 
 
-def idle_leg(topology: Topology, tables: int = 1, foreseen: int = 0) -> Leg:
+def idle_leg(topology: Topology, tables: int = 1, prefetched: int = 0) -> Leg:
     """The round that ends a step's look-ups, if there are row-sharded tables; more than one where these are many.
-    foreseen: how many of them look ahead."""
-    return round_leg(math.ceil(tables / FLAGS), topology, announcement_bytes(foreseen))
+    prefetched: how many of them prefetch."""
+    return round_leg(math.ceil(tables / FLAGS), topology, announcement_bytes(prefetched))
 
 
 def idle_round(topology: Topology, tables: int = 1) -> Forecast:

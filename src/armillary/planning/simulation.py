@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from armillary.facts.trace import Record, Trace
-from armillary.planning.clock import Flight, Span
+from armillary.planning.clock import BusySpan, Transfer
 
 __all__ = ["Simulation"]
 
@@ -13,8 +13,8 @@ class Simulation:
     """One step of the busiest rank. spans: in no particular order. flights: in the order of their launches."""
 
     workers: int
-    spans: tuple[Span, ...]
-    flights: tuple[Flight, ...]
+    spans: tuple[BusySpan, ...]
+    flights: tuple[Transfer, ...]
     step_seconds: float
 
     @property

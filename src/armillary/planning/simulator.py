@@ -4,8 +4,8 @@ All ranks do the same in a simultaneous schedule, so one rank stands for any num
 busiest. Tables are pulled before the stage that reads them; gradients are packed and pushed, in the plan's order, as
 backward makes them, and take the processor for what compute cannot hide of them; what an exchange brought is merged and
 the optimizer steps when backward is over, as `runtime/hybrid/executor` does. Of a push only the first request leaves
-with its gradients: each of the others waits for the next launch, or for the end of backward. Tables that look ahead do
-so as `runtime/hybrid/look_ahead` does, in the midst of a loop: every step carries a part of the batch at hand, of the
+with its gradients: each of the others waits for the next launch, or for the end of backward. Tables that prefetch do
+so as `runtime/hybrid/prefetch` does, in the midst of a loop: every step carries a part of the batch at hand, of the
 next and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
 
 A plan whose schedule is lowered to lists of instructions goes to `staged_clock.py`, which plays all ranks.
@@ -23,7 +23,7 @@ from armillary.facts.plan import Group, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.activities import activities, idle_request, payer
 from armillary.planning.backward_pieces import OUTSIDE, backward_pieces
-from armillary.planning.clock import Clock, Flight, Request
+from armillary.planning.clock import Clock, Request, Transfer
 from armillary.planning.pricing import Case
 from armillary.planning.simulation import Simulation
 from armillary.planning.staged_clock import play
@@ -94,24 +94,24 @@ class _Player:
         self.plan, self.case, self.overlap = plan, case, overlap
         self.clock = Clock()
         self.launches = count()
-        self.flights: dict[int, Flight] = {}
-        ahead, paying = sum(group.look_ahead != "none" for group in plan.groups), payer(plan.groups)
+        self.flights: dict[int, Transfer] = {}
+        ahead, paying = sum(group.prefetch != "none" for group in plan.groups), payer(plan.groups)
         self.does = {group.name: activities(group, case, ahead, group.name == paying) for group in plan.groups}
         self.tables = sum(bool(does.pull) for does in self.does.values())
-        self.foreseen = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
+        self.prefetched = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
         self.late: dict[str, _Sent] = {}
-        self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.foreseen}
+        self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.prefetched}
         self.pushes: list[_Push] = []
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
         the ids of the one after next, gradients of the last that could wait, and the rows of the next that stay put.
         While these are on their way, each works out what it will say next."""
-        if not self.foreseen:
+        if not self.prefetched:
             return
         self._meet()
-        first, *others = self.foreseen.items()
-        ids = [(name, "look-ahead", does.ahead[:1]) for name, does in self.foreseen.items()]
+        first, *others = self.prefetched.items()
+        ids = [(name, "prefetch", does.ahead[:1]) for name, does in self.prefetched.items()]
         for sent in self._together([(first[0], "pull", first[1].pull), *ids], self._start):
             if sent.action == "pull":
                 self.late[sent.name] = sent
@@ -120,12 +120,12 @@ class _Player:
         for name, does in others:
             self.late[name] = self._start(name, "pull", does.pull)
         for place in (3, 2):
-            items = [(name, does.ahead[place : place + 1]) for name, does in self.foreseen.items()]
-            asked = [(name, "look-ahead", requests) for name, requests in items if requests]
+            items = [(name, does.ahead[place : place + 1]) for name, does in self.prefetched.items()]
+            asked = [(name, "prefetch", requests) for name, requests in items if requests]
             for sent in self._together(asked, self._start):
                 self.ahead[sent.name].append(sent)
-        for name, does in self.foreseen.items():
-            self.clock.work(name, "foresee", does.foresee_seconds)
+        for name, does in self.prefetched.items():
+            self.clock.work(name, "predict", does.predict_seconds)
 
     def forward(self) -> None:
         stages = {stage.name: stage for stage in self.case.profile.stages}
@@ -171,14 +171,14 @@ class _Player:
                 self._take(sent)
 
     def _meet_in_backward(self) -> None:
-        masks = [(name, "look-ahead", does.ahead[1:2]) for name, does in self.foreseen.items() if does.ahead[1:]]
+        masks = [(name, "prefetch", does.ahead[1:2]) for name, does in self.prefetched.items() if does.ahead[1:]]
         for name, _, _ in masks:  # the owners have the ids, and say which of these rows stay put
             self._take(self.ahead[name].pop(0))
         self._meet(masks)
 
     def _meet(self, along: Sequence[_Asked] = ()) -> None:
         """The round in which every rank says that it makes no look-up now, and what travels with it."""
-        idle = idle_request(self.case.topology, self.tables, len(self.foreseen))
+        idle = idle_request(self.case.topology, self.tables, len(self.prefetched))
         meeting, *others = self._together([(LOOK_UPS, "pull", (idle,)), *along], self._send)
         self._take(meeting)
         for sent in others:
@@ -232,5 +232,5 @@ class _Player:
         self.clock.wait(sent.name, sent.done_seconds)
         if sent.requests:
             sent_bytes = sum(request.sent_bytes for request in sent.requests)
-            flight = Flight(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes)
+            flight = Transfer(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes)
             self.flights[sent.number] = flight

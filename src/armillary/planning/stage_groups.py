@@ -21,13 +21,13 @@ from armillary.planning.parallax import PLAIN
 from armillary.planning.pricing import Case, coding_seconds, pack_seconds
 from armillary.schedules.method import ScheduleOptions
 
-__all__ = ["NO_WAYS", "Part", "PartCost", "Ways", "crossing", "departures_of", "over_replicas", "parts_of_stage"]
+__all__ = ["NO_WAYS", "GroupPart", "PartCost", "Ways", "crossing", "departures_of", "over_replicas", "parts_of_stage"]
 
 Ways = Mapping[str, Choice]  # dense exchanges that are asked for, by parameter
 NO_WAYS: Ways = MappingProxyType({})
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """Parameters of a stage that travel together; by the schedule's own messages where there is no exchange."""
 
     facts: tuple[ParameterFact, ...]
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 def parts_of_stage(
     facts: Sequence[ParameterFact], options: ScheduleOptions, topology: Topology, ways: Ways = NO_WAYS
-) -> list[Part]:
+) -> list[GroupPart]:
     """In buckets, in the order in which these become complete, where several ranks hold the stage. Where an exchange
     has an owner and none is named, each parameter goes to the one that has fewest bytes so far.
 
@@ -46,8 +46,8 @@ def parts_of_stage(
     method, replicas = options.method, options.replicas(topology.workers)
     usual = PLAIN["replicated"] if method.is_side_by_side or replicas > 1 or ways else None
     if not method.has_exchanges:
-        return [Part(tuple(facts), usual)] if facts else []
-    found: dict[tuple[str, str], Part] = {}
+        return [GroupPart(tuple(facts), usual)] if facts else []
+    found: dict[tuple[str, str], GroupPart] = {}
     load = [0] * replicas
     for fact in facts:
         choice = ways.get(fact.name, usual)
@@ -57,12 +57,12 @@ def parts_of_stage(
             load[owner] += fact.bytes
             choice = Choice(choice.name, {**choice.options, option: owner})
         key = fact.name if option else str(choice), fact.dtype
-        part = found.get(key, Part((), choice))
+        part = found.get(key, GroupPart((), choice))
         found[key] = part._replace(facts=(*part.facts, fact))
     if replicas == 1:
         return list(found.values())
     limits = default_limits(topology.backend)
-    cut = [Part(bucket, part.exchange) for part in found.values() for bucket in buckets(part.facts, limits)]
+    cut = [GroupPart(bucket, part.exchange) for part in found.values() for bucket in buckets(part.facts, limits)]
     return sorted(cut, key=lambda part: max(map(arrival_of, part.facts)))
 
 

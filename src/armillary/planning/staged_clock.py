@@ -18,7 +18,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Group, Plan
 from armillary.facts.stage import StageFact
 from armillary.planning.backward_pieces import Piece, backward_pieces
-from armillary.planning.clock import Clock, Flight, Lane, Request, Span
+from armillary.planning.clock import BusySpan, Clock, Lane, Request, Transfer
 from armillary.planning.edges import coding_seconds_of, sent_over
 from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
 from armillary.planning.simulation import Simulation
@@ -77,7 +77,7 @@ class _Flown(NamedTuple):
 
     sender: int
     sent: float
-    flight: Flight
+    flight: Transfer
     is_seen: bool = False
 
     def seen(self, now: float) -> "_Flown":
@@ -159,7 +159,7 @@ class _Play:
         flights = sorted(self._step_flights(), key=lambda flight: flight.launch_seconds)
         return Simulation(self.plan.workers, spans, tuple(flights), whole)
 
-    def _step_flights(self) -> Iterator[Flight]:
+    def _step_flights(self) -> Iterator[Transfer]:
         """Those that one step sends, of all ranks; bytes are the mean over workers. Not of the last step, whose letters
         nobody has read yet."""
         for number, sent, flight, _ in self.flights:
@@ -260,7 +260,7 @@ class _Play:
             launch, is_inside = clock.now_seconds, self.case.topology.nodes == 1
             landed = clock.send(group.name, ALL_REDUCE, [Request(sent, seconds * is_inside, seconds * (not is_inside))])
             gone.append(len(self.flights))
-            self.flights.append(_Flown(number, launch, Flight(group.name, ALL_REDUCE, launch, landed, sent)))
+            self.flights.append(_Flown(number, launch, Transfer(group.name, ALL_REDUCE, launch, landed, sent)))
 
     def _meet(self, number: int, one: Instruction) -> None:
         """One side has done its part; with both the letter moves."""
@@ -282,9 +282,9 @@ class _Play:
         clock.free_seconds[lane] = letter.arrived = start + seconds
         self.woken += [self.blocked.pop(key) for key in ((one.letter, receiver),) if key in self.blocked]
         name = f"stage {one.letter.stage}"
-        clock.spans.append(Span(lane, name, "send", start, seconds, nbytes))
+        clock.spans.append(BusySpan(lane, name, "send", start, seconds, nbytes))
         letter.place, joint = len(self.flights), max(letter.sent, letter.room)
-        flight = Flight(name, one.letter.what, joint, letter.arrived, nbytes)
+        flight = Transfer(name, one.letter.what, joint, letter.arrived, nbytes)
         self.flights.append(_Flown(sender, letter.sent, flight))
 
     def _bytes_of(self, letter: Letter) -> float:
@@ -332,7 +332,7 @@ def _facts(plan: Plan, case: Case, stage: int) -> list[ParameterFact]:
     return [case.profile.parameter(name) for group in plan.groups if group.stage == stage for name in group.parameters]
 
 
-def _cut(spans: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
+def _cut(spans: Sequence[BusySpan], begin: float, end: float) -> Iterator[BusySpan]:
     """What of them lies between two moments, counted from the first."""
     for span in spans:
         start, stop = max(span.start_seconds, begin), min(span.end_seconds, end)

@@ -20,8 +20,8 @@ from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
 from armillary.planning.edges import EdgeWishes, loads_with_edges, notes_on_edges, sent_over
 from armillary.planning.pricing import Case, fill_seconds
-from armillary.planning.stage_groups import NO_WAYS, Part, Ways, crossing, departures_of, parts_of_stage
-from armillary.planning.staged_tables import NO_TABLES, TablePlan, Wish, reduced_bytes, table_groups
+from armillary.planning.stage_groups import NO_WAYS, GroupPart, Ways, crossing, departures_of, parts_of_stage
+from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableWish, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
 from armillary.schedules.edge import Edge, codes_of
@@ -57,7 +57,7 @@ class _Subject:
 def plan_staged(
     case: Case,
     choice: Choice,
-    wished: Mapping[str, Wish] = NO_TABLES,
+    wished: Mapping[str, TableWish] = NO_TABLES,
     ways: Ways = NO_WAYS,
     edges: EdgeWishes = NO_EDGES,
 ) -> Plan:
@@ -138,7 +138,7 @@ def _held(subject: _Subject, case: Case) -> Iterator[float]:
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
-def _by_row(j: int, subject: _Subject, wished: Mapping[str, Wish], case: Case) -> list[Group]:
+def _by_row(j: int, subject: _Subject, wished: Mapping[str, TableWish], case: Case) -> list[Group]:
     return table_groups(TablePlan(j, subject.options, subject.schedule, case), subject.tables[j], wished)
 
 
@@ -254,7 +254,7 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
     )
 
 
-def _forecast(j: int, part: Part, subject: _Subject, case: Case) -> Forecast:
+def _forecast(j: int, part: GroupPart, subject: _Subject, case: Case) -> Forecast:
     """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
     options, workers = subject.options, case.topology.workers
     across = workers // options.replicas(workers)

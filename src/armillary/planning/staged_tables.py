@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import Place, build_row
+from armillary.exchanges.exchange import RankInfo, build_row
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.look_up import round_leg
 from armillary.facts.mesh import DATA
@@ -24,17 +24,17 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["NO_TABLES", "TablePlan", "Wish", "reduced_bytes", "table_groups"]
+__all__ = ["NO_TABLES", "TablePlan", "TableWish", "reduced_bytes", "table_groups"]
 
 
-class Wish(NamedTuple):
+class TableWish(NamedTuple):
     """How a table is to be kept by row."""
 
     choice: Choice
     is_lazy: bool
 
 
-NO_TABLES: Mapping[str, Wish] = MappingProxyType({})
+NO_TABLES: Mapping[str, TableWish] = MappingProxyType({})
 
 
 class TablePlan(NamedTuple):
@@ -51,7 +51,7 @@ class TablePlan(NamedTuple):
         return sum(ages[self.stage] > 0 for ages in self.schedule.staleness)
 
 
-def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mapping[str, Wish]) -> list[Group]:
+def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mapping[str, TableWish]) -> list[Group]:
     """The groups of the tables that one stage reads."""
     topology, groups = under.case.topology, []
     for number, fact in enumerate(facts):
@@ -75,7 +75,7 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mappi
     return groups
 
 
-def _forecast(fact: ParameterFact, wish: Wish, under: TablePlan) -> Forecast:
+def _forecast(fact: ParameterFact, wish: TableWish, under: TablePlan) -> Forecast:
     """Bytes are the mean over workers, memory is the fullest one's."""
     choice, options, case = wish.choice, under.options, under.case
     topology, slots, rows = case.topology, case.assumptions.optimizer_slots, fact.rows
@@ -84,7 +84,7 @@ def _forecast(fact: ParameterFact, wish: Wish, under: TablePlan) -> Forecast:
     all_read = options.method.axis == DATA  # else only the worker of that stage
     readers = topology.workers if all_read else 1
     exchange = build_row(choice.name, **choice.options)
-    owned = exchange.ownership(rows.rows, Place(0, topology.workers, topology.workers_per_node))
+    owned = exchange.ownership(rows.rows, RankInfo(0, topology.workers, topology.workers_per_node))
     moved = traffic(rows, case.profile, topology)
     if not all_read:
         own = len(owned.owners) > 0 and under.stage in owned.owners

@@ -12,7 +12,7 @@ from armillary.planning.constraints import Constraint, layout_of, names_of, reso
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case
 from armillary.planning.stage_groups import Ways
-from armillary.planning.staged_tables import Wish
+from armillary.planning.staged_tables import TableWish
 from armillary.schedules.method import Method
 from armillary.schedules.registry import SCHEDULES
 
@@ -22,7 +22,7 @@ __all__ = ["StagedWishes", "staged_wishes"]
 class StagedWishes(NamedTuple):
     """tables: to be kept by row. ways: dense exchanges, by parameter."""
 
-    tables: Mapping[str, Wish]
+    tables: Mapping[str, TableWish]
     ways: Ways
 
 
@@ -35,7 +35,7 @@ def staged_wishes(
             row.
     """
     quiet, method = names_of(lazy, case.profile.parameters), SCHEDULES[schedule.name]
-    tables: dict[str, Wish] = {}
+    tables: dict[str, TableWish] = {}
     ways: dict[str, Choice] = {}
     for name, demanded in resolve(constraints, case.profile, case.topology).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
@@ -45,7 +45,7 @@ def staged_wishes(
                     f"plan: {name!r} is to be {demanded}, but under schedule {schedule.name} rows of several versions "
                     f"cross, and those travel as they are: leave the codes out, or take it without a schedule"
                 )
-            tables[name] = Wish(choice, name in quiet)
+            tables[name] = TableWish(choice, name in quiet)
         elif reason := _why_not(choice, schedule, method):
             raise ValueError(f"plan: {name!r} is to be {demanded}, but {reason}")
         else:

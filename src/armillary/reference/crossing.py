@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 
 __all__ = ["Crossing", "flat", "lying_as"]
@@ -45,7 +45,7 @@ class Crossing:
         dtype, shapes = str(self.members[0].dtype).removeprefix("torch."), tuple(tuple(p.shape) for p in self.members)
         self.layout = Layout(self.names, shapes, dtype, self.exchange.align, self.exchange.is_guarded)
         weights = flat(self.layout, [one.detach() for one in self.members])
-        places = [Place(worker, self.workers) for worker in range(self.workers)]
+        places = [RankInfo(worker, self.workers) for worker in range(self.workers)]
         self.states = [self.exchange.begin(self.layout, place, weights) for place in places]
 
     def mean(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.edges import Edges
 from armillary.schedules.clipping import Clip
+from armillary.schedules.corrections.correction import Correction, stale_share
 from armillary.schedules.random_stream import seeded
-from armillary.schedules.remedies.remedy import Remedy, stale_share
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Reference"]
@@ -76,7 +76,7 @@ class Reference:
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._device_type = everywhere[0].device.type if everywhere else "cpu"
         self._history: dict[int, Weights] = {}
-        self.remedies: Sequence[Remedy] = ()  # to be set before the first step
+        self.corrections: Sequence[Correction] = ()  # to be set before the first step
         self.edges = Edges()  # how what crosses a cut is coded, likewise
         self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
         self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
@@ -110,33 +110,35 @@ class Reference:
             parameter.grad = total / self.schedule.micro_batches
         if self._clip is not None:
             clip_gradients(self.stages, self._clip, self._step, self._squares, self.drains)
-        self._made_with = [dict(group) for group in self.optimizer.param_groups] if self.remedies else []
+        self._made_with = [dict(group) for group in self.optimizer.param_groups] if self.corrections else []
         with torch.autocast(self._device_type, enabled=False):
-            self._step_stage_by_stage() if self.remedies else self.optimizer.step()
+            self._step_stage_by_stage() if self.corrections else self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
         return losses
 
     def _foreseen(self, stage: nn.Module) -> dict[str, Tensor]:
-        """Weights of a stage as a remedy says that they will be a step later; as they are, if none says anything."""
+        """Weights of a stage as a correction says that they will be a step later; as they are, if none says
+        anything."""
         share = stale_share(self.schedule, list(self.stages).index(stage))
         group_of = {}
         for group in self._made_with:
             options = dict(group)
-            for remedy in self.remedies if share else ():
-                options |= remedy.step_options(options, share) if remedy.step_options is not None else {}
+            for correction in self.corrections if share else ():
+                options |= correction.step_options(options, share) if correction.step_options is not None else {}
             group_of.update(dict.fromkeys(group["params"], options))
         found = {}
         for name, parameter in stage.named_parameters():
             found[name] = parameter.detach().clone()
-            for remedy in self.remedies:
-                if remedy.ahead is not None and parameter in group_of:
+            for correction in self.corrections:
+                if correction.ahead is not None and parameter in group_of:
                     state = self.optimizer.state.get(parameter, {})
-                    found[name] = remedy.ahead(found[name], state, group_of[parameter], 1)
+                    found[name] = correction.ahead(found[name], state, group_of[parameter], 1)
         return found
 
     def _step_stage_by_stage(self) -> None:
-        """The whole model's step; where a stage has stale weights, a remedy may change its gradient and its options."""
+        """The whole model's step; where a stage has stale weights, a correction may change its gradient and its
+        options."""
         means = {p: p.grad for stage in self.stages for p in stage.parameters() if p.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
         for j, stage in enumerate(self.stages):
@@ -144,12 +146,12 @@ class Reference:
             usual = [dict(group) for group in self.optimizer.param_groups]
             for parameter in stage.parameters():
                 parameter.grad = means.get(parameter)
-            for remedy in self.remedies if share else ():
+            for correction in self.corrections if share else ():
                 for parameter in stage.parameters():
-                    if remedy.gradient is not None and parameter.grad is not None and parameter in self._before:
-                        parameter.grad = remedy.gradient(parameter.grad, self._before[parameter], share)
+                    if correction.gradient is not None and parameter.grad is not None and parameter in self._before:
+                        parameter.grad = correction.gradient(parameter.grad, self._before[parameter], share)
                 for group in self.optimizer.param_groups:
-                    group.update(remedy.step_options(group, share) if remedy.step_options is not None else {})
+                    group.update(correction.step_options(group, share) if correction.step_options is not None else {})
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             for group, options in zip(self.optimizer.param_groups, usual):

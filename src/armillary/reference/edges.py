@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from armillary.schedules.edge import Codes, EdgeCode, draw_of, is_codable
 from armillary.schedules.layout import plain
 from armillary.schedules.sample_keys import sample_keys
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["Edges"]
 
@@ -43,7 +43,7 @@ class Edges:
     stages: int = 1
     held: dict[tuple[int, int, int], dict[bytes, Tensor]] = field(default_factory=dict)  # by replica, stage and leaf
 
-    def crossed(self, value: Any, came: Any, place: Place, read: Any, replica: int = 0) -> Any:
+    def crossed(self, value: Any, came: Any, place: Cell, read: Any, replica: int = 0) -> Any:
         """What the next stage gets of a value.
 
         Args:
@@ -63,7 +63,7 @@ class Edges:
             spec,
         )
 
-    def _crossed(self, tensor: Tensor, number: int, place: Place, is_passed_on: bool, samples: _Samples) -> Tensor:
+    def _crossed(self, tensor: Tensor, number: int, place: Cell, is_passed_on: bool, samples: _Samples) -> Tensor:
         there: Meaning = plain
         back: Meaning | None = plain  # None: zeros where zeros arrived
         step, micro_batch, stage = place
@@ -76,7 +76,7 @@ class Edges:
         crossed: Tensor = _Crossing.apply(tensor, there, back)  # type: ignore[no-untyped-call]
         return crossed
 
-    def _meaning(self, code: EdgeCode | None, place: Place, number: int, is_back: bool) -> Meaning | None:
+    def _meaning(self, code: EdgeCode | None, place: Cell, number: int, is_back: bool) -> Meaning | None:
         if code is None or place[0] < code.warm_up:
             return plain
         draw = draw_of(code.codec, self.seed, place, number, self.stages, is_back)

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference.rows import CodedReads, Meanings
 
-__all__ = ["Answer", "Replicas", "Shared", "by_oracle"]
+__all__ = ["Answer", "Replicas", "SharedGroup", "by_oracle"]
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -31,7 +31,7 @@ Answer = Callable[[DenseExchange, Sequence[Parcel], Sequence[State]], tuple[list
 NO_ROWS: Mapping[str, Meanings] = MappingProxyType({})
 
 
-class Shared(NamedTuple):
+class SharedGroup(NamedTuple):
     """Parameters that cross the workers together, by name, and how."""
 
     parameters: tuple[str, ...]
@@ -54,7 +54,7 @@ class Replicas:
         model: nn.Module,
         optimizer: Callable[[nn.Module], Optimizer],
         workers: int,
-        groups: Sequence[Shared],
+        groups: Sequence[SharedGroup],
         answer: Answer = by_oracle,
         rows: Mapping[str, Meanings] = NO_ROWS,
     ):
@@ -74,9 +74,9 @@ class Replicas:
         self.states: list[list[State]] = []
         for group, layout in zip(self.groups, self.layouts, strict=True):
             weights = _flat(layout, [self.named[0][name].detach() for name in layout.names])
-            self.states.append([group.exchange.begin(layout, Place(w, workers), weights) for w in range(workers)])
+            self.states.append([group.exchange.begin(layout, RankInfo(w, workers), weights) for w in range(workers)])
 
-    def _layout(self, group: Shared) -> Layout:
+    def _layout(self, group: SharedGroup) -> Layout:
         members = [self.named[0][name] for name in group.parameters]
         dtype, shapes = str(members[0].dtype).removeprefix("torch."), tuple(tuple(p.shape) for p in members)
         return Layout(group.parameters, shapes, dtype, group.exchange.align, group.exchange.is_guarded)

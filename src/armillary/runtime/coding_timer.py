@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.choice import Choice
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Request
 from armillary.facts.layout import Layout
@@ -67,7 +67,7 @@ class _Pushes:
     def __init__(self, choice: Choice, layout: Layout, workers: int):
         soon = dense_exchanges()[choice.name].hurried(choice.options)
         self.exchange: DenseExchange = build_dense(choice.name, **soon)
-        self.place = Place(0, workers)
+        self.place = RankInfo(0, workers)
         values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))
         tail = torch.zeros(layout.tail, dtype=torch.float64)
         tail[0] = 1.0

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from armillary.facts.collectives import AllToAll, Request
 
-__all__ = ["Asked", "asked", "disagreement", "in_numbers", "is_doubtful"]
+__all__ = ["AskedRequest", "asked", "disagreement", "in_numbers", "is_doubtful"]
 
 
-class Asked(NamedTuple):
+class AskedRequest(NamedTuple):
     """A request as other ranks see it. send, receive: rows for and from each rank of the scope; empty if not uneven."""
 
     number: int
@@ -26,15 +26,15 @@ class Asked(NamedTuple):
     receive: tuple[int, ...]
 
 
-def asked(number: int, label: str, request: Request) -> Asked:
+def asked(number: int, label: str, request: Request) -> AskedRequest:
     """The `number`-th request of this rank, made for group `label`."""
     text = f"{label}: {type(request).__name__} in {request.scope}, {request.tensor.dtype}"
     if isinstance(request, AllToAll):
-        return Asked(number, f"{text}, rows of {tuple(request.tensor.shape[1:])}", request.send, request.receive)
-    return Asked(number, f"{text}, {tuple(request.tensor.shape)}", (), ())
+        return AskedRequest(number, f"{text}, rows of {tuple(request.tensor.shape[1:])}", request.send, request.receive)
+    return AskedRequest(number, f"{text}, {tuple(request.tensor.shape)}", (), ())
 
 
-def in_numbers(mine: Asked, ranks: int) -> Tensor:
+def in_numbers(mine: AskedRequest, ranks: int) -> Tensor:
     """1 + 2 * ranks integers: a hash of what is asked, then the rows for and from each rank; zeros where it is even."""
     digest = blake2b(f"{mine.number} {mine.text}".encode(), digest_size=8).digest()
     rows = [*mine.send, *[0] * (ranks - len(mine.send)), *mine.receive, *[0] * (ranks - len(mine.receive))]
@@ -50,7 +50,7 @@ def is_doubtful(everyones: Tensor, scopes: Sequence[Sequence[int]]) -> bool:
     return not (is_fit and bool((hashes == hashes[0]).all()))
 
 
-def disagreement(everyones: Sequence[Asked], scopes: Sequence[Sequence[int]], names: Sequence[int] = ()) -> str:
+def disagreement(everyones: Sequence[AskedRequest], scopes: Sequence[Sequence[int]], names: Sequence[int] = ()) -> str:
     """What does not fit, empty if all does.
 
     Args:

@@ -6,8 +6,9 @@ once, so in front of every receiver all senders wait for one another. Small piec
 Between two ranks there are no turns.
 
 An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all; or it goes in hops
-(`hops.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of which
-waits behind whatever else is on its way; it keeps the long ones, where that hardly shows and adding up is hidden by it.
+(`log_steps.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of
+which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows and adding up is hidden
+by it.
 
 How long a piece may be that does not wait is the link's to say (`Topology.turn_bytes`): where it crosses in less than
 `TURN_SECONDS`, seeing to turns costs more than they save.
@@ -30,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.topology import TURN_BYTES
-from armillary.runtime import hops
+from armillary.runtime import log_steps
 
 __all__ = ["LONG_BYTES", "Pairwise"]
 
@@ -59,7 +60,7 @@ class Pairwise:
         self.courier: threading.Thread | None = None
 
     def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, ranks: Place
+        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, ranks: RankInfo
     ) -> tuple[Wait, Tensor]:
         """
         Args:
@@ -78,17 +79,17 @@ class Pairwise:
             return turns.begin(), answer
         return self.see_to(turns.carry), answer
 
-    def even_all_to_all(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
+    def even_all_to_all(self, tensor: Tensor, group: Any, ranks: RankInfo) -> tuple[Wait, Tensor]:
         """Likewise where every rank has as much for each, (ranks, ...), and waits for it: short ones go in hops."""
         if ranks.workers < FEWEST_HOPPING or tensor.nbytes > SHORT_BYTES * ranks.workers:
             ones = (1,) * ranks.workers
             return self.all_to_all(tensor, ones, ones, group, ranks)
-        return hops.all_to_all(tensor, group, self._next_tag(group), ranks)
+        return log_steps.all_to_all(tensor, group, self._next_tag(group), ranks)
 
-    def all_reduce(self, tensor: Tensor, group: Any, ranks: Place) -> tuple[Wait, Tensor]:
+    def all_reduce(self, tensor: Tensor, group: Any, ranks: RankInfo) -> tuple[Wait, Tensor]:
         """The sum over ranks, in place. tensor: on the host, contiguous."""
-        if ranks.workers >= FEWEST_HOPPING and hops.can_halve(ranks.workers):
-            return self.see_to(hops.halving_all_reduce(tensor, group, self._next_tag(group), ranks)), tensor
+        if ranks.workers >= FEWEST_HOPPING and log_steps.can_halve(ranks.workers):
+            return self.see_to(log_steps.halving_all_reduce(tensor, group, self._next_tag(group), ranks)), tensor
         flat = tensor.view(-1)
         cuts = [flat.numel() * rank // ranks.workers for rank in range(ranks.workers + 1)]
         pieces = flat.split([end - first for first, end in pairwise(cuts)])
@@ -106,7 +107,7 @@ class Pairwise:
 
         return self.see_to(carry), tensor
 
-    def _turns(self, group: Any, ranks: Place, outgoing: "_Side", incoming: "_Side") -> "_Turns":
+    def _turns(self, group: Any, ranks: RankInfo, outgoing: "_Side", incoming: "_Side") -> "_Turns":
         return _Turns(_Lane(group, self._next_tag(group), self.turn_bytes), ranks, outgoing, incoming)
 
     def _next_tag(self, group: Any) -> int:
@@ -187,7 +188,7 @@ def _side(pieces: Sequence[Tensor]) -> _Side:
 class _Turns:
     """One all-to-all on one rank. Receives are posted when it is made, and this rank's own piece is there then."""
 
-    def __init__(self, lane: _Lane, ranks: Place, outgoing: _Side, incoming: _Side) -> None:
+    def __init__(self, lane: _Lane, ranks: RankInfo, outgoing: _Side, incoming: _Side) -> None:
         self.lane, self.outgoing, self.incoming = lane, outgoing, incoming
         shifts = range(1, ranks.workers)
         self.pairs = [((ranks.rank + shift) % ranks.workers, (ranks.rank - shift) % ranks.workers) for shift in shifts]

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import Request, Scope
 
 __all__ = ["Groups", "group_of", "place_in"]
 
-Groups = Mapping[tuple[Scope, str], tuple[Any, Place]]  # by scope and device
+Groups = Mapping[tuple[Scope, str], tuple[Any, RankInfo]]  # by scope and device
 
 
 def group_of(groups: Groups, scope: Scope, tensor: Tensor) -> Any:
@@ -25,8 +25,8 @@ def group_of(groups: Groups, scope: Scope, tensor: Tensor) -> Any:
     return groups[scope, device][0]
 
 
-def place_in(groups: Groups, request: Request) -> Place:
+def place_in(groups: Groups, request: Request) -> RankInfo:
     """This rank's, among those that the request concerns."""
     if (request.scope, "cpu") not in groups:
-        return groups["world", "cpu"][1] if request.scope == "rail" else Place(0, 1)
+        return groups["world", "cpu"][1] if request.scope == "rail" else RankInfo(0, 1)
     return groups[request.scope, "cpu"][1]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import (
     AllGather,
     AllReduce,
@@ -41,7 +41,7 @@ from armillary.facts.topology import TURN_BYTES
 from armillary.facts.trace import Record
 from armillary.runtime.board import Board
 from armillary.runtime.channel import Pending
-from armillary.runtime.joined import can_join, joined, parted
+from armillary.runtime.coalesced import can_coalesce, coalesced, parted
 from armillary.runtime.messages import Messages, OutOfOrder
 from armillary.runtime.open_groups import OpenGroups
 from armillary.runtime.order import asked, disagreement, in_numbers, is_doubtful
@@ -82,12 +82,12 @@ class Transport:
         workers = self.open_groups.workers
         if workers % workers_per_node:
             raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
-        self.place = Place(self.open_groups.rank, workers, workers_per_node)
+        self.place = RankInfo(self.open_groups.rank, workers, workers_per_node)
         self.check_order, self.recording = check_order, False
         self.standing, self.counts = Standing(), Counter[Scope]()  # requests; along an axis groups make other numbers
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
-        self.groups: dict[tuple[Scope, str], tuple[Any, Place]] = {}
+        self.groups: dict[tuple[Scope, str], tuple[Any, RankInfo]] = {}
         self.axes: dict[Scope, list[list[int]]] = {}  # ranks of every group along an axis of the mesh
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
@@ -125,7 +125,7 @@ class Transport:
         for ranks in self._members(scope):  # every rank must take part in making every group
             group = self.open_groups.new(ranks, backend)
             if self.place.rank in ranks:
-                self.groups[scope, device] = (group, Place(ranks.index(self.place.rank), len(ranks)))
+                self.groups[scope, device] = (group, RankInfo(ranks.index(self.place.rank), len(ranks)))
 
     def open_axis(self, axis: Scope, groups: list[list[int]]) -> None:
         """Collective: opens the groups along an axis of the mesh, as `Mesh.members` has them, unless they are open.
@@ -207,11 +207,11 @@ class Transport:
         All ranks must ask for the same list.
         """
         requests = [request for request, _ in asked]
-        if self.place.workers == 1 or not can_join(requests):
+        if self.place.workers == 1 or not can_coalesce(requests):
             return [self.start(*one) for one in asked]
         to_all = [request for request in requests if isinstance(request, AllToAll)]
         labels = dict.fromkeys(label for _, label in asked)
-        whole = self.start(joined(to_all), " + ".join(labels), asked)
+        whole = self.start(coalesced(to_all), " + ".join(labels), asked)
         answers: list[Tensor] = []
 
         def part(number: int) -> Any:
@@ -234,11 +234,11 @@ class Transport:
                 return stop.value
             answer = self.start(request, label)()
 
-    def place_in(self, request: Request) -> Place:
+    def place_in(self, request: Request) -> RankInfo:
         """This rank's, among those that a request concerns."""
         return place_in(self.groups, request)
 
-    def _launch(self, request: Request, group: Any, ranks: Place) -> tuple[Wait, Tensor, Tensor]:
+    def _launch(self, request: Request, group: Any, ranks: RankInfo) -> tuple[Wait, Tensor, Tensor]:
         tensor = request.tensor.detach().contiguous()
         on_host = tensor.device.type == "cpu"
         if isinstance(request, AllReduce):
@@ -258,7 +258,7 @@ class Transport:
         work = dist.all_to_all_single(answer, tensor, receive, send, group=group, async_op=True)
         return self.open_groups.noted(work), answer, tensor
 
-    def _record(self, parts: Sequence[tuple[Request, str]], ranks: Place, began: float) -> None:
+    def _record(self, parts: Sequence[tuple[Request, str]], ranks: RankInfo, began: float) -> None:
         """Parts of one request take time by their bytes, one after another."""
         seconds = time.perf_counter() - began
         sent = [sent_bytes(request, ranks.workers, ranks.rank) for request, _ in parts]

@@ -29,7 +29,7 @@ GLANCE_SECONDS = 0.1
 UNANSWERED = "the others: unknown, as the process that keeps the job's store (rank 0, or the launcher) does not answer"
 
 
-class Seen(NamedTuple):
+class SeenPeer(NamedTuple):
     """A stand of another rank; when it was first seen, and last."""
 
     stand: Stand
@@ -57,7 +57,7 @@ class Watchdog:
 
     def __init__(self, standing: Standing, board: Board, patience: Patience) -> None:
         self._standing, self._board, self._patience = standing, board, patience
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, SeenPeer] = {}
         self._is_answered = True  # by the store
         self._end = ""  # how this rank's program ended
         self._over = threading.Event()
@@ -95,7 +95,7 @@ class Watchdog:
             if rank != self._board.rank:
                 stand = (stands or {}).get(rank, Stand(end=ABSENT))
                 now, before = time.monotonic(), self._seen.get(rank)
-                self._seen[rank] = Seen(stand, before.first if before and before.stand == stand else now, now)
+                self._seen[rank] = SeenPeer(stand, before.first if before and before.stand == stand else now, now)
 
     def _reports(self, report_after: float) -> bool:
         """Whether this rank is the one that reports: the first of those that wait so long and write still."""

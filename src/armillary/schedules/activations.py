@@ -5,7 +5,7 @@ Counted in the steady state, where steps overlap as the table says.
 
 from collections.abc import Iterable, Sequence
 
-from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.schedule import Cell, Schedule
 from armillary.schedules.stage_load import StageLoad
 
 __all__ = ["peak_on_one_device", "peak_over_workers", "stagger"]
@@ -19,7 +19,7 @@ def peak_on_one_device(schedule: Schedule, stages: Sequence[StageLoad]) -> int:
 def peak_over_workers(schedule: Schedule, stages: Sequence[StageLoad], only: int | None = None) -> int:
     """The same with workers side by side: of all of them together, or of `only` one."""
 
-    def mine(tick: int) -> set[Place]:
+    def mine(tick: int) -> set[Cell]:
         held = schedule.held(tick)
         return {place for place in held if only is None or schedule.worker_of(place[1], place[2]) == only}
 
@@ -39,5 +39,5 @@ def _steady(schedule: Schedule) -> range:
     return range(2 * schedule.period, 4 * schedule.period)
 
 
-def _bytes(held: Iterable[Place], stages: Sequence[StageLoad]) -> int:
+def _bytes(held: Iterable[Cell], stages: Sequence[StageLoad]) -> int:
     return sum(stages[stage].activation_bytes for _, _, stage in held)

@@ -14,7 +14,7 @@ rank does meanwhile hides them. Where squares of several stages travel, they are
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from armillary.schedules.agenda import Due
+from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, Op
 from armillary.schedules.messages import carrier, workers_of_stages
@@ -64,17 +64,19 @@ class Chain:
         self._has_norms = clip is not None and clip.needs_all_stages
         self._carrier = carrier(schedule) if self._has_norms else 0
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
-        self._reduced: list[deque[Due]] = [deque() for _ in self._stages]  # last backwards, whose update is to come
+        self._reduced: list[deque[ScheduledAction]] = [
+            deque() for _ in self._stages
+        ]  # last backwards, whose update is to come
         self._made = [0] * schedule.stages  # versions
         self._summed = [0] * schedule.stages  # steps whose square has been added
-        self._waiting: dict[tuple[int, int], Due] = {}  # last backwards, by step and stage
+        self._waiting: dict[tuple[int, int], ScheduledAction] = {}  # last backwards, by step and stage
 
     @property
     def owned(self) -> frozenset[int]:
         """The stages whose optimizer steps on this rank."""
         return frozenset(j for j, rank in enumerate(self._stages) if rank == self._written.rank)
 
-    def before(self, due: Due) -> None:
+    def before(self, due: ScheduledAction) -> None:
         """What a forward needs: weights, see Note [Replicas], and the norms that its rank knows, see Note [Norms]."""
         owner = self._workers[due.worker]
         if due.kind == "B":
@@ -90,7 +92,7 @@ class Chain:
             while self._known[place] < wanted:
                 self._know(place, due.tick)
 
-    def after(self, due: Due) -> None:
+    def after(self, due: ScheduledAction) -> None:
         """What the action needed, and what it has made."""
         owner, j = self._workers[due.worker], due.stage
         before, after = (j - 1, j + 1) if due.kind == "F" else (j + 1, j - 1)
@@ -127,10 +129,10 @@ class Chain:
         """Nothing more: all is made."""
 
     @staticmethod
-    def _letter(due: Due, stage: int) -> Letter:
+    def _letter(due: ScheduledAction, stage: int) -> Letter:
         return Letter("activation" if due.kind == "F" else "activation gradient", due.step, due.micro_batch, stage)
 
-    def _finish(self, due: Due, owner: int) -> None:
+    def _finish(self, due: ScheduledAction, owner: int) -> None:
         """A stage has all its gradients of a step."""
         if self._is_followed(due.stage):
             self._reduce(due, owner)
@@ -150,7 +152,7 @@ class Chain:
             self._summed[j] += 1
             self._add_norm(self._waiting.pop((due.step, j)), due.tick)
 
-    def _is_last(self, due: Due) -> bool:
+    def _is_last(self, due: ScheduledAction) -> bool:
         """Whether a stage has all its gradients of a step after that."""
         return due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1
 
@@ -158,7 +160,7 @@ class Chain:
         """Whether a letter to another rank follows a stage's backward."""
         return j > 0 and self._stages[j - 1] != self._stages[j] and j - 1 not in self._schedule.uncoupled
 
-    def _reduce(self, due: Due, owner: int) -> None:
+    def _reduce(self, due: ScheduledAction, owner: int) -> None:
         if self._reduces:
             self._do("REDUCE", due, owner)
 
@@ -168,7 +170,7 @@ class Chain:
             self._do("UPDATE", self._reduced[j].popleft(), self._stages[j])
             self._made[j] += 1
 
-    def _add_norm(self, due: Due, tick: int) -> None:
+    def _add_norm(self, due: ScheduledAction, tick: int) -> None:
         """The stages after this one have added theirs."""
         j, owner = due.stage, self._stages[due.stage]
         above, own = (Letter("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
@@ -197,6 +199,6 @@ class Chain:
             letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[self._path[place]])
             self._written.passes(letter, self._path[place], self._path[place + 1], tick)
 
-    def _do(self, op: Op, due: Due, owner: int) -> None:
+    def _do(self, op: Op, due: ScheduledAction, owner: int) -> None:
         if owner == self._written.rank:
             self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))

@@ -16,7 +16,7 @@ Source: Bian et al., "Does compressing activations help model parallel training?
 2021) for gradients in the places of their activations; Wang et al., NeurIPS 2022 (AQ-SGD) for changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,11 @@ from armillary.codecs.edges import guarded
 from armillary.facts.choice import Choice
 from armillary.schedules.messages import workers_of_stages
 from armillary.schedules.random_stream import place_seed
-from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.schedule import Cell, Schedule
 
 __all__ = [
     "IN_MEMORY_BYTES", "NEVER", "SAME", "Codes", "Edge", "EdgeCode", "at_eval", "codes_of", "draw_of", "hurried_edge",
-    "is_codable", "refuse_edges", "warm_up_of",
+    "is_codable", "refuse_edges", "remembering", "warm_up_of",
 ]  # fmt: skip
 
 SAME = Choice("same")
@@ -80,6 +80,11 @@ class EdgeCode(NamedTuple):
 Codes = Mapping[tuple[str, int], EdgeCode]  # by what a letter is and the stage that made it
 
 
+def remembering(codes: Codes, stages: Iterable[int]) -> list[int]:
+    """Of these stages those behind which an edge remembers samples."""
+    return [j for j in stages if (code := codes.get(("activation", j))) is not None and code.cache_bytes]
+
+
 def warm_up_of(choice: Choice | None) -> int:
     """For how many steps letters travel as they are, as it is written in a plan."""
     return 0 if choice is None else int(choice.options.get("warm_up", 0))
@@ -97,7 +102,7 @@ def is_codable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() >= 2 and tensor.layout == torch.strided
 
 
-def draw_of(codec: Codec, seed: int, place: Place, leaf: int, stages: int, is_back: bool) -> Draw:
+def draw_of(codec: Codec, seed: int, place: Cell, leaf: int, stages: int, is_back: bool) -> Draw:
     """Where a codec's random numbers come from, apart from all that stages draw.
 
     Args:

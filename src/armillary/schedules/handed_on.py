@@ -1,6 +1,6 @@
 """Weights that stay where they have come: the owner hands each version to the first rank that reads it, that one on."""
 
-from armillary.schedules.agenda import Due
+from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.instruction import Letter
 from armillary.schedules.messages import weight_path
 from armillary.schedules.schedule import Schedule
@@ -24,12 +24,12 @@ class HandedOn:
         """The owner has one version more."""
         self._has(stage, self._ways[stage][0], tick)
 
-    def before(self, due: Due) -> None:
+    def before(self, due: ScheduledAction) -> None:
         """A forward gets its weights; a backward has those of its forward."""
         if due.kind == "F":
             self._bring(due.stage, due.worker, self._schedule.version(due.place), due.tick)
 
-    def after(self, due: Due) -> None:
+    def after(self, due: ScheduledAction) -> None:
         """Nothing: they stay."""
 
     def rest(self, stage: int, version: int, tick: int) -> None:

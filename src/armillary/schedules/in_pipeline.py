@@ -53,16 +53,16 @@ def _across(given: Options, workers: int, parts: int) -> int:
     """Processes of a replica: all, or fewer where fewer stages are asked for; then several replicas work side by side.
 
     Raises:
-        ValueError: several replicas with remedies.
+        ValueError: several replicas with corrections.
     """
     stages: int = given.get("stages", parts * workers)
     across, rest = divmod(stages, parts)
     if rest or across < 1 or workers % across:
         return workers
-    if across < workers and given.get("remedies"):
+    if across < workers and given.get("corrections"):
         raise ValueError(
-            f"schedule: {workers // across} replicas of {across} processes know no remedies, for which their reference "
-            f"has no words; drop them, or take as many stages as processes"
+            f"schedule: {workers // across} replicas of {across} processes know no corrections, for which their "
+            f"reference has no words; drop them, or take as many stages as processes"
         )
     return across
 

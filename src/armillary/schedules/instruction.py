@@ -21,7 +21,7 @@ Source: the action list of torch.distributed.pipelining, which has F, B, sends, 
 from typing import Literal, NamedTuple
 
 from armillary.schedules.edge import EdgeCode
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["NO_MICRO_BATCH", "Instruction", "Letter", "Op", "What"]
 
@@ -80,7 +80,7 @@ class Instruction(NamedTuple):
     code: EdgeCode | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Cell:
         return self.step, self.micro_batch, self.stage
 
     @property

@@ -12,12 +12,12 @@ import heapq
 from typing import NamedTuple
 
 from armillary.schedules.action import Kind
-from armillary.schedules.agenda import Due
+from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Letter
 from armillary.schedules.loan import TOKENS, Loan, loans
 from armillary.schedules.messages import weight_path
-from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.schedule import Cell, Schedule
 from armillary.schedules.workers_list import WorkersList
 
 __all__ = ["Lent"]
@@ -71,7 +71,7 @@ class Lent:
         self._newest[stage] += 1
         self._leave(tick)
 
-    def before(self, due: Due) -> None:
+    def before(self, due: ScheduledAction) -> None:
         """What is due leaves, what the action reads comes."""
         self._leave(due.tick)
         if due.worker == self._ways[due.stage][0]:
@@ -82,7 +82,7 @@ class Lent:
         self._take(letter, due.tick)
         self._leave(due.tick)
 
-    def after(self, due: Due) -> None:
+    def after(self, due: ScheduledAction) -> None:
         """What was lent is given back when it has been handed on."""
         owner = self._ways[due.stage][0]
         if due.worker != owner:
@@ -133,7 +133,7 @@ class Lent:
         """The token that a worker hands on, as it came to it."""
         return self._letter(one.loan.kind, (one.step - one.loan.crosses, one.sender, one.loan.stage))
 
-    def _letter(self, kind: Kind, place: Place) -> Letter:
+    def _letter(self, kind: Kind, place: Cell) -> Letter:
         return Letter(TOKENS[kind], *place, self._schedule.version(place, self._drains))
 
     def _send(self, one: _Leave, tick: int) -> None:

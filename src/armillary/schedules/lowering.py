@@ -1,9 +1,9 @@
 """A schedule lowered to one rank's list of instructions, call by call: a step handed in, or the rest worked off.
 
 Note [One order]. All ranks walk through the same actions of all workers, in the order of the schedule's clock
-(`Agenda`). A rank's list is what of that concerns it; room for a letter is made where its sender sends it. So two ranks
-name their sends and receives in one and the same order, both directions together: a queue that NCCL can carry as it
-stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
+(`ActionQueue`). A rank's list is what of that concerns it; room for a letter is made where its sender sends it. So two
+ranks name their sends and receives in one and the same order, both directions together: a queue that NCCL can carry as
+it stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
 
 What goes from rank to rank around the actions is said in `chain.py`, where a stage runs on one rank, and in `relay.py`,
@@ -12,7 +12,7 @@ where it runs on several.
 
 from collections.abc import Collection, Sequence
 
-from armillary.schedules.agenda import Agenda, Due
+from armillary.schedules.action_queue import ActionQueue, ScheduledAction
 from armillary.schedules.chain import Chain
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Op
@@ -65,7 +65,7 @@ class Lowering:
             self._around = Relay(schedule, ranks, clip, self._written)
         else:
             self._around = Chain(schedule, ranks, clip, self._written, served, reduces)
-        self._agenda = Agenda(schedule, range(schedule.workers))
+        self._agenda = ActionQueue(schedule, range(schedule.workers))
 
     @property
     def owned(self) -> frozenset[int]:
@@ -109,7 +109,7 @@ class Lowering:
             self._walk(due)
         self._around.rest(self.steps, self.steps * self.schedule.period)
 
-    def _walk(self, due: Due) -> None:
+    def _walk(self, due: ScheduledAction) -> None:
         """One action of any worker."""
         is_here = self._ranks[due.worker] == self.rank
         if is_here:

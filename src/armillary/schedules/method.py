@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
 from armillary.schedules.clipping import Clip, Norm
+from armillary.schedules.corrections.correction import Correction, build_correction
 from armillary.schedules.edge import Edge, refuse_edges
 from armillary.schedules.messages import Message
-from armillary.schedules.remedies.remedy import Remedy, build_remedy
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
 
@@ -41,7 +41,7 @@ class ScheduleOptions:
         recompute: stages that keep only their input and run again before their backward.
         clip_norm: that a step's mean gradient keeps at most; None: it is not clipped.
         clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
-        remedies: against stale weights, by name, in the order in which they act.
+        corrections: against stale weights, by name, in the order in which they act.
         bucket_bytes: of gradients that travel together, where the model is not cut; 0: the planner's default.
         edges: by stage, how what it hands on and gets back is coded; empty where nothing is.
 
@@ -59,7 +59,7 @@ class ScheduleOptions:
     recompute: tuple[int, ...] = ()
     clip_norm: float | None = None
     clip_by: Norm | None = None
-    remedies: tuple[str, ...] = ()
+    corrections: tuple[str, ...] = ()
     bucket_bytes: int = 0
     edges: tuple[Edge, ...] = ()
 
@@ -82,18 +82,18 @@ class ScheduleOptions:
             refuse_edges(self.edges, self.schedule(), self.method.no_edges)
         if self.clip is not None and self.clip.waits:
             self._refuse_late_norm(self.clip)
-        self.built_remedies()
+        self.built_corrections()
 
     @property
     def clip(self) -> Clip | None:
         return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_by or "global")
 
-    def built_remedies(self) -> tuple[Remedy, ...]:
+    def built_corrections(self) -> tuple[Correction, ...]:
         """
         Raises:
-            ValueError: a name that is no remedy's.
+            ValueError: a name that is no correction's.
         """
-        return tuple(map(build_remedy, self.remedies))
+        return tuple(map(build_correction, self.corrections))
 
     def schedule(self) -> Schedule:
         """

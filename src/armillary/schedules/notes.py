@@ -26,10 +26,10 @@ def notes_on(planned: Planned) -> tuple[str, ...]:
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
         )
-    remedies = options.built_remedies() if schedule.stale_share else ()
-    notes += [f"remedy: {remedy.says}" for remedy in remedies]
-    if options.remedies and not schedule.stale_share:
-        notes.append(f"no weight read is old, so {', '.join(options.remedies)} change nothing: drop them")
+    corrections = options.built_corrections() if schedule.stale_share else ()
+    notes += [f"correction: {correction.says}" for correction in corrections]
+    if options.corrections and not schedule.stale_share:
+        notes.append(f"no weight read is old, so {', '.join(options.corrections)} change nothing: drop them")
     if planned.running:
         notes.append(running_note(planned))
     if options.recompute:

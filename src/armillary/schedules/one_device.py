@@ -20,11 +20,11 @@ from armillary.schedules.weights_held import kept_copies
 def _implied(given: Options, workers: int) -> Options:
     """
     Raises:
-        ValueError: several processes with remedies.
+        ValueError: several processes with corrections.
     """
-    if workers > 1 and given.get("remedies"):
+    if workers > 1 and given.get("corrections"):
         raise ValueError(
-            f"schedule: one_device on {workers} processes knows no remedies, for which its reference has no words; "
+            f"schedule: one_device on {workers} processes knows no corrections, for which its reference has no words; "
             f"drop them, or take 1 process or a pipeline"
         )
     return {}
@@ -54,7 +54,7 @@ SCHEDULES.register(
     Method(
         table=lambda options: cyclic(options.micro_batches, options.stages, options.slack, options.costs or None),
         knows=frozenset(
-            {"slack", "micro_batches", "stages", "points", "costs", "recompute", "clip_norm", "clip_by", "remedies"}
+            {"slack", "micro_batches", "stages", "points", "costs", "recompute", "clip_norm", "clip_by", "corrections"}
         ),
         examples=(
             {"workers": 1, "micro_batches": 3},

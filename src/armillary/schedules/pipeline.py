@@ -26,7 +26,7 @@ SCHEDULES.register(
         table=lambda options: cyclic_pipeline(options.stages, options.micro_batches, options.slack),
         pace=lambda options, stages: max(stages) * options.micro_batches,
         notes=_notes,
-        knows=PIPELINE_OPTIONS | {"slack", "remedies"},
+        knows=PIPELINE_OPTIONS | {"slack", "corrections"},
         examples=({"workers": 3}, {"workers": 3, "micro_batches": 2}, {"workers": 2, "micro_batches": 4, "slack": 1}),
     ),
 )

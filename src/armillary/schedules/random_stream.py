@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["Stream", "place_seed", "seed_from_step", "seed_streams", "seeded"]
 
@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
 
 
-def place_seed(seed: int, place: Place) -> int:
+def place_seed(seed: int, place: Cell) -> int:
     """A seed of 63 bits from the run's `seed` and (step, micro_batch, stage), mixed so that neighbours differ.
 
     Source: SplitMix64 (Steele, Lea, Flood, 2014), one round per number.
@@ -57,11 +57,11 @@ class Stream(NamedTuple):
     """The random numbers of one place. seed: the run's."""
 
     seed: int
-    place: Place
+    place: Cell
 
 
 @contextmanager
-def seeded(seed: int, place: Place, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, place: Cell, device: torch.device) -> Iterator[None]:
     """Draws from the place's stream inside, on the host and on `device`; the streams outside go on as they were."""
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):

@@ -16,7 +16,7 @@ Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from armillary.schedules.agenda import Due
+from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
 from armillary.schedules.handed_on import HandedOn
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
@@ -87,7 +87,7 @@ class Relay:
         """One more step is handed in."""
         self._weights.begin_step(step)
 
-    def before(self, due: Due) -> None:
+    def before(self, due: ScheduledAction) -> None:
         """Owners step whose time has come; an action gets its weights, which are handed on."""
         self._leave(due.tick)
         action = self._actions[due.worker][due.kind, due.stage]
@@ -97,13 +97,13 @@ class Relay:
                 self._make(stage, due.step - made.steps, due.tick)
         self._weights.before(due)
 
-    def after(self, due: Due) -> None:
+    def after(self, due: ScheduledAction) -> None:
         """A backward's gradients join the sum."""
         if due.kind == "B":
             self._sum(due)
         self._weights.after(due)
 
-    def _sum(self, due: Due) -> None:
+    def _sum(self, due: ScheduledAction) -> None:
         worker, stage, path = due.worker, due.stage, self._sums[due.stage]
         if worker in path[1:]:
             above = Letter("partial gradient", due.step, worker - 1, stage)
@@ -134,7 +134,7 @@ class Relay:
         """The next step begins with the newest weights."""
         self._weights.drain(steps, tick)
 
-    def _add_norm(self, due: Due) -> None:
+    def _add_norm(self, due: ScheduledAction) -> None:
         """On the last rank, which holds a whole sum; with the first stage's the norm is known there."""
         self._workers.does(due.worker, Instruction("NORM", due.tick, due.step, due.micro_batch, due.stage))
         if due.stage == 0:

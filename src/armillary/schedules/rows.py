@@ -11,7 +11,7 @@ __all__ = ["refuse_rows"]
 def refuse_rows(options: ScheduleOptions, names: Sequence[str], workers: int) -> None:
     """
     Raises:
-        ValueError: the schedule, clipping or remedies cannot go with row-sharded tables; the message says what can.
+        ValueError: the schedule, clipping or corrections cannot go with row-sharded tables; the message says what can.
     """
     tables = ", ".join(names)
     if not names:
@@ -35,9 +35,9 @@ def refuse_rows(options: ScheduleOptions, names: Sequence[str], workers: int) ->
             f"gradient when its stage is stepped, so nobody knows the norm in time; drop clip_norm, or plan without "
             f"rows"
         )
-    if options.remedies:
+    if options.corrections:
         raise ValueError(
-            f"schedule: {', '.join(options.remedies)} cannot go with {tables} kept by row: it wants momentum or last "
-            f"gradients of all the rows that a stale micro-batch reads, their owners move the touched rows only; drop "
-            f"remedies, or plan without rows"
+            f"schedule: {', '.join(options.corrections)} cannot go with {tables} kept by row: it wants momentum or "
+            f"last gradients of all rows that a stale micro-batch reads, their owners move the touched rows only; drop "
+            f"corrections, or plan without rows"
         )

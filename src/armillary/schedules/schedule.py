@@ -16,9 +16,9 @@ from armillary.schedules import picture
 from armillary.schedules.action import Action, Row, Staleness
 from armillary.schedules.checks import flaw
 
-__all__ = ["Place", "Schedule", "parse"]
+__all__ = ["Cell", "Schedule", "parse"]
 
-Place = tuple[int, int, int]  # (step, micro_batch, stage)
+Cell = tuple[int, int, int]  # (step, micro_batch, stage)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Schedule:
         """Share of the (micro-batch, stage) pairs that read weights older than the newest."""
         return sum(age > 0 for ages in self.staleness for age in ages) / (self.micro_batches * self.stages)
 
-    def version(self, place: Place, drains: Collection[int] = ()) -> int:
+    def version(self, place: Cell, drains: Collection[int] = ()) -> int:
         """Which weights a place reads: those that `version` optimizer steps have made.
 
         A drain before step d lets everything of the steps before it finish, so that step d starts as step 0
@@ -104,16 +104,16 @@ class Schedule:
     def _actions(self) -> dict[tuple[str, int, int], Action]:
         return {(a.kind, a.micro_batch, a.stage): a for row in self.ticks for a in row}
 
-    def held(self, tick: int) -> set[Place]:
+    def held(self, tick: int) -> set[Cell]:
         """Activations held during a tick, workers side by side: from forward to backward, both included."""
         return self._between(tick, backward_counts=True)
 
-    def held_after(self, tick: int) -> set[Place]:
+    def held_after(self, tick: int) -> set[Cell]:
         """Activations held after a tick when one device does it all: each action whole, backwards first."""
         return self._between(tick, backward_counts=False)
 
-    def _between(self, tick: int, backward_counts: bool) -> set[Place]:
-        found: set[Place] = set()
+    def _between(self, tick: int, backward_counts: bool) -> set[Cell]:
+        found: set[Cell] = set()
         for row in self.ticks:
             backwards = {(a.micro_batch, a.stage): a for a in row if a.kind == "B"}
             for forward in (a for a in row if a.kind == "F"):

@@ -23,7 +23,7 @@ from math import gcd
 
 from armillary.schedules.action import Action, Row
 from armillary.schedules.picture import lines_of
-from armillary.schedules.schedule import Place, Schedule
+from armillary.schedules.schedule import Cell, Schedule
 
 __all__ = ["Sharing", "devices_for", "workers_on"]
 
@@ -113,7 +113,7 @@ class Sharing:
         """The stage of a device."""
         return next(stage for stage in range(self.schedule.stages) if rank in self.ranks(stage))
 
-    def rank_of(self, place: Place) -> int:
+    def rank_of(self, place: Cell) -> int:
         """The device that runs this stage for this micro-batch of this step, both ways."""
         step, micro_batch, stage = place
         ranks = self.ranks(stage)
@@ -145,7 +145,7 @@ class Sharing:
         """The tick of the last backward of a step: after it the home may step with the step's gradient."""
         return self.start("B", (step, self.schedule.workers - 1, stage))
 
-    def start(self, kind: str, place: Place) -> int:
+    def start(self, kind: str, place: Cell) -> int:
         """The tick of an action."""
         step, micro_batch, stage = place
         return self.schedule.action(kind, micro_batch, stage).start + step * self.schedule.period

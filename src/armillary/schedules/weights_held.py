@@ -11,9 +11,9 @@ def is_stale(options: ScheduleOptions, stage: int) -> bool:
 
 
 def kept_copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
-    """Weight, gradient, optimizer state; where read an older version, and what remedies remember."""
+    """Weight, gradient, optimizer state; where read an older version, and what corrections remember."""
     stale = is_stale(options, stage)
-    return 2 + stale + slots + sum(remedy.copies for remedy in options.built_remedies()) * stale
+    return 2 + stale + slots + sum(correction.copies for correction in options.built_corrections()) * stale
 
 
 def mean_over_workers(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:

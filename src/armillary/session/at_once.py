@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from armillary.facts.profile import Profile
+from armillary.runtime.profiling.probe import Loss, StageTimes, timed_step
+from armillary.runtime.profiling.stage_paths import OUTSIDE
+from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.transport import Transport
-from armillary.runtime.watch.probe import Loss, StageTimes, timed_step
-from armillary.runtime.watch.stage_paths import OUTSIDE
-from armillary.runtime.watch.untouched import untouched
 
 __all__ = ["timed_at_once"]
 

@@ -19,9 +19,9 @@ from armillary.runtime.agreement import begin_alike
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.patience import Patience
 from armillary.runtime.process_group import workers_in
+from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.transport import Transport
 from armillary.runtime.unfit_model import AT_WORK
-from armillary.runtime.watch.probe import Loss
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.engines.owned_loop import OwnedLoop
@@ -30,11 +30,11 @@ from armillary.session.exact_keywords import exact_keywords
 from armillary.session.first_batches import FirstBatches
 from armillary.session.found_inf import agree_on_found_inf
 from armillary.session.materialise import begin_optimizer_state, materialise
-from armillary.session.misfit import handed_in, misfit, other_workers, refuse_on_every_rank
-from armillary.session.owned_misfit import owned_misfit
+from armillary.session.owned_validation import owned_misfit
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.units import units_of
+from armillary.session.validation import handed_in, misfit, other_workers, refuse_on_every_rank
 
 __all__ = ["attach", "attach_over", "begin_run"]
 

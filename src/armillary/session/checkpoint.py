@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from armillary.runtime.first_error import FirstError
-from armillary.runtime.hybrid.handle import TableHandle
-from armillary.runtime.hybrid.optimizers import kind_of
-from armillary.runtime.saving.checkpoint import (
+from armillary.runtime.checkpointing.checkpoint import (
     Marker,
     RowIndex,
     latest_checkpoint,
@@ -27,9 +24,12 @@ from armillary.runtime.saving.checkpoint import (
     next_serial,
     prune,
 )
-from armillary.runtime.saving.row_blocks import equal_spans, to_spans
-from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, digest, sync_folder
-from armillary.runtime.saving.saved import REST
+from armillary.runtime.checkpointing.row_blocks import equal_spans, to_spans
+from armillary.runtime.checkpointing.row_file import FileLayout, FileRecord, RowFile, digest, sync_folder
+from armillary.runtime.checkpointing.saved import REST
+from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.session.every import CheckpointEvery
 from armillary.session.exchange_state import index_of_ranks, own_tensors, write_ranks
 from armillary.session.job import Job
@@ -148,7 +148,7 @@ def _write_rows(run: Job, folder: Path, tensors: list[RowTensor], trouble: First
     layouts = {}
     for tensor in tensors:
         first, last = equal_spans(tensor.table.shape[0], run.workers)[run.rank]
-        layouts[tensor.key] = Layout((last - first, *tensor.table.shape[1:]), tensor.shard.dtype)
+        layouts[tensor.key] = FileLayout((last - first, *tensor.table.shape[1:]), tensor.shard.dtype)
     if not tensors:
         return []
     records = []

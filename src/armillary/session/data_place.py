@@ -1,6 +1,6 @@
 """Where a rank stands among those that hold the same parameters, each with data of its own."""
 
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.mesh import DATA, Mesh
 
 __all__ = ["data_place", "data_ranks"]
@@ -12,7 +12,7 @@ def data_ranks(mesh: Mesh, rank: int) -> list[int]:
     return next(ranks for ranks in groups if rank in ranks)
 
 
-def data_place(mesh: Mesh, place: Place) -> Place:
+def data_place(mesh: Mesh, place: RankInfo) -> RankInfo:
     """This rank's among them. Nodes are known only where these are all ranks; else each counts as a node."""
     ranks = data_ranks(mesh, place.rank)
-    return place if len(ranks) == place.workers else Place(ranks.index(place.rank), len(ranks))
+    return place if len(ranks) == place.workers else RankInfo(ranks.index(place.rank), len(ranks))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
+from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
 from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
 from armillary.planning.edges import EdgeWish, EdgeWishes
 from armillary.planning.expected import with_expected
@@ -22,23 +23,22 @@ from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.rivals import CHOSEN, at_once, best, rivals, with_look_ahead
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
+from armillary.runtime.profiling.live_bytes import LiveBytes
+from armillary.runtime.profiling.probe import Loss
+from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport
-from armillary.runtime.watch.live_bytes import LiveBytes
-from armillary.runtime.watch.probe import Loss
-from armillary.runtime.watch.profiler import profile
 from armillary.schedules.registry import SCHEDULES, owns_loop
 from armillary.session.at_once import timed_at_once
+from armillary.session.autotune import fastest
 from armillary.session.events import Decided
-from armillary.session.misfit import handed_in, refuse_unfit
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.trials import fastest
+from armillary.session.validation import handed_in, refuse_unfit
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["Subject", "Wishes", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
@@ -55,10 +55,10 @@ class Wishes:
         lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
         schedule, mean: of the plan to make.
-        trials: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
+        autotune: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
-        times_prefetch: whether plans that look ahead are among those timed, the loop being one over `run.batches` then.
-        prefetch: whether the plan shall look ahead where none are timed; None: by price.
+        times_prefetch: whether plans that prefetch are among those timed, the loop being one over `run.batches` then.
+        prefetch: whether the plan shall prefetch where none are timed; None: by price.
         steps_by_run, micro_batches, allow, rule, edge, edge_back: as in `plan`; what the rule searches is timed in
             this job.
     """
@@ -70,7 +70,7 @@ class Wishes:
     profile: Profile | None = None
     schedule: Choice = SIMULTANEOUS
     mean: Mean = "workers"
-    trials: int = 0
+    autotune: int = 0
     times_prefetch: bool = False
     prefetch: bool | None = False
     steps_by_run: bool = False
@@ -86,7 +86,7 @@ class Wishes:
         priced = {
             "a plan that is given (--plan)": self.plan is not None,
             f"schedule {self.schedule}": owns_loop(self.schedule),
-            "autotune (--trials)": self.trials > 1,
+            "autotune (--autotune)": self.autotune > 1,
             "steps_by_run": self.steps_by_run,
             "micro_batches": self.micro_batches is not None,
             "allow": list(self.allow),
@@ -179,7 +179,7 @@ def _planned(
         return {CHOSEN: wishes.plan.to_json()}
     taken, is_one = assumptions_of(subject.optimizer), len(members(subject.optimizer)) == 1
     wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean, "allow": wishes.allow}
-    if wishes.trials < 2 or wishes.owns_loop:
+    if wishes.autotune < 2 or wishes.owns_loop:
         made = make_plan(
             found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
             prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run and is_one,
@@ -187,11 +187,11 @@ def _planned(
             edge_back=wishes.edge_back, **wanted,
         )  # fmt: skip
         return {CHOSEN: made.to_json()}
-    plans = rivals(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
+    plans = alternatives(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
     case = Case(found, topology, taken)
     if wishes.times_prefetch or wishes.prefetch is not False:
-        plans = with_look_ahead(plans, case)
-    timed = at_once(best(plans, case, wishes.trials), case)
+        plans = with_prefetch(plans, case)
+    timed = at_once(best(plans, case, wishes.autotune), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
 
 
@@ -210,7 +210,7 @@ def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Pro
     return timed_at_once(found, subject.model, lambda: _own(subject, transport.place)[0], subject.loss, transport)
 
 
-def _own(subject: Subject, place: Place) -> list[Batch]:
+def _own(subject: Subject, place: RankInfo) -> list[Batch]:
     """The batches of this rank; one of another's, where there are fewer than ranks."""
     batches = list(subject.draw(place.workers))
     if not batches:

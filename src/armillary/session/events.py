@@ -11,7 +11,16 @@ from armillary.session.health import Health
 from armillary.session.report import Comparison
 
 __all__ = [
-    "Decided", "Ended", "Evaluated", "Event", "Progress", "Remeasured", "Replanned", "Resumed", "Saved", "Warned",
+    "Decided",
+    "Ended",
+    "Evaluated",
+    "Event",
+    "Progress",
+    "Rebalanced",
+    "Remeasured",
+    "Resumed",
+    "Saved",
+    "Warned",
 ]  # fmt: skip
 
 
@@ -95,7 +104,7 @@ class Remeasured:
 
 
 @dataclass(frozen=True)
-class Replanned:
+class Rebalanced:
     """Owners of tables were asked for again after `step` steps.
 
     profile: with what was measured. plan: from here on; the one before, where nothing moved. remark: what the tables do
@@ -138,4 +147,4 @@ class Ended:
     health: tuple[Health, ...] = ()
 
 
-Event = Decided | Resumed | Warned | Progress | Evaluated | Replanned | Saved | Ended
+Event = Decided | Resumed | Warned | Progress | Evaluated | Rebalanced | Saved | Ended

@@ -12,7 +12,7 @@ from armillary.runtime.transport import Transport
 __all__ = ["CheckpointEvery"]
 
 
-class Run(Protocol):
+class CheckpointedRun(Protocol):
     """Whose checkpoints they are."""
 
     @property
@@ -39,7 +39,7 @@ class CheckpointEvery:
         by_step = self.steps > 0 and step > 0 and step % self.steps == 0
         return by_step or 0 < self.seconds <= now_seconds - self.last_seconds
 
-    def due(self, run: Run, step: int) -> bool:
+    def due(self, run: CheckpointedRun, step: int) -> bool:
         """Collective where seconds count (one number per call): the same answer on every rank, after `step` steps."""
         now = time.monotonic()
         is_due = self.is_due(step, now)

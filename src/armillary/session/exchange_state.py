@@ -18,12 +18,12 @@ from torch import Tensor
 
 from armillary.exchanges.dense import Resharding
 from armillary.exchanges.residual import RESIDUAL
+from armillary.runtime.checkpointing.checkpoint import RowIndex
+from armillary.runtime.checkpointing.row_file import FileLayout, FileRecord, RowFile, StoredRows
+from armillary.runtime.checkpointing.saved import SavedState
 from armillary.runtime.consensus import differing, kept_by_optimizer
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.dense_unit import DenseUnit
-from armillary.runtime.saving.checkpoint import RowIndex
-from armillary.runtime.saving.row_file import FileRecord, Layout, RowFile, StoredRows
-from armillary.runtime.saving.saved import Saved
 from armillary.session.data_place import data_place, data_ranks
 from armillary.session.job import Job
 
@@ -81,7 +81,7 @@ def write_ranks(run: Job, folder: Path, tensors: Mapping[str, Tensor], trouble: 
     """This rank's part."""
     if not tensors:
         return []
-    layouts = {key: Layout((1, *tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    layouts = {key: FileLayout((1, *tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     records = []
     with trouble.kept(), ExitStack() as stack:
         file = stack.enter_context(RowFile(folder / _file_name(run.rank, run.workers), layouts))
@@ -104,7 +104,7 @@ def _file_name(rank: int, workers: int) -> str:
     return f"ranks-{rank:05d}-of-{workers:05d}.safetensors"
 
 
-def fill_ranks(run: Job, saved: Saved, trouble: FirstError) -> None:
+def fill_ranks(run: Job, saved: SavedState, trouble: FirstError) -> None:
     """Model and optimizer hold what the rest of the checkpoint says; now what each rank has for itself."""
     with trouble.kept():
         if saved.workers == run.workers and saved.present:  # folders of format 1 say nothing of ranks
@@ -139,7 +139,7 @@ def _warn_of(left: Mapping[str, Collection[str]], rank: int) -> None:
     )
 
 
-def _holders(saved: Saved, key: str, stored: StoredRows) -> list[int]:
+def _holders(saved: SavedState, key: str, stored: StoredRows) -> list[int]:
     """The ranks that had it when it was saved; all, where the folder does not say."""
     found = [rank for rank, keys in enumerate(saved.present) if key in keys]
     return found or list(range(stored.shape[0]))
@@ -158,7 +158,7 @@ def _fill_entry(run: Job, into: Tensor, stored: StoredRows, held: Sequence[int],
         into.copy_(total / (len(holding) if how == "sum" else len(held)))
 
 
-def _fill_replicas(run: Job, saved: Saved) -> None:
+def _fill_replicas(run: Job, saved: SavedState) -> None:
     there = saved.present[run.rank]
     for name, parameter in differing(run.units).items():
         kept = kept_by_optimizer(run.optimizer, parameter)

@@ -98,7 +98,7 @@ def opened(
 
 
 def together(feeds: Sequence[Feed]) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
-    """A step's batches, one of each feed, with the place in the data after them. A loop that looks ahead holds a batch
+    """A step's batches, one of each feed, with the place in the data after them. A loop that prefetches holds a batch
     while the feed has drawn others; what it saves is the place of the one it holds."""
     while True:
         batches = [next(feed) for feed in feeds]

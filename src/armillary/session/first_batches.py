@@ -35,7 +35,7 @@ REMEDY = (
 )
 
 
-class Seen(NamedTuple):
+class SeenBatch(NamedTuple):
     """What a rank tells the others after a step.
 
     given: a sum of every tensor it was given since the step before. samples: a sum of each row of these.
@@ -62,7 +62,7 @@ class FirstBatches:
         self._given: list[int] = []
         self._samples: list[int] = []
         self._rounds: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self._told: list[list[Seen]] = []  # step by step, of every rank
+        self._told: list[list[SeenBatch]] = []  # step by step, of every rank
         self._entrance, self._hooks = _Entrance(self), list[RemovableHandle]()
 
     def look_at(self, model: nn.Module) -> None:
@@ -125,7 +125,7 @@ class FirstBatches:
         self.steps += 1
         if not self.is_on or (self.steps > STEPS and self.steps & (self.steps - 1)):
             return
-        mine = Seen(tuple(self._given), tuple(self._samples), dict(self._rounds))
+        mine = SeenBatch(tuple(self._given), tuple(self._samples), dict(self._rounds))
         self._given, self._samples, self._rounds = [], [], {}
         everyones = self.transport.share(mine)
         if error := shuffled_apart([seen.rounds for seen in everyones]):
@@ -181,7 +181,7 @@ def shuffled_apart(everyones: Sequence[Mapping[tuple[int, int, int], tuple[int, 
     return ""
 
 
-def complaint(steps: Sequence[Sequence[Seen]], compared: Sequence[int]) -> tuple[str, str]:
+def complaint(steps: Sequence[Sequence[SeenBatch]], compared: Sequence[int]) -> tuple[str, str]:
     """An error, or else a warning, of what these ranks were given in some steps; empty where all is well.
 
     The same data in every step, and others in each: somebody forgot to cut them. The same data all the time may be a
@@ -202,7 +202,7 @@ def complaint(steps: Sequence[Sequence[Seen]], compared: Sequence[int]) -> tuple
     return "", next(_in_common(steps, compared), "")
 
 
-def _in_common(steps: Sequence[Sequence[Seen]], compared: Sequence[int]) -> Iterator[str]:
+def _in_common(steps: Sequence[Sequence[SeenBatch]], compared: Sequence[int]) -> Iterator[str]:
     samples = {rank: [one for step in steps for one in step[rank].samples] for rank in compared}
     repeats = sum(len(mine) - len(set(mine)) for mine in samples.values())
     for one, other in combinations(compared, 2):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from armillary.facts.profile import Profile
+from armillary.runtime.checkpointing.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
+from armillary.runtime.checkpointing.row_blocks import block_rows, equal_spans, from_spans
+from armillary.runtime.checkpointing.row_file import StoredRows
+from armillary.runtime.checkpointing.saved import SavedState, open_saved, read_rows
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
-from armillary.runtime.saving.row_blocks import block_rows, equal_spans, from_spans
-from armillary.runtime.saving.row_file import StoredRows
-from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.runtime.transport import Transport
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
@@ -51,7 +51,7 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
         return {}
     assert path is not None
     named: dict[str, Any] | None = None
-    saved: Saved | None = None
+    saved: SavedState | None = None
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)
         _refuse_other_model(run, saved.model)
@@ -100,7 +100,7 @@ def is_nothing(path: str | Path | None, transport: Transport) -> bool:
     return path is None
 
 
-def take_profile(run: UserLoop | OwnedLoop, saved: Saved) -> None:
+def take_profile(run: UserLoop | OwnedLoop, saved: SavedState) -> None:
     """The profile that was saved, where nobody gave the run one."""
     if run.job.profile is None and saved.profile:
         run.job = replace(run.job, profile=Profile.from_json(saved.profile))
@@ -120,7 +120,7 @@ def _refuse_other_model(run: UserLoop, saved: Mapping[str, Any]) -> None:
             )
 
 
-def _optimizer_by_name(run: UserLoop, saved: Saved) -> dict[str, Any] | None:
+def _optimizer_by_name(run: UserLoop, saved: SavedState) -> dict[str, Any] | None:
     """The saved optimizer by parameter name, checked against the run's; None if there is none to load."""
     if saved.optimizer is None:
         return None
@@ -211,7 +211,7 @@ def _table_entry(
     return rows[:0].clone()
 
 
-def fill_averages(run: Job, saved: Saved, trouble: FirstError) -> None:
+def fill_averages(run: Job, saved: SavedState, trouble: FirstError) -> None:
     """Moving averages that were not saved begin anew, from the model as it was loaded."""
     for key, average in run.averages.items():
         average.begin(run.model, run.tables)

@@ -2,7 +2,7 @@
 
 An exchange says in words what it does, and tells of a push what of that it did (`DenseExchange.mechanisms`,
 `RowExchange.mechanisms`). Here it is added up, over groups of one exchange and over ranks. Coded edges count the
-tensors that they sent (`Course.counted`).
+tensors that they sent (`TrainSpec.counted`).
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchanges
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.choice import Choice
 from armillary.facts.collectives import Program
 from armillary.facts.plan import Plan
@@ -71,7 +71,7 @@ def edge_acts(run: Run) -> Acts:
     found = Acts()
     if not isinstance(run._engine, OwnedLoop):
         return found
-    counted = run._engine.parts.course.counted
+    counted = run._engine.parts.spec.counted
     for stage, row in enumerate(run.plan.stages):
         back = row.edge if row.edge_back == SAME else row.edge_back
         ways = (("edge", row.edge, "activation", stage), ("edge_back", back, "activation gradient", stage + 1))
@@ -93,7 +93,7 @@ def acts_of(everyones: Sequence[Mapping[tuple[str, str], int]]) -> Acts:
 
 
 def _told_of_pushes(exchange: DenseExchange, name: str, told: Mechanisms, acts: Acts) -> DenseExchange:
-    def push(parcel: Parcel, state: State, place: Place) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         moved = yield from exchange.push(parcel, state, place)
         pushed = Pushed(parcel.layout, place.workers, state, moved[1])
         acts.update({(name, mechanism): times(pushed) for mechanism, times in told.items()})

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Choice
+from armillary.runtime.checkpointing.row_blocks import equal_spans, from_spans, to_spans
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.row_blocks import equal_spans, from_spans, to_spans
 from armillary.runtime.transport import Transport
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.row_tensors import row_tensors
@@ -49,7 +49,7 @@ def move(run: UserLoop, owners: Mapping[str, Choice]) -> None:
 
 
 def _move(run: UserLoop, table: RowTable, choice: Choice) -> None:
-    exchange, trouble = build_row(choice.name, **choice.options), FirstError("replan")
+    exchange, trouble = build_row(choice.name, **choice.options), FirstError("rebalance")
     parts = _parts(run, table)
     arrived: dict[str, Tensor] = {}
     with trouble.kept():

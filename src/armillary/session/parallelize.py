@@ -18,17 +18,17 @@ from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.patience import Patience
+from armillary.runtime.profiling.loop_watch import LoopWatch
+from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.transport import Transport
-from armillary.runtime.watch.loop_watch import LoopWatch
-from armillary.runtime.watch.probe import Loss
 from armillary.session.attach import attach, begin_run
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
 from armillary.session.exact_keywords import exact_keywords
-from armillary.session.misfit import handed_in, refuse_unfit
 from armillary.session.plain_loader import is_plain_loader
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
+from armillary.session.validation import handed_in, refuse_unfit
 from armillary.session.watched import Watched, parameter_facts
 
 __all__ = ["auto_plan", "measure", "parallelize"]
@@ -91,7 +91,7 @@ def parallelize(
         TypeError: an argument that there is not.
     """
     wishes = Wishes(
-        constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
+        constraints, lazy, schedule=schedule, mean=mean, autotune=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
         edge=edge, edge_back=edge_back,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
         refuse_unknown(pattern, constraint)
     asked = {
         f"schedule {wishes.schedule.name}": wishes.owns_loop,
-        "autotune": wishes.trials > 1,
+        "autotune": wishes.autotune > 1,
         "steps_by_run": wishes.steps_by_run,
         "micro_batches": wishes.micro_batches is not None,
         "a model on the meta device": any(one.is_meta for one in [*model.parameters(), *model.buffers()]),
@@ -208,7 +208,7 @@ def auto_plan(
         ValueError: too few batches, or a constraint or schedule that cannot be honoured.
     """
     wishes = Wishes(
-        constraints, lazy, schedule=schedule, mean=mean, trials=autotune, prefetch=prefetch,
+        constraints, lazy, schedule=schedule, mean=mean, autotune=autotune, prefetch=prefetch,
         steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
         edge=edge, edge_back=edge_back,
     )  # fmt: skip

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.checkpointing.optimizer_state import table_state
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.identity import become, why_fixed
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import table_state
 from armillary.runtime.transport import Transport
 from armillary.session.row_tensors import gathered, row_tensors
 

@@ -20,7 +20,7 @@ __all__ = ["prefetch_of", "steps_to_learn"]
 
 def prefetch_of(plan: Plan, tables: Sequence[RowTable], optimizer: Optimizer, transport: Transport) -> Prefetch:
     """For these tables of the plan, in launch order."""
-    kinds = {group.parameters[0]: group.look_ahead for group in plan.groups if group.look_ahead != "none"}
+    kinds = {group.parameters[0]: group.prefetch for group in plan.groups if group.prefetch != "none"}
     if not kinds:
         return NoPrefetch()
     pulled = [table for table in tables if table.is_pulled]

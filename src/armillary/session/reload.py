@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.runtime.checkpointing.optimizer_state import by_index, by_name
+from armillary.runtime.checkpointing.row_file import StoredRows
+from armillary.runtime.checkpointing.saved import SavedState, open_saved, read_rows
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.optimizers import kind_of
-from armillary.runtime.saving.optimizer_state import by_index, by_name
-from armillary.runtime.saving.row_file import StoredRows
-from armillary.runtime.saving.saved import Saved, open_saved, read_rows
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.exchange_state import fill_ranks
 from armillary.session.load import HALF, fill_averages, is_nothing, take_profile
@@ -25,7 +25,7 @@ def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     if is_nothing(path, transport):
         return {}
     assert path is not None
-    saved: Saved | None = None
+    saved: SavedState | None = None
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)
         _refuse_misfit(run, saved)
@@ -51,7 +51,7 @@ def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
 
 
-def _refuse_misfit(run: OwnedLoop, saved: Saved) -> None:
+def _refuse_misfit(run: OwnedLoop, saved: SavedState) -> None:
     mine = run.model.state_dict()
     missing, extra = sorted(mine.keys() - saved.model.keys()), sorted(saved.model.keys() - mine.keys())
     if missing or extra:
@@ -70,7 +70,7 @@ def _refuse_misfit(run: OwnedLoop, saved: Saved) -> None:
             )
 
 
-def _fill(run: OwnedLoop, saved: Saved) -> None:
+def _fill(run: OwnedLoop, saved: SavedState) -> None:
     run.model.load_state_dict({key: _whole(value) for key, value in saved.model.items()})
     if saved.optimizer is None:
         return

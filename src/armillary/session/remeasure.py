@@ -1,6 +1,6 @@
 """Alpha and load of a run's tables, measured while it trains: the facts a profile holds, from the steps just made.
 
-They are counted as the profiler counts them (`runtime/watch/row_counts.py`), so old and new facts can be compared.
+They are counted as the profiler counts them (`runtime/profiling/row_counts.py`), so old and new facts can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.exchanges.ownership import Ownership
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.profile import Profile
 from armillary.planning.traffic import merged_rows
-from armillary.runtime.hybrid.row_samples import KEPT_STEPS, Asked
-from armillary.runtime.watch.row_counts import NO_LOOKUPS, Lookups, merged, row_facts
+from armillary.runtime.hybrid.row_samples import KEPT_STEPS, AskedRows
+from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, merged, row_facts
 from armillary.session.engines.user_loop import UserLoop
 
 __all__ = ["Looked", "imbalance", "looked_up", "remeasured", "sampled"]
@@ -32,7 +32,7 @@ def sampled(run: UserLoop) -> dict[str, dict[int, Lookups]]:
     return found
 
 
-def _counted(asked: Asked, ownership: Ownership) -> Lookups:
+def _counted(asked: AskedRows, ownership: Ownership) -> Lookups:
     keys = asked.keys.cpu()
     counts = torch.bincount(asked.inverse.flatten().cpu(), minlength=len(keys))
     return Lookups(1, ownership.ids_of(keys), counts, len(keys))
@@ -50,7 +50,7 @@ def looked_up(everyones: Sequence[Mapping[str, Mapping[int, Lookups]]]) -> Looke
     return found
 
 
-def remeasured(profile: Profile, looked: Looked, place: Place) -> Profile:
+def remeasured(profile: Profile, looked: Looked, place: RankInfo) -> Profile:
     """The profile for this job's workers, with new row facts of the tables that were looked at. Of others they stay; if
     they were taken with other workers, they are carried over as planning does it, with even loads.
 
@@ -68,7 +68,7 @@ def remeasured(profile: Profile, looked: Looked, place: Place) -> Profile:
     )  # fmt: skip
 
 
-def _anew(fact: ParameterFact, lookups: Sequence[Lookups], place: Place) -> ParameterFact:
+def _anew(fact: ParameterFact, lookups: Sequence[Lookups], place: RankInfo) -> ParameterFact:
     if fact.rows is None:
         return fact
     rows = row_facts(fact.rows.rows, fact.rows.row_bytes, lookups, place.workers, place.workers_per_node)
@@ -76,7 +76,7 @@ def _anew(fact: ParameterFact, lookups: Sequence[Lookups], place: Place) -> Para
     return replace(fact, rows=replace(rows, padding_idx=fact.rows.padding_idx, repeated=fact.rows.repeated))
 
 
-def _carried_over(fact: ParameterFact, profile: Profile, place: Place) -> ParameterFact:
+def _carried_over(fact: ParameterFact, profile: Profile, place: RankInfo) -> ParameterFact:
     rows = fact.rows
     if rows is None or (profile.workers, profile.workers_per_node) == (place.workers, place.workers_per_node):
         return fact

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from armillary.runtime.checkpointing.optimizer_state import table_state
+from armillary.runtime.checkpointing.row_blocks import all_on_first, to_spans
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import table_state
-from armillary.runtime.saving.row_blocks import all_on_first, to_spans
 from armillary.runtime.transport import Transport
 
 __all__ = ["RowTensor", "average_tensors", "gathered", "row_tensors"]

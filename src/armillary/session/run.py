@@ -31,11 +31,11 @@ from armillary.session.ema import Ema, begin_ema
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.evaluate import Measure, evaluated
-from armillary.session.events import Replanned
+from armillary.session.events import Rebalanced
 from armillary.session.export import export
 from armillary.session.load import load
+from armillary.session.rebalance import rebalance
 from armillary.session.reload import reload
-from armillary.session.replan import replan
 from armillary.session.report import Report, report_of
 from armillary.session.shard import Shard
 
@@ -124,7 +124,7 @@ class Run:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan looks ahead, the loader may be three batches ahead of the loop. A loop that saves its place in the
+        If the plan prefetches, the loader may be three batches ahead of the loop. A loop that saves its place in the
         data must then save that of the batch it holds: iterate over pairs of a batch and its place.
 
         Raises:
@@ -249,7 +249,7 @@ class Run:
         *,
         constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
         margin: float = MARGIN,
-    ) -> Replanned:
+    ) -> Rebalanced:
         """Between two steps: measures anew what rows are read, and moves tables to other owners where that is clearly
         better. `run.plan` is the plan in force afterwards. Weights and optimizer state move bit for bit.
 
@@ -274,7 +274,7 @@ class Run:
                     "run.rebalance: this run knows no profile or no topology; pass both, as armillary.auto_plan or "
                     "profile and measure give them, here or to attach"
                 )
-            told = replan(engine, profile, topology, constraints=constraints, margin=margin)
+            told = rebalance(engine, profile, topology, constraints=constraints, margin=margin)
             engine.job = replace(engine.job, profile=told.profile, topology=topology)
             return told
 

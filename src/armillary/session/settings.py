@@ -22,7 +22,7 @@ class Settings:
         folder: of this run; rank 0 must be able to write it.
         every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
         keep: so many checkpoints.
-        replan_every: at every so many checkpoints owners of tables are asked for again (`replan`); 0 is never.
+        rebalance_every: at every so many checkpoints owners of tables are asked for again (`rebalance`); 0 is never.
     """
 
     folder: Path
@@ -32,17 +32,17 @@ class Settings:
     every_seconds: float = 60.0
     keep: int = 2
     resume: bool = False
-    replan_every: int = 0
+    rebalance_every: int = 0
     wishes: Wishes = field(default_factory=Wishes)
 
     def __post_init__(self) -> None:
-        intervals = (self.every_steps, self.every_seconds, self.replan_every)
+        intervals = (self.every_steps, self.every_seconds, self.rebalance_every)
         if self.steps < 1 or self.keep < 1 or min(intervals) < 0:
             raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
-        if self.replan_every and self.wishes.owns_loop:
+        if self.rebalance_every and self.wishes.owns_loop:
             raise ValueError(
-                "train: under a schedule that owns the loop tables keep their owners, so replan_every has no effect; "
-                "drop it"
+                "train: under a schedule that owns the loop tables keep their owners, so rebalance_every has no "
+                "effect; drop it"
             )
 
     @property

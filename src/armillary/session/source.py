@@ -1,4 +1,4 @@
-"""The batches of a loader, of which a few may be drawn before their turn, so that look-ahead knows what comes.
+"""The batches of a loader, of which a few may be drawn before their turn, so that prefetch knows what comes.
 
 Drawing early must change nothing, and a loader can be anything. So the first draws are made at their turn and watched:
 a loader that moves a global random state, or writes into the batch it gave before, is never drawn early. Nor is one
@@ -79,13 +79,13 @@ class Source(Generic[Batch]):
         if versions != [leaf._version for leaf in given]:
             raise RuntimeError(
                 "run.batches: the loader wrote into a batch it had given before, which the loop still needs; give "
-                "fresh tensors, or set look_ahead='none' in the plan's groups"
+                "fresh tensors, or set prefetch='none' in the plan's groups"
             )
         if not before.are(_random_states()):
             self.depth, number = 0, self.drawn + len(self.early) - 1
             warnings.warn(
                 f"run.batches: the loader drew from a global random state for its batch {number}, "
-                "before the loop needed it, so random numbers may fall otherwise than without look-ahead; no more are "
+                "before the loop needed it, so random numbers may fall otherwise than without prefetch; no more are "
                 "drawn ahead. Give the loader a generator of its own",
                 stacklevel=4,
             )

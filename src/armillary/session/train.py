@@ -20,7 +20,7 @@ from armillary.facts.collectives import summed
 from armillary.facts.mesh import DATA, STAGE
 from armillary.facts.plan import Forecast
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.watch.live_bytes import LiveBytes
+from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.as_before import as_before
@@ -28,14 +28,14 @@ from armillary.session.attach import attach
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import decide, subject_of
 from armillary.session.engines.user_loop import UserLoop
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Replanned, Resumed, Saved, Warned
+from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Rebalanced, Resumed, Saved, Warned
 from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import keep_decision, keep_end, note, open_folder
 from armillary.session.glance import sampled
 from armillary.session.health import health_of
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.replan import owners_of, restore_owners
+from armillary.session.rebalance import owners_of, restore_owners
 from armillary.session.report import compare
 from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
@@ -119,7 +119,7 @@ class Training:
         self.total_samples = self.train_seconds = self.peak_bytes = 0.0
 
     def _drawn(self, left: Mapping[str, Any] | None) -> Iterator[tuple[Sequence[Batch], dict[str, Any]]]:
-        """Through the run only where the plan looks ahead, since that costs a round a step.
+        """Through the run only where the plan prefetches, since that costs a round a step.
 
         Args:
             left: the place that an earlier part of this training saved.
@@ -202,8 +202,8 @@ class Training:
             yield self._told(Evaluated(self.step, self._evaluate(is_whole=False), is_whole=False))
         if not is_last and self._is_save_due():
             self.saves += 1
-            if self.settings.replan_every and self.saves % self.settings.replan_every == 0:
-                yield from self._replan()
+            if self.settings.rebalance_every and self.saves % self.settings.rebalance_every == 0:
+                yield from self._rebalance()
             yield self._save()
 
     def _is_save_due(self) -> bool:
@@ -251,7 +251,7 @@ class Training:
         """What every glance looks at, of a resumed run too: it depends on nothing but the seed and the rank."""
         return sampled(self._held_out(), GLANCE_BATCHES, stream_seed(self.settings.seed, 0, self.run.rank))
 
-    def _replan(self) -> Iterator[Event]:
+    def _rebalance(self) -> Iterator[Event]:
         """Before the checkpoint, which tells a resumed run whose the rows are."""
         began = time.perf_counter()
         facts, wanted = self.decided, self.settings.wishes.constraints
@@ -271,7 +271,7 @@ class Training:
             yield event
             yield from self._moved(event, set(owners["tables"]))
 
-    def _moved(self, event: Replanned, tables: set[str]) -> Iterator[Event]:
+    def _moved(self, event: Rebalanced, tables: set[str]) -> Iterator[Event]:
         """The run's folder gets the plan in force; measuring begins anew, as steps of two plans have no mean, and
         without what the move itself needed."""
         if not tables:

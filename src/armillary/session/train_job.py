@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.runtime.watch.probe import Loss
+from armillary.runtime.profiling.probe import Loss
 
 __all__ = ["TrainJob", "Watcher"]
 

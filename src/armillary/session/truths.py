@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Choice, Group, Plan
-from armillary.reference.replicas import Replicas, Shared
+from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.reference.rows import Meanings
 from armillary.reference.serial import train_step
 from armillary.session.feed import Feed, stream_seed
@@ -75,7 +75,7 @@ def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
     torch.manual_seed(seed)
     entries, norms = dense_exchanges(), dict[str, float]()
     groups = [
-        Shared(group.parameters, build_dense(group.own_exchange.name, **group.own_exchange.options))
+        SharedGroup(group.parameters, build_dense(group.own_exchange.name, **group.own_exchange.options))
         for group in plan.groups
         if group.own_exchange.name in entries
     ]

@@ -134,7 +134,7 @@ def _is_summed_in_order(run: OwnedLoop) -> bool:
 
 def _said(options: ScheduleOptions) -> str:
     said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
-    said += f", {' and '.join(options.remedies)}" if options.remedies else ""
+    said += f", {' and '.join(options.corrections)}" if options.corrections else ""
     said += ", coded edges" if options.edges else ""
     return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
@@ -227,7 +227,7 @@ def _reference(
     own = copies if options.method.keeps_own_statistics else None
     reference = Reference(stages, optimizer, options.schedule(), loss, case.seed, own, options.clip)
     reference.edges = edges
-    reference.remedies = options.built_remedies()
+    reference.corrections = options.built_corrections()
     reference.objectives = options.method.objectives(options)
     return reference, input_of
 

@@ -12,7 +12,7 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.edges import EdgeWish
 from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.rule import PRICE
-from armillary.runtime.watch.probe import Loss
+from armillary.runtime.profiling.probe import Loss
 from armillary.session.decide import Wishes, open_transport
 from armillary.session.feed import alike_ranks
 from armillary.session.script import Script

@@ -28,17 +28,17 @@ from armillary.planning.provisional import blank_profile, is_provisional
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.watch import profiler
-from armillary.runtime.watch.loop_watch import LoopWatch, Told
-from armillary.runtime.watch.watched_profile import watched_profile
+from armillary.runtime.profiling import profiler
+from armillary.runtime.profiling.loop_watch import LoopWatch, Told
+from armillary.runtime.profiling.watched_profile import watched_profile
 from armillary.schedules.registry import owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.decide import Wishes, assumptions_of
 from armillary.session.engines.user_loop import UserLoop
-from armillary.session.misfit import misfit, refuse_on_every_rank
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.units import units_of
+from armillary.session.validation import misfit, refuse_on_every_rank
 
 __all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
 

@@ -13,6 +13,7 @@ from armillary.cli.options import (
     AsJson,
     AskedPlan,
     AskedWorkload,
+    Autotune,
     Corpus,
     Data,
     EdgeBacks,
@@ -27,7 +28,6 @@ from armillary.cli.options import (
     Seed,
     Set,
     TopologyFile,
-    Trials,
     Verbose,
     Workers,
     WorkloadName,
@@ -56,7 +56,7 @@ EverySeconds = Annotated[
     float, typer.Option(metavar="S", help="Save a checkpoint every S seconds. 0: by steps only.", rich_help_panel=RUN)
 ]
 Keep = Annotated[int, typer.Option(metavar="N", help="Keep the last N checkpoints.", rich_help_panel=RUN)]
-ReplanEvery = Annotated[
+RebalanceEvery = Annotated[
     int,
     typer.Option(
         metavar="N", help="At every N-th checkpoint, move tables whose owners are unbalanced. 0: never.",
@@ -84,8 +84,8 @@ def train_command(
     exchange: Exchanges = [],  # noqa: B006
     allow: Allow = [],  # noqa: B006
     rule: Rule = PRICE,
-    trials: Trials = 0,
-    replan_every: ReplanEvery = 0,
+    autotune: Autotune = 0,
+    rebalance_every: RebalanceEvery = 0,
     schedule: Schedule = SIMULTANEOUS.name,
     edge: Edges = [],  # noqa: B006
     edge_back: EdgeBacks = [],  # noqa: B006
@@ -115,11 +115,11 @@ def train_command(
         schedule,
         plan_file,
         topology_file,
-        trials=trials,
+        autotune=autotune,
         allow=allow,
         rule=rule,
         edges=edge,
         edge_backs=edge_back,
     )
-    run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, replan_every)
+    run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, rebalance_every)
     train_asked(task, wanted, run, json, verbose)

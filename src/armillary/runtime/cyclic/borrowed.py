@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
 from armillary.runtime.cyclic.versions import Weights, parameters_of
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.instruction import Letter, What
 
 __all__ = ["Borrowed", "Borrowing"]

@@ -23,7 +23,7 @@ from armillary.runtime.form import Form, TensorForm, form_of
 from armillary.runtime.mailbox import Room
 from armillary.schedules.edge import EdgeCode, draw_of, is_codable
 from armillary.schedules.instruction import Letter
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["CodedLetter", "Crossed"]
 
@@ -39,7 +39,7 @@ class Crossed:
         first: number of this replica's first micro-batch among those of all.
         marks: by stage that made it, which leaves of an activation are coded.
         kept: by the place that made it and the leaf, where it is not zero, in bits.
-        counted: tensors that this process sent, see `Course`.
+        counted: tensors that this process sent, see `TrainSpec`.
         samples: keys of a micro-batch's samples, by step and micro-batch, until it has left by all edges that remember.
         memories: by the stage that made it, the leaf, and whether it is the sending side.
     """
@@ -49,7 +49,7 @@ class Crossed:
     stages: int
     counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     marks: dict[int, tuple[bool, ...]] = field(default_factory=dict)
-    kept: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
+    kept: dict[Cell, dict[int, Tensor]] = field(default_factory=dict)
     samples: dict[tuple[int, int], tuple[bytes, ...]] = field(default_factory=dict)
     memories: dict[tuple[int, int, bool], SampleMemory] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class CodedLetter:
         return self.letter.stage - self._is_back
 
     @property
-    def _made(self) -> Place:
+    def _made(self) -> Cell:
         """Where the activation was made."""
         return self.letter.step, self.letter.micro_batch, self._edge
 

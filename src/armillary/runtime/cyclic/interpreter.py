@@ -23,29 +23,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
 from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.coded_letter import CodedLetter, Crossed
-from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
-from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.seat import Seat, side_by_side
-from armillary.runtime.cyclic.stage_pass import Flight, OwnLoss, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import OwnLoss, Reads, StageActivation, Value, detached, forward_stage
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.step_means import StepMeans
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
+from armillary.runtime.partition.stages import Stage
+from armillary.schedules.edge import remembering
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.random_stream import Stream
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.sample_keys import sample_keys
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["Interpreter"]
 
@@ -66,15 +67,17 @@ class Interpreter:
             micro-batch each, or leaves no time for the norm to clip by.
     """
 
-    def __init__(self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, seat: Seat | None = None) -> None:
-        schedule, seat = course.schedule, seat or side_by_side(course.schedule)
+    def __init__(
+        self, stages: Sequence[Stage], optimizer: Optimizer, spec: TrainSpec, seat: Seat | None = None
+    ) -> None:
+        schedule, seat = spec.schedule, seat or side_by_side(spec.schedule)
         if len(stages) != schedule.stages:
             raise ValueError(
                 f"schedule: {schedule.name} has {schedule.stages} stages, the model is cut into {len(stages)}"
             )
         self.schedule, self.drains = schedule, list[int]()
-        self._optimizer, self._course, self._seat = optimizer, course, seat
-        clip = None if course.clip is None else course.clip.over(schedule.stages)
+        self._optimizer, self._spec, self._seat = optimizer, spec, seat
+        clip = None if spec.clip is None else spec.clip.over(schedule.stages)
         refuse_late_norm(schedule, seat.ranks, clip)
         self._lowering = Lowering(
             schedule,
@@ -83,7 +86,7 @@ class Interpreter:
             clip,
             served=tuple(seat.tables),
             reduces=seat.team.reduces,
-            wires=Wires(seat.one_queue, course.codes, course.lends),
+            wires=Wires(seat.one_queue, spec.codes, spec.lends),
         )
         here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
         self.micro_batches = sorted({action.micro_batch for action in here})
@@ -106,17 +109,15 @@ class Interpreter:
         self._device_type = device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
-        self._crossed = Crossed(course.seed, self._first, schedule.stages, course.counted)
-        self._remembering = [  # edges that begin here and know samples
-            j for j in self._stages if (code := course.codes.get(("activation", j))) is not None and code.cache_bytes
-        ]
+        self._crossed = Crossed(spec.seed, self._first, schedule.stages, spec.counted)
+        self._remembering = remembering(spec.codes, self._stages)
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
-        losses = {schedule.stages - 1: course.loss, **course.objectives}
+        losses = {schedule.stages - 1: spec.loss, **spec.objectives}
         self._losses = {j: losses[j] for j in self._stages if j in losses}  # of the stages that learn from one
-        self._targets: dict[Place, Any] = {}
-        self._flights: dict[Place, Flight] = {}
+        self._targets: dict[Cell, Any] = {}
+        self._flights: dict[Cell, StageActivation] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
         self._looks: list[int] = [0, 0]  # bytes of what is `beside`, summed; how often
@@ -146,7 +147,7 @@ class Interpreter:
         }
 
     def _versions_of(self, stage: Stage) -> StageWeights:
-        step = RemediedStep(self._optimizer, self.schedule, stage.index, self._course.remedies)
+        step = CorrectedStep(self._optimizer, self.schedule, stage.index, self._spec.corrections)
         if stage.index in self._lowering.lends:  # room is short, also for what the next step would write over
             return StageWeights(stage, step)
         return StageWeights(stage, step, self._means[stage.index].keep)
@@ -185,7 +186,7 @@ class Interpreter:
             if self._remembering:
                 self._crossed.samples[step, micro_batch] = sample_keys(value)
             if 0 in self._stages:
-                self._values[Letter("activation", step, micro_batch, -1)] = enter(value)
+                self._values[Letter("activation", step, micro_batch, -1)] = detached(value)
             for j in self._losses:
                 self._targets[step, micro_batch, j] = target
         return self._carry_out(self._lowering.next_step())
@@ -247,14 +248,14 @@ class Interpreter:
         is_last = j == self.schedule.stages - 1
         loss = OwnLoss(partial(self._loss, j, self._targets.pop(one.place)), is_last) if j in self._losses else None
         rows = tables[j].visit(one.place, version) if j in tables else None
-        value, self._flights[one.place] = take_off(
+        value, self._flights[one.place] = forward_stage(
             self._stages[j],
             self._read(one, version, rows),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
-            Stream(self._course.seed, (step, self._first + micro_batch, j)),
+            Stream(self._spec.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
             loss=loss,
-            keep=j not in self._course.recompute,
+            keep=j not in self._spec.recompute,
         )
         if is_last:
             self._book.enter(step, micro_batch, value.leaves[0])
@@ -262,7 +263,7 @@ class Interpreter:
             self._values[Letter("activation", *one.place)] = value
         self._done[j][micro_batch] += 1
         self._forget(j)
-        self._course.observe(one, version, self._flights.keys())
+        self._spec.observe(one, version, self._flights.keys())
 
     def _read(self, one: Instruction, version: int, rows: Visit | None) -> Reads:
         if one.stage in self.borrowed:
@@ -281,7 +282,7 @@ class Interpreter:
         came = None if j in self._losses else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
         gradients = None if came is None else came.leaves
         means.expect(step, self.micro_batches.index(micro_batch))
-        landed = flight.land(gradients, means.add)
+        landed = flight.backward(gradients, means.add)
         if j and j - 1 not in self.schedule.uncoupled:
             self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         found = means.complete(landed.beside)
@@ -293,7 +294,7 @@ class Interpreter:
             else:
                 self._sums[j].put(step, found)
         self._forget(j)
-        self._course.observe(one, flight.version, self._flights.keys())
+        self._spec.observe(one, flight.version, self._flights.keys())
 
     def _reduce(self, one: Instruction) -> None:
         """Groups leave from now on, as their gradients become final."""
@@ -391,9 +392,8 @@ class Interpreter:
 
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""
-        places = ((done, micro_batch, j) for micro_batch, done in self._done[j].items())
-        oldest = min(self.schedule.version(place, self.drains) for place in places)
-        oldest = min(oldest, self._kept.get(j, oldest))
+        read = [self.schedule.version((done, number, j), self.drains) for number, done in self._done[j].items()]
+        oldest = min(*read, self._kept.get(j, read[0]))
         if j in self._weights:
             self._weights[j].forget(oldest)
         if j in self._seat.tables:

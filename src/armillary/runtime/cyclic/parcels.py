@@ -14,10 +14,10 @@ from torch import Tensor
 from armillary.facts.collectives import Receive, Send
 from armillary.runtime.channel import Channel, Pending
 
-__all__ = ["Line", "Parcels"]
+__all__ = ["ParcelRoute", "Parcels"]
 
 
-class Line(NamedTuple):
+class ParcelRoute(NamedTuple):
     """One way from or to one process."""
 
     peer: int
@@ -29,20 +29,20 @@ class Parcels:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._posted: dict[Line, deque[list[tuple[Pending, Tensor]]]] = defaultdict(deque)
+        self._posted: dict[ParcelRoute, deque[list[tuple[Pending, Tensor]]]] = defaultdict(deque)
         self._under_way: list[tuple[int, list[tuple[Pending, Tensor]]]] = []  # (tick after which to wait, message)
 
-    def post(self, line: Line, room: list[Tensor]) -> None:
+    def post(self, line: ParcelRoute, room: list[Tensor]) -> None:
         """Makes room for one more message."""
         self._posted[line].append(
             [(self._channel.post(Receive(line.what, line.peer, part, line.what)), part) for part in room]
         )
 
-    def posted(self, line: Line) -> int:
+    def posted(self, line: ParcelRoute) -> int:
         """Messages posted and not yet taken."""
         return len(self._posted[line])
 
-    def take(self, line: Line, room: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def take(self, line: ParcelRoute, room: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The oldest message of a line; `room` makes room for it if nobody has."""
         if not self._posted[line]:
             self.post(line, room())
@@ -52,7 +52,7 @@ class Parcels:
             parts.append(part)
         return parts
 
-    def send(self, line: Line, parts: list[Tensor], over: int) -> None:
+    def send(self, line: ParcelRoute, parts: list[Tensor], over: int) -> None:
         """Sends contiguous tensors that nobody will change; `over`: the tick after which they may be waited for."""
         started = [(self._channel.post(Send(line.what, line.peer, part, line.what)), part) for part in parts]
         self._under_way.append((over, started))

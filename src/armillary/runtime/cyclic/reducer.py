@@ -14,20 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import Scope, along
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.hybrid.bucket import Bucket
 from armillary.runtime.hybrid.dense_unit import DenseUnit
-from armillary.runtime.hybrid.flight import Flight, see_through
+from armillary.runtime.hybrid.in_flight import InFlight, see_through
 
 __all__ = ["Reducer"]
 
 
 class _Sent(NamedTuple):
     bucket: Bucket
-    flight: Flight
+    flight: InFlight
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Reducer:
     """
 
     units: Sequence[DenseUnit]
-    place: Place
+    place: RankInfo
     requests: Requests
     scope: Scope
     _opened: int = -1  # the last step of which a gradient has come; likewise
@@ -85,7 +85,7 @@ class Reducer:
         see_through([flight for _, flight in sent], self.requests)
         with torch.no_grad():
             for unit, (bucket, flight) in zip(self.units, sent, strict=True):
-                found |= unit.means(flight.land(self.requests), bucket)
+                found |= unit.means(flight.finish(self.requests), bucket)
         return found
 
     @property
@@ -118,6 +118,6 @@ class Reducer:
             earlier.advance(self.requests)
         with torch.no_grad():
             program = unit.push(unit.bucket.seal(self._scale), self.place)
-            flight = Flight(along(program, self.scope), unit.name, unit.exchange.requests - 1)
+            flight = InFlight(along(program, self.scope), unit.name, unit.exchange.requests - 1)
             flight.begin(self.requests)
         sent.append(_Sent(unit.bucket, flight))

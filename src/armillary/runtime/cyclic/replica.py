@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.flat_stage import FlatStage
+from armillary.runtime.partition.stages import Stage
 
 __all__ = ["Replica"]
 

@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from armillary.runtime.channel import Channel
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast, without_autocast
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.passed_buffers import PassedBuffers
 from armillary.runtime.cyclic.shared_stage import SharedStage
-from armillary.runtime.cyclic.stage_pass import Flight, OwnLoss, Reads, Value, enter, take_off
+from armillary.runtime.cyclic.stage_pass import OwnLoss, Reads, StageActivation, Value, detached, forward_stage
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.mailbox import Mailbox
-from armillary.schedules.agenda import Agenda, Due
+from armillary.runtime.partition.stages import Stage
+from armillary.schedules.action_queue import ActionQueue, ScheduledAction
 from armillary.schedules.instruction import Letter
 from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.random_stream import Stream
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 from armillary.schedules.shared import Sharing
 
 __all__ = ["Shared"]
@@ -48,30 +48,30 @@ class Shared:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, channel: Channel, rank: int
+        self, stages: Sequence[Stage], optimizer: Optimizer, spec: TrainSpec, channel: Channel, rank: int
     ) -> None:
-        schedule = course.schedule
+        schedule = spec.schedule
         sharing = Sharing(schedule)
         if len(stages) != schedule.stages or not 0 <= rank < sharing.devices:
             raise ValueError(
                 f"shared: the schedule has {schedule.stages} stages and {sharing.devices} devices; got {len(stages)} "
                 f"stages, device {rank}"
             )
-        refuse_on_one_device(schedule, course.clip)  # between devices no tick is lost
+        refuse_on_one_device(schedule, spec.clip)  # between devices no tick is lost
         self.schedule, self.sharing, self.rank = schedule, sharing, rank
-        self.part = SharedStage(stages, optimizer, course, channel, rank)
+        self.part = SharedStage(stages, optimizer, spec, channel, rank)
         self.drains = self.part.drains
         self._stage = stages[self.part.index]
-        self._optimizer, self._course = optimizer, course
+        self._optimizer, self._spec = optimizer, spec
         self._buffers = PassedBuffers(self._stage.module, sharing, channel, rank)
         self._device = self.part.replica.flat.device
         self._mailbox = Mailbox(channel, self._device, is_lowered=False)
         self._is_first, self._is_last = self._stage.index == 0, self._stage.index == schedule.stages - 1
-        self._agenda = Agenda(schedule, range(schedule.workers))
+        self._agenda = ActionQueue(schedule, range(schedule.workers))
         self._next = rank - sharing.ranks(self._stage.index)[0]  # micro-batch of the next forward, counted through
         self._expected = self._next  # the first one for which no room is made yet
         self._autocasts: dict[int, Autocast] = {}  # by step
-        self._flights: dict[Place, Flight] = {}
+        self._flights: dict[Cell, StageActivation] = {}
         self._given: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._book = LossBook(schedule.micro_batches)
 
@@ -117,20 +117,20 @@ class Shared:
         """Micro-batches, of all devices."""
         return self.part.steps * self.schedule.micro_batches
 
-    def _is_mine(self, place: Place) -> bool:
+    def _is_mine(self, place: Cell) -> bool:
         return self.sharing.rank_of(place) == self.rank
 
-    def _work_off(self, actions: Iterable[Due]) -> list[StepLosses]:
+    def _work_off(self, actions: Iterable[ScheduledAction]) -> list[StepLosses]:
         for due in actions:
             if not self._is_mine(due.place):
                 continue
             self.part.before(due.tick)
             with without_autocast(self._device.type):
                 version = self._forward(due.place) if due.kind == "F" else self._backward(due.place)
-            self._course.observe(due, version, self._flights.keys())
+            self._spec.observe(due, version, self._flights.keys())
         return self._book.complete()
 
-    def _forward(self, place: Place) -> int:
+    def _forward(self, place: Cell) -> int:
         step, micro_batch, j = place
         version, weights = self.part.weights(place)
         number, self._next = self._next, self._next + len(self.sharing.ranks(j))
@@ -138,14 +138,14 @@ class Shared:
         self._buffers.before(number)
         arrived = None if self._is_first else self._mailbox.take(Letter("activation", step, micro_batch, j - 1))
         given, target = self._given.pop((step, micro_batch))
-        value, self._flights[place] = take_off(
+        value, self._flights[place] = forward_stage(
             self._stage,
             Reads(version, weights),
-            enter(given) if arrived is None else Value(*arrived),
-            Stream(self._course.seed, place),
+            detached(given) if arrived is None else Value(*arrived),
+            Stream(self._spec.seed, place),
             self._autocasts[step],
-            loss=OwnLoss(lambda output: self._course.loss(output, target), is_last=True) if self._is_last else None,
-            keep=j not in self._course.recompute,
+            loss=OwnLoss(lambda output: self._spec.loss(output, target), is_last=True) if self._is_last else None,
+            keep=j not in self._spec.recompute,
         )
         self._buffers.after(number, self._handed_in)
         if self._is_last:
@@ -156,7 +156,7 @@ class Shared:
             self._mailbox.send(Letter("activation", *place), peer, value.leaves, value.spec)
         return version
 
-    def _backward(self, place: Place) -> int:
+    def _backward(self, place: Cell) -> int:
         step, micro_batch, j = place
         flight = self._flights.pop(place)
         gradients = None
@@ -164,7 +164,7 @@ class Shared:
             gradients, _ = self._mailbox.take(Letter("activation gradient", step, micro_batch, j + 1))
         self._mailbox.all_over()  # the activation's gradient came back; those sent down are a turn old
         own: dict[str, Tensor] = {}
-        landed = flight.land(gradients, own.__setitem__)
+        landed = flight.backward(gradients, own.__setitem__)
         if not self._is_first:
             peer = self.sharing.rank_of((step, micro_batch, j - 1))
             self._mailbox.send(Letter("activation gradient", *place), peer, *tree_flatten(landed.value))

@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armillary.runtime.channel import Channel
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.delayed_step import Options, options_of
 from armillary.runtime.cyclic.flat_stage import FlatStage
 from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.norm_chain import NormChain
-from armillary.runtime.cyclic.parcels import Line, Parcels
+from armillary.runtime.cyclic.parcels import ParcelRoute, Parcels
 from armillary.runtime.cyclic.replica import Replica
 from armillary.runtime.cyclic.step_means import Means
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.updates import Updates
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.clipping import square_of_stage
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 from armillary.schedules.shared import Sharing
 
 __all__ = ["SharedStage"]
@@ -50,9 +50,9 @@ class SharedStage:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], optimizer: Optimizer, course: Course, channel: Channel, rank: int
+        self, stages: Sequence[Stage], optimizer: Optimizer, spec: TrainSpec, channel: Channel, rank: int
     ) -> None:
-        self.sharing, self.drains, self.steps = Sharing(course.schedule), list[int](), 0
+        self.sharing, self.drains, self.steps = Sharing(spec.schedule), list[int](), 0
         self.rank, self.index = rank, self.sharing.stage_of(rank)
         self.replica = Replica(stages[self.index])
         self._ranks, self._home_rank = self.sharing.ranks(self.index), self.sharing.home(self.index)
@@ -61,8 +61,8 @@ class SharedStage:
         flats = {stage.index: FlatStage(dict(stage.module.named_parameters())) for stage in stages}
         self._home = Home(optimizer, flats, owned)
         self._steps_taken = _AtHome(self)
-        self._updates = Updates([self._steps_taken], course.clip, self.drains)
-        needs_norms = self._is_home and course.clip is not None and course.clip.needs_all_stages
+        self._updates = Updates([self._steps_taken], spec.clip, self.drains)
+        needs_norms = self._is_home and spec.clip is not None and spec.clip.needs_all_stages
         homes = [self.sharing.home(stage.index) for stage in stages]
         self._norms = NormChain(channel, self.index, homes, self.replica.flat.device) if needs_norms else None
         self._gathered, self._known = 0, 0  # steps whose sum was taken here, whose norm is known here
@@ -85,7 +85,7 @@ class SharedStage:
         self._close(tick)
         self._parcels.reap(tick)
 
-    def weights(self, place: Place) -> tuple[int, Mapping[str, Tensor]]:
+    def weights(self, place: Cell) -> tuple[int, Mapping[str, Tensor]]:
         """What a forward reads, and its version; makes room for what will be sent to this device until the next one."""
         version = self.sharing.schedule.version(place, self.drains)
         self._receive_until(version)
@@ -93,7 +93,7 @@ class SharedStage:
         self._make_room(place)
         return version, self.replica.at(version)
 
-    def add(self, place: Place, gradients: Mapping[str, Tensor]) -> None:
+    def add(self, place: Cell, gradients: Mapping[str, Tensor]) -> None:
         """A backward is done; its gradients are by the stage's own names, unused ones left out."""
         step, micro_batch, _ = place
         mine, flat = self.replica.in_order(gradients), self.replica.flat
@@ -188,7 +188,7 @@ class SharedStage:
         if after:
             self._send(after[0], _WEIGHTS, weights, self.sharing.readers(version, self.index)[after[0]])
 
-    def _make_room(self, place: Place) -> None:
+    def _make_room(self, place: Cell) -> None:
         """Posts what comes until this device's next forward: the sums before its backward, the weights after it."""
         step, micro_batch, j = place
         ahead = step * self.sharing.schedule.micro_batches + micro_batch + len(self._ranks)
@@ -208,14 +208,14 @@ class SharedStage:
             self._post(path[path.index(self.rank) - 1], _WEIGHTS)
 
     def _post(self, peer: int, what: str) -> None:
-        if not self._parcels.posted(Line(peer, what)):
-            self._parcels.post(Line(peer, what), self._room(what))
+        if not self._parcels.posted(ParcelRoute(peer, what)):
+            self._parcels.post(ParcelRoute(peer, what), self._room(what))
 
     def _take(self, peer: int, what: str) -> list[Tensor]:
-        return self._parcels.take(Line(peer, what), lambda: self._room(what))
+        return self._parcels.take(ParcelRoute(peer, what), lambda: self._room(what))
 
     def _send(self, peer: int, what: str, parts: list[Tensor], needed: int) -> None:
-        self._parcels.send(Line(peer, what), parts, needed + _PATIENCE_TICKS)
+        self._parcels.send(ParcelRoute(peer, what), parts, needed + _PATIENCE_TICKS)
 
     def _room(self, what: str) -> list[Tensor]:
         return self.replica.flat.empty_weights() if what == _WEIGHTS else self.replica.flat.empty_gradients()

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.autocast import Autocast
 from armillary.runtime.cyclic.borrowed import Borrowing
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.versions import Weights
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.layout import plain
 from armillary.schedules.random_stream import Stream, seeded
 
-__all__ = ["Flight", "Landed", "OwnLoss", "Reads", "Value", "enter", "take_off"]
+__all__ = ["Landed", "OwnLoss", "Reads", "StageActivation", "Value", "detached", "forward_stage"]
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
@@ -80,7 +80,7 @@ class Landed:
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class StageActivation:
     """A stage between forward and backward. `run` is called again for the backward if nothing was kept. Backward may
     run parts of the module again (torch's checkpoint), which must read what its forward read."""
 
@@ -94,7 +94,7 @@ class Flight:
     def version(self) -> int:
         return self.reads.version
 
-    def land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
+    def backward(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
         """The backward pass; without `gradients` the output is a loss.
 
         Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
@@ -152,7 +152,7 @@ def _taken_off(leaf: Tensor) -> Tensor | None:
     return gradient
 
 
-def enter(value: Any) -> Value:
+def detached(value: Any) -> Value:
     """What the user hands to the first stage: nothing in it asks for a gradient."""
     leaves, spec = tree_flatten(value)
     return Value([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
@@ -165,7 +165,7 @@ class OwnLoss(NamedTuple):
     is_last: bool
 
 
-def take_off(
+def forward_stage(
     stage: Stage,
     reads: Reads,
     value: Value,
@@ -173,7 +173,7 @@ def take_off(
     autocast: Autocast,
     loss: OwnLoss | None = None,
     keep: bool = True,
-) -> tuple[Value, Flight]:
+) -> tuple[Value, StageActivation]:
     """The forward pass.
 
     Args:
@@ -212,7 +212,9 @@ def take_off(
     ]
     came = {id(leaf) for leaf in value.leaves if isinstance(leaf, Tensor)}
     passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)
-    return Value(passed, spec, passed_on), Flight(stage.module, reads, value.leaves, outputs if keep else None, run)
+    return Value(passed, spec, passed_on), StageActivation(
+        stage.module, reads, value.leaves, outputs if keep else None, run
+    )
 
 
 def _asks(leaf: Any) -> bool:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import Place as Rank
-from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FLAGS, Round, Wish, look_up
+from armillary.exchanges.exchange import Pulled, RankInfo
+from armillary.exchanges.look_up import FLAGS, LookupRequest, LookupRound, look_up
 from armillary.facts.collectives import Program
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.delayed_step import Options, step_with
@@ -25,7 +24,7 @@ from armillary.runtime.cyclic.row_versions import RowVersions
 from armillary.runtime.cyclic.row_visit import Desk, Visit
 from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
 from armillary.runtime.hybrid.table import RowTable
-from armillary.schedules.schedule import Place
+from armillary.schedules.schedule import Cell
 
 __all__ = ["OwnedTable", "StageTables", "Tables"]
 
@@ -120,7 +119,7 @@ class StageTables:
         """A step is handed in, with the optimizer's options of this moment."""
         self._options[step] = options
 
-    def visit(self, place: Place, version: int) -> Visit:
+    def visit(self, place: Cell, version: int) -> Visit:
         """For one forward of the stage, at that version of the rows; every rank must make the same visits.
 
         Raises:
@@ -132,7 +131,7 @@ class StageTables:
         nothing = torch.empty(0, dtype=torch.int64, device=self._served[0].shard.device)
 
         def pull(table: int, keys: Tensor) -> Pulled:
-            pulled = self._round(Wish(table, keys, True, step)).pulled
+            pulled = self._round(LookupRequest(table, keys, True, step)).pulled
             assert pulled is not None
             return pulled
 
@@ -164,7 +163,7 @@ class StageTables:
             one.versions.stand_at(one.versions.newest)
 
     @property
-    def _rank(self) -> Rank:
+    def _rank(self) -> RankInfo:
         return self.owned[0].table.place
 
     def _read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +184,7 @@ class StageTables:
             found = any(one.gradient is not None for visit in visits for one in visit.of_table(number))
             mine |= found << number
         nothing = torch.empty(0, dtype=torch.int64)
-        return self._round(Wish("idle", nothing, False, step, flags=mine)).flags
+        return self._round(LookupRequest("idle", nothing, False, step, flags=mine)).flags
 
     def _push(self, number: int, visits: Sequence[Visit]) -> Program[tuple[Tensor, Tensor]]:
         table = self.owned[number].table
@@ -197,9 +196,9 @@ class StageTables:
                 tickets.append(one.ticket)
         return table.exchange.push(gradients, tickets, table.ownership, table.place)
 
-    def _round(self, wish: Wish) -> Round:
+    def _round(self, wish: LookupRequest) -> LookupRound:
         label = self._served[wish.table].name if isinstance(wish.table, int) else "tables"
-        found: Round = self._carried(look_up(wish, self._served, self._rank), label)
+        found: LookupRound = self._carried(look_up(wish, self._served, self._rank), label)
         return found
 
     def _carried(self, program: Program[Any], label: str) -> Any:

@@ -8,7 +8,7 @@ over the ranks is a `Reducer`'s. The stages' tables are not among them: their ro
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from armillary.exchanges.exchange import Place
+from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import Scope
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.reducer import Reducer
@@ -25,7 +25,7 @@ class Team:
         groups: by stage, in the plan's order; each holds parameters of one dtype.
     """
 
-    place: Place
+    place: RankInfo
     requests: Requests | None = None
     scope: Scope = "world"
     groups: Mapping[int, Sequence[DenseUnit]] = field(default_factory=dict)
@@ -51,4 +51,4 @@ class Team:
 
 def alone() -> Team:
     """One rank."""
-    return Team(Place(0, 1))
+    return Team(RankInfo(0, 1))

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from armillary.runtime.cut.stages import Stage
+from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
-from armillary.runtime.cyclic.remedied_step import RemediedStep
 from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.partition.stages import Stage
 
 __all__ = ["StageWeights", "Weights", "parameters_of"]
 
@@ -43,13 +43,13 @@ class StageWeights:
         keep: gets the gradients with which the optimizer has stepped.
     """
 
-    def __init__(self, stage: Stage, step: RemediedStep, keep: Callable[[Means], None] = _let_go) -> None:
+    def __init__(self, stage: Stage, step: CorrectedStep, keep: Callable[[Means], None] = _let_go) -> None:
         self._stage, self._step, self._keep = stage, step, keep
         self._parameters = parameters_of(stage)
         self.flat = FlatStage(self._parameters)
         self._arrived: Flats | None = None  # the newest version, if another rank made it
         self._versions: dict[int, Weights] = {0: self._leaves()}
-        self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a remedy says so
+        self._ahead: dict[int, Weights] = {}  # versions as they may be a step later, where a correction says so
         self._reading: dict[tuple[int, int], int] = {}  # versions, by step and micro-batch in flight
         self._first_wanted = 0  # version: no forward to come reads an older one
         self.newest = 0
@@ -123,7 +123,7 @@ class StageWeights:
         return self.newest >= self._first_wanted or self.newest in self._reading.values()
 
     def drain(self) -> None:
-        """The next step begins as the first did: it reads nothing old, and no remedy remembers anything."""
+        """The next step begins as the first did: it reads nothing old, and no correction remembers anything."""
         self._ahead.clear()
         self._step.forget()
 

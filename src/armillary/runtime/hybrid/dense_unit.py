@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
@@ -39,7 +39,7 @@ class DenseUnit:
     def parameters(self) -> list[nn.Parameter]:
         return self.bucket.parameters
 
-    def begin_anew(self, place: Place) -> None:
+    def begin_anew(self, place: RankInfo) -> None:
         """The exchange begins, with the weights that the model has now. Gradients in the bucket are lost."""
         if self.exchange.is_guarded:
             with torch.no_grad():
@@ -62,7 +62,7 @@ class DenseUnit:
         """Whether its weights are exchanged after that step."""
         return self.exchange.carries == "weights" and self.exchange.due(steps)
 
-    def push(self, parcel: Parcel, place: Place) -> Program[Moved]:
+    def push(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
         return self.exchange.push(parcel, self.state, place)
 
     def take_gradients(self, moved: Moved) -> None:
@@ -110,7 +110,7 @@ class DenseUnit:
         return kept
 
 
-def dense_unit(name: str, members: dict[str, nn.Parameter], exchange: DenseExchange, place: Place) -> DenseUnit:
+def dense_unit(name: str, members: dict[str, nn.Parameter], exchange: DenseExchange, place: RankInfo) -> DenseUnit:
     """Args:
     members: of one dtype and device, by name, with the values that training begins with.
     """

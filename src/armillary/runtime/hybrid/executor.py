@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from armillary.facts.collectives import Program, summed
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.drift import refuse_drift
-from armillary.runtime.hybrid.flight import Flight, advance_together, carry_all, see_through
+from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
@@ -67,11 +67,11 @@ class Executor:
     settled: int = 0  # backwards that were exchanged
     weight: float = 1.0
     part: float = 1.0  # of the mean that this rank's gradients are, where weights say so
-    weighing: Flight | None = None  # asks for the sum of weights
+    weighing: InFlight | None = None  # asks for the sum of weights
     is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
     is_owing: bool = False  # gradients that count wait for an exchange
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[InFlight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
@@ -162,8 +162,8 @@ class Executor:
         self.leaving = [unit for unit in self.units if isinstance(unit, RowUnit) or unit.leaves]
         if self.mean == "weights" and self.leaving and not self.look_ups.pulled:
             mine = torch.tensor([self.declared_weight], dtype=torch.float64)
-            self.weighing = Flight(summed(mine), "weights", 0)
-            advance_together([self.weighing], self.transport)
+            self.weighing = InFlight(summed(mine), "weights", 0)
+            start_coalesced([self.weighing], self.transport)
         if torch._C._current_graph_task_id() != -1:
             Variable._execution_engine.queue_callback(self.settle)
 
@@ -196,8 +196,8 @@ class Executor:
             flight.advance(self.transport)
         with torch.no_grad():
             program, requests = self._program(unit)
-        flight = Flight(program, unit.name, requests - 1)
-        advance_together([flight], self.transport)
+        flight = InFlight(program, unit.name, requests - 1)
+        start_coalesced([flight], self.transport)
         self.flights.append(flight)
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
@@ -235,7 +235,7 @@ class Executor:
             see_through(self.flights, self.transport)
             self.prefetch.end_push()
             for unit, flight in zip(self.leaving, self.flights, strict=True):
-                self._take_home(unit, flight.land(self.transport))
+                self._take_home(unit, flight.finish(self.transport))
         self.flights = []
         self.is_open = self.is_owing = False
         self.is_settled = True
@@ -248,7 +248,7 @@ class Executor:
         if self.weighing is None:
             total = sum(self.look_ups.weights)
         else:
-            total, self.weighing = float(self.weighing.land(self.transport)), None
+            total, self.weighing = float(self.weighing.finish(self.transport)), None
         return self.declared_weight / (total or 1.0)
 
     def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
@@ -275,7 +275,8 @@ class Executor:
         with torch.no_grad():
             pushes = [unit.push(unit.bucket.weigh_in(), self.transport.place) for unit in meeting]
             flights = [
-                Flight(push, unit.name, unit.exchange.requests - 1) for push, unit in zip(pushes, meeting, strict=True)
+                InFlight(push, unit.name, unit.exchange.requests - 1)
+                for push, unit in zip(pushes, meeting, strict=True)
             ]
             for unit, moved in zip(meeting, carry_all(flights, self.transport), strict=True):
                 unit.take_weights(moved)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, Round, State, Wish, look_up
+from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, LookupRequest, LookupRound, State, look_up
 from armillary.facts.collectives import gathered
-from armillary.runtime.hybrid.flight import Flight, advance_together
+from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
 from armillary.runtime.hybrid.prefetch import Prefetch
 from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
@@ -125,7 +125,7 @@ class LookUps:
             table.pending.append(LookUp(None, self._read_copy(table, keys).ticket))
 
     def _pull(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
-        wish = Wish(self.pulled.index(table), keys, needs_gradient, self.transport.step)
+        wish = LookupRequest(self.pulled.index(table), keys, needs_gradient, self.transport.step)
         while True:
             outcome = self._round(wish)
             if outcome.mine:
@@ -133,21 +133,21 @@ class LookUps:
                 rows: Tensor = outcome.pulled.rows
                 return rows
 
-    def _round(self, wish: Wish) -> Round:
+    def _round(self, wish: LookupRequest) -> LookupRound:
         rider = self.prefetch.ride(isinstance(wish.table, str))
         program = look_up(wish._replace(extra=rider.columns), self.served, self.transport.place)
-        opening = Flight(program, "look-ups", 0)
-        advance_together([opening, *rider.flights], self.transport)
+        opening = InFlight(program, "look-ups", 0)
+        start_coalesced([opening, *rider.flights], self.transport)
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
         self.prefetch.hear(headers[:, FIELDS:], headers[:, STEP].tolist() if wanted else ())
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
-        outcome: Round = self.transport.complete(program, label, headers)
+        outcome: LookupRound = self.transport.complete(program, label, headers)
         self._remember(outcome, wish)
         return outcome
 
-    def _remember(self, outcome: Round, wish: Wish) -> None:
+    def _remember(self, outcome: LookupRound, wish: LookupRequest) -> None:
         """Every rank keeps the ticket of every look-up whose gradients will come back, in the same order."""
         if outcome.table is None or outcome.pulled is None or not outcome.needs_gradient:
             return
@@ -199,11 +199,11 @@ class LookUps:
             spoken_of = self.pulled[first : first + FLAGS]
             mine = sum(table.is_learned << place for place, table in enumerate(spoken_of))
             device = spoken_of[0].shard.device
-            outcome = self._serve(Wish(state, nothing.to(device), False, self.transport.step, weight, mine))
+            outcome = self._serve(LookupRequest(state, nothing.to(device), False, self.transport.step, weight, mine))
             self.weights = outcome.weights
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
-    def _serve(self, wish: Wish) -> Round:
+    def _serve(self, wish: LookupRequest) -> LookupRound:
         """Rounds until no rank wishes for a table."""
         with torch.no_grad():
             while (outcome := self._round(wish)).table is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armillary.runtime.hybrid.flight import Flight
+from armillary.runtime.hybrid.in_flight import InFlight
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import LookUp, RowTable
 
@@ -30,7 +30,7 @@ class Rider(NamedTuple):
     whose next request leaves at the same moment."""
 
     columns: Tensor | None = None
-    flights: Sequence[Flight] = ()
+    flights: Sequence[InFlight] = ()
 
 
 class Prefetch(Protocol):

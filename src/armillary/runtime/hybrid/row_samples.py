@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["EVERY_STEPS", "KEPT_STEPS", "Asked", "RowSamples"]
+__all__ = ["EVERY_STEPS", "KEPT_STEPS", "AskedRows", "RowSamples"]
 
 EVERY_STEPS = 10
 KEPT_STEPS = 4
 MOST_LOOK_UPS = 256  # of a table in one step; more are forwards that nobody steps on
 
 
-class Asked(NamedTuple):
+class AskedRows(NamedTuple):
     """One look-up. keys: (distinct,) sorted, by the owners of its time; inverse: for each id its place among them."""
 
     keys: Tensor
@@ -26,7 +26,7 @@ class RowSamples:
     """Of one rank. steps: step -> table -> its look-ups, oldest step first."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, dict[str, list[Asked]]] = {}
+        self.steps: dict[int, dict[str, list[AskedRows]]] = {}
 
     def take(self, step: int, table: str, keys: Tensor, inverse: Tensor) -> None:
         """A look-up that is learned from was made."""
@@ -34,7 +34,7 @@ class RowSamples:
             return
         asked = self.steps.setdefault(step, {}).setdefault(table, [])
         if len(asked) < MOST_LOOK_UPS:
-            asked.append(Asked(keys, inverse))
+            asked.append(AskedRows(keys, inverse))
         if len(self.steps) > KEPT_STEPS:
             del self.steps[next(iter(self.steps))]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from armillary.exchanges.exchange import Place, RowExchange
-from armillary.exchanges.look_up import Table, Wish, look_up
+from armillary.exchanges.exchange import RankInfo, RowExchange
+from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
 from armillary.exchanges.owned_rows import merge_rows
 from armillary.facts.collectives import Program
 from armillary.runtime.transport import Transport
@@ -34,7 +34,7 @@ def row_seconds(
     drawn = torch.randint(rows, (max(1, distinct),), generator=generator)
     keys = owned.keys(drawn).unique()
     shard = torch.zeros(owned.shard_rows(place.rank), row_numel, dtype=dtype)
-    table = Table("trial", exchange, owned, shard)
+    table = LookupTable("trial", exchange, owned, shard)
     taken = []
     for _ in range(REPETITIONS + 1):
         transport.barrier()
@@ -45,8 +45,8 @@ def row_seconds(
     return transport.agree_largest([statistics.median(taken[1:])])[0]
 
 
-def _there_and_back(table: Table, keys: torch.Tensor, place: Place) -> Program[Any]:
-    outcome = yield from look_up(Wish(0, keys, True, 0), [table], place)
+def _there_and_back(table: LookupTable, keys: torch.Tensor, place: RankInfo) -> Program[Any]:
+    outcome = yield from look_up(LookupRequest(0, keys, True, 0), [table], place)
     assert outcome.pulled is not None
     pulled = outcome.pulled
     return (yield from table.exchange.push([pulled.rows], [pulled.ticket], table.ownership, place))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from armillary.exchanges.exchange import Place, RowExchange
-from armillary.exchanges.look_up import Table
+from armillary.exchanges.exchange import RankInfo, RowExchange
+from armillary.exchanges.look_up import LookupTable
 from armillary.exchanges.owned_rows import merge_rows
 from armillary.runtime.hybrid.gradient_handle import GradientHandle
 
@@ -68,7 +68,7 @@ class RowTable:
     name: str
     shape: torch.Size
     exchange: RowExchange
-    place: Place
+    place: RankInfo
     has_window: bool
     shard: Tensor  # (local rows, *row shape)
     requires_grad: bool
@@ -90,7 +90,7 @@ class RowTable:
         self.epoch = 0  # gradients there have been
 
     @classmethod
-    def owning(cls, whole: Tensor, exchange: RowExchange, place: Place, **fields: Any) -> "RowTable":
+    def owning(cls, whole: Tensor, exchange: RowExchange, place: RankInfo, **fields: Any) -> "RowTable":
         """Keeps the rows of `whole` that this rank owns."""
         ownership = exchange.ownership(whole.shape[0], place)
         if exchange.placement == "replicated":
@@ -112,8 +112,8 @@ class RowTable:
     def row_bytes(self) -> int:
         return self.shard.element_size() * math.prod(self.shape[1:])
 
-    def as_served(self) -> Table:
-        return Table(self.name, self.exchange, self.ownership, self.shard)
+    def as_served(self) -> LookupTable:
+        return LookupTable(self.name, self.exchange, self.ownership, self.shard)
 
     # What the handle asks (see `handle.Reader`).
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from armillary.runtime.hybrid.prefetch import Stepper
 from armillary.runtime.hybrid.row_update import Held, options_of, twin
 from armillary.runtime.hybrid.table import RowTable
 
-__all__ = ["Moment", "can_split", "catch_up", "moment_of"]
+__all__ = ["CatchUpMoment", "can_split", "catch_up", "moment_of"]
 
 # Of every optimizer of torch, and what its schedulers add.
 _ATTRIBUTES = {
@@ -26,7 +26,7 @@ _ATTRIBUTES = {
 }
 
 
-class Moment(NamedTuple):
+class CatchUpMoment(NamedTuple):
     """The optimizer as it was at one step of a table. state: what of it has no rows; None: there was none at all."""
 
     options: dict[str, Any]
@@ -42,7 +42,7 @@ def can_split(optimizer: Optimizer, table: RowTable) -> bool:
     return is_plain and not set(vars(optimizer)) - _ATTRIBUTES
 
 
-def moment_of(stepper: Stepper, table: RowTable) -> Moment | None:
+def moment_of(stepper: Stepper, table: RowTable) -> CatchUpMoment | None:
     """Now, right before a step; None where the optimizer does not hold the table."""
     optimizer, held = stepper.optimizer, stepper.held[table.name]
     options = options_of(optimizer, table.parameter)
@@ -50,12 +50,12 @@ def moment_of(stepper: Stepper, table: RowTable) -> Moment | None:
         return None
     state = optimizer.state.get(table.parameter)
     if not state:
-        return Moment(_copied(options), None)
-    return Moment(_copied(options), _copied({name: value for name, value in state.items() if name not in held}))
+        return CatchUpMoment(_copied(options), None)
+    return CatchUpMoment(_copied(options), _copied({name: value for name, value in state.items() if name not in held}))
 
 
 @torch.no_grad()
-def catch_up(stepper: Stepper, table: RowTable, moment: Moment, rows: Tensor, sums: Tensor) -> None:
+def catch_up(stepper: Stepper, table: RowTable, moment: CatchUpMoment, rows: Tensor, sums: Tensor) -> None:
     """The step of that moment on local rows (k,) with their gradient (k, *row shape)."""
     if not len(rows):
         return

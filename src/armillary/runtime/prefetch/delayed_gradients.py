@@ -8,7 +8,7 @@ with them the step they missed (`catch_up_step.py`).
     backward of b           gradients of the other rows are pushed; these wait
     step of b               what the optimizer is now is kept for them
     b + 1 begins            they leave
-    end of its backward, or whatever else would see them missing     they land and are stepped
+    end of its backward, or whatever else would see them missing     they arrive and are stepped
 
 What would see them missing: a look-up of the table that was not predicted, a second backward before the next batch, a
 load, checkpoint or export of the table, `finish`, and whoever works with `.grad` between backward and step. In the last
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.group import LookAhead
-from armillary.runtime.hybrid.flight import Flight, advance_together
+from armillary.facts.group import PrefetchKind
+from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
 from armillary.runtime.hybrid.prefetch import Stepper
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.prefetch.catch_up_step import Moment, catch_up, moment_of
+from armillary.runtime.prefetch.catch_up_step import CatchUpMoment, catch_up, moment_of
 from armillary.runtime.prefetch.delay import Unused
 from armillary.runtime.transport import Transport
 
@@ -47,12 +47,12 @@ class Waiting:
     gradient to step with; it is sent all the same, as other ranks may have one."""
 
     table: RowTable
-    flight: Flight
-    moment: Moment | None = None
+    flight: InFlight
+    moment: CatchUpMoment | None = None
     is_dropped: bool = False
 
-    def land(self, transport: Transport) -> tuple[Tensor, Tensor]:
-        rows, sums = self.flight.land(transport)
+    def finish(self, transport: Transport) -> tuple[Tensor, Tensor]:
+        rows, sums = self.flight.finish(transport)
         return rows, sums
 
 
@@ -68,7 +68,7 @@ class DelayedGradients:
         kinds: how tables prefetch, by name. stopped: those that must not delay.
     """
 
-    def __init__(self, kinds: Mapping[str, LookAhead], transport: Transport, stopped: Collection[str]):
+    def __init__(self, kinds: Mapping[str, PrefetchKind], transport: Transport, stopped: Collection[str]):
         self.names = {name for name, kind in kinds.items() if kind == "gradients"}
         self.transport = transport
         self.waiting: list[Waiting] = []
@@ -103,7 +103,7 @@ class DelayedGradients:
         later = [gradient[heard] for gradient, (_, heard) in zip(gradients, unused, strict=True)]
         now = [gradient[~heard] for gradient, (_, heard) in zip(gradients, unused, strict=True)]
         push = table.exchange.push(later, [waiting for _, waiting in parts], table.ownership, table.place)
-        self.waiting.append(Waiting(table, Flight(push, table.name, 0)))
+        self.waiting.append(Waiting(table, InFlight(push, table.name, 0)))
         return now, [others for others, _ in parts]
 
     def begin_push(self) -> None:
@@ -139,28 +139,28 @@ class DelayedGradients:
     def leave(self) -> None:
         if not self.is_stepped:
             self.finish()
-        advance_together([waiting.flight for waiting in self.waiting], self.transport)
+        start_coalesced([waiting.flight for waiting in self.waiting], self.transport)
         self.under_way += self.waiting
         self.waiting = []
 
     def arrive(self) -> None:
         under_way, self.under_way = self.under_way, []
         for waiting in under_way:
-            arrived = waiting.land(self.transport)
+            arrived = waiting.finish(self.transport)
             if waiting.moment is not None:
                 catch_up(self.stepper, waiting.table, waiting.moment, *arrived)
 
     def finish(self) -> None:
         self.arrive()
         is_stepped, waiting, self.waiting = self.is_stepped, self.waiting, []
-        advance_together([one.flight for one in waiting], self.transport)
+        start_coalesced([one.flight for one in waiting], self.transport)
         if is_stepped:
             self.under_way = waiting
             self.arrive()
             return
         for one in waiting:
             self.stopped.add(one.table.name)
-            arrived = one.land(self.transport)
+            arrived = one.finish(self.transport)
             if one.table.gradient is not None:
                 with torch.no_grad():
                     one.table.deposit(*arrived)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Pulled, Staying
 from armillary.facts.collectives import AllToAll, Program
-from armillary.runtime.hybrid.flight import Flight
+from armillary.runtime.hybrid.in_flight import InFlight
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.prefetch.delay import Unused
 from armillary.runtime.prefetch.row_moves import RowMoves
@@ -51,7 +51,7 @@ class PrefetchedLookup:
     is_void: bool = False  # rows sent before the step have moved after all
     wanted: Tensor | None = None  # local rows that are asked of this rank
     sent: Tensor | None = None  # those that were sent before the step
-    unused: Flight | None = None  # brings which of its rows no rank reads in the next batch
+    unused: InFlight | None = None  # brings which of its rows no rank reads in the next batch
 
     def __post_init__(self) -> None:
         table = self.table
@@ -59,9 +59,9 @@ class PrefetchedLookup:
         if self.goes_early:
             assert table.exchange.pull_early is not None
             staying = Staying(self._unchanged, lambda: self.is_void)
-            self.flight = Flight(table.exchange.pull_early(*where, staying), table.name, 3)
+            self.flight = InFlight(table.exchange.pull_early(*where, staying), table.name, 3)
         else:
-            self.flight = Flight(table.exchange.pull(*where), table.name, table.exchange.pull_requests - 1)
+            self.flight = InFlight(table.exchange.pull(*where), table.name, table.exchange.pull_requests - 1)
 
     @property
     def goes_early(self) -> bool:
@@ -96,9 +96,9 @@ class PrefetchedLookup:
     def has_moved(self) -> bool:
         return self.moves is not None and self.sent is not None and self.moves.have_moved(self.sent)
 
-    def land(self, transport: Transport) -> Pulled:
+    def finish(self, transport: Transport) -> Pulled:
         if self.pulled is None:
-            self.pulled, self.flight.result = self.flight.land(transport), None
+            self.pulled, self.flight.result = self.flight.finish(transport), None
         return self.pulled
 
     def ticket_of(self, has_come: Sequence[bool]) -> Program[Pulled]:

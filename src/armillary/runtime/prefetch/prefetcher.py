@@ -7,7 +7,7 @@ Requests are made only right after a round in which every rank said it is idle, 
     b - 2 begins      counts have come with the round itself; ids leave
     the next round    owners say which of the rows are unchanged: no rank touches them in b - 1  (tables that send rows)
     b - 1 begins      those rows leave                                                           (tables that send rows)
-    b begins          all other rows leave; they land while the forward runs
+    b begins          all other rows leave; they arrive while the forward runs
     the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
     b + 1 begins      gradients of b's rows that are unused now leave, see `delay.py`    (tables that delay gradients)
 
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.announcement import BITS, MADE, MOVED, PREDICTED
-from armillary.facts.group import LookAhead
-from armillary.runtime.hybrid.flight import Flight, advance_together
+from armillary.facts.group import PrefetchKind
+from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
 from armillary.runtime.hybrid.prefetch import Rider, Stepper
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.prefetch.announcement import Announcement
@@ -80,7 +80,9 @@ class Prefetcher:
 
     depth = DEPTH
 
-    def __init__(self, tables: Sequence[RowTable], kinds: Mapping[str, LookAhead], transport: Transport, delay: Delay):
+    def __init__(
+        self, tables: Sequence[RowTable], kinds: Mapping[str, PrefetchKind], transport: Transport, delay: Delay
+    ):
         named = [table for table in tables if kinds.get(table.name, "none") != "none"]
         self.tables = named[:PREDICTED][::-1]  # as a forward reads
         self.names = {table.name for table in self.tables}
@@ -178,7 +180,7 @@ class Prefetcher:
         moves, may_send = self.moves.get(table.name), table.name not in self.upset
         return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, under_way, moves, may_send)
 
-    def _masks(self) -> list[Flight]:
+    def _masks(self) -> list[InFlight]:
         """What the next round takes along, once: of the last batch whose ids have left, which rows are unchanged; of
         the one before, which are unused next."""
         masks = self._going(self.coming[-1], MASKED)
@@ -187,24 +189,24 @@ class Prefetcher:
             masks += self._tell(*self.coming[-2:])
         return masks
 
-    def _tell(self, batch: BatchLookups, after: BatchLookups) -> list[Flight]:
+    def _tell(self, batch: BatchLookups, after: BatchLookups) -> list[InFlight]:
         """Of every look-up of a batch, which of its rows the one after does not read."""
         telling = []
         for one in batch.look_ups:
             if self.delay.delays(one.table) and (readers := after.of(one.table)):
-                one.unused = Flight(one.tell(readers), one.table.name, 0)
+                one.unused = InFlight(one.tell(readers), one.table.name, 0)
                 telling.append(one.unused)
         return telling
 
-    def _send_late(self, beginning: Sequence[Flight]) -> None:
+    def _send_late(self, beginning: Sequence[InFlight]) -> None:
         """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
         Every request that a look-up needs has been made then; it has only to wait for the last."""
         while late := [one.flight for one in self.now.look_ups if one.flight.left > 0]:
             together = [late] if self.now.has_few else [[flight] for flight in late]
             for flights in together:
-                advance_together([*flights, *beginning], self.transport)
+                start_coalesced([*flights, *beginning], self.transport)
                 beginning = ()
-        advance_together(beginning, self.transport)
+        start_coalesced(beginning, self.transport)
         for one in self.now.look_ups:
             one.before = one.under_way = ()
             one.table.pending.append(one.look_up)
@@ -212,11 +214,11 @@ class Prefetcher:
 
     def _send_early(self) -> None:
         """Of the next batch the rows that are unchanged."""
-        advance_together(self._going(self.coming[0], SENT), self.transport)
+        start_coalesced(self._going(self.coming[0], SENT), self.transport)
         for moves in self.moves.values():
             moves.forget()
 
-    def _going(self, batch: BatchLookups, left: int) -> list[Flight]:
+    def _going(self, batch: BatchLookups, left: int) -> list[InFlight]:
         """Look-ups whose rows go early, of those that have more than `left` requests to make."""
         return [one.flight for one in batch.look_ups if one.goes_early and one.flight.left > left]
 
@@ -233,7 +235,7 @@ class Prefetcher:
             self.now.strayed.add(table.name)
             return None
         found.is_taken = True
-        pulled = found.land(self.transport)
+        pulled = found.finish(self.transport)
         found.look_up.rows, found.pulled = pulled.rows, pulled._replace(rows=keys[:0])
         return found.look_up
 
@@ -250,7 +252,7 @@ class Prefetcher:
         self.now.is_closed = True
         made = self.heard[:, MADE].long().tolist()
         for one in self.now.look_ups:
-            ticket, has_come = one.land(self.transport).ticket, tuple(bool(mask >> one.bit & 1) for mask in made)
+            ticket, has_come = one.finish(self.transport).ticket, tuple(bool(mask >> one.bit & 1) for mask in made)
             one.pulled = None
             table = one.table
             if not any(has_come):
@@ -265,7 +267,7 @@ class Prefetcher:
         self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
     ) -> tuple[list[Tensor], list[Any]]:
         telling = {one.look_up: one.unused for one in self.now.of(table) if one.unused is not None}
-        unused = [telling[one].land(self.transport) if one in telling else None for one in look_ups]
+        unused = [telling[one].finish(self.transport) if one in telling else None for one in look_ups]
         return self.delay.split(table, gradients, tickets, unused)
 
     def begin_push(self) -> None:

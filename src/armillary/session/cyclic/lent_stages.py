@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.borrowed import Borrowed
+from armillary.runtime.partition.stages import Stage
 
 __all__ = ["LentStages"]
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 
 __all__ = ["OwnStages", "held_whole"]

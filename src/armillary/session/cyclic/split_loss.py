@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from armillary.runtime.watch.probe import Loss
-from armillary.runtime.watch.untouched import untouched
+from armillary.runtime.profiling.probe import Loss
+from armillary.runtime.profiling.untouched import untouched
 from armillary.session.workload import Batch
 
 __all__ = ["SplitLoss", "scaler_refused"]

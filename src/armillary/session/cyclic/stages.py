@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from armillary.facts.plan import Plan
-from armillary.runtime.cut.stages import Stage, chain, cut, same_as_model
-from armillary.runtime.cut.tracer import cut_traced
-from armillary.runtime.watch.untouched import untouched
+from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model
+from armillary.runtime.partition.tracer import cut_traced
+from armillary.runtime.profiling.untouched import untouched
 from armillary.session.cyclic.split_loss import SplitLoss
 
 __all__ = ["TracedInput", "refuse_other_groups", "stages_of"]

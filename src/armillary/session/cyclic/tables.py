@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from armillary.exchanges.exchange import build_row, row_exchanges
 from armillary.facts.plan import Group, Plan
 from armillary.runtime.channel import Requests
-from armillary.runtime.cut.stages import Stage
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.prefetch import NoPrefetch
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
+from armillary.runtime.partition.stages import Stage
+from armillary.runtime.profiling.untouched import untouched
+from armillary.runtime.profiling.whole_table import handle_of_whole
 from armillary.runtime.transport import Transport
-from armillary.runtime.watch.untouched import untouched
-from armillary.runtime.watch.whole_table import handle_of_whole
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.rows import refuse_rows
-from armillary.session.misfit import row_complaints
 from armillary.session.tables import make_table, put_handle
 from armillary.session.train_job import TrainJob
+from armillary.session.validation import row_complaints
 
 __all__ = ["RunTables", "look_up_orders", "make_tables", "table_complaints", "table_groups"]
 
@@ -64,9 +64,9 @@ def table_complaints(
                 f"group {group.name!r} goes by {group.exchange}; under this schedule rows go straight to one "
                 f"owner and back: take an exchange that does so, or plan the table without rows"
             )
-        if group.look_ahead != "none":
+        if group.prefetch != "none":
             yield (
-                f"group {group.name!r}: look_ahead={group.look_ahead!r} is for loops over run.batches; this "
+                f"group {group.name!r}: prefetch={group.prefetch!r} is for loops over run.batches; this "
                 f"schedule owns its loop: set it to 'none'"
             )
 

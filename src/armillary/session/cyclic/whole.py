@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.watch.probe import Loss
-from armillary.runtime.watch.untouched import untouched
+from armillary.runtime.partition.stages import Stage
+from armillary.runtime.profiling.probe import Loss
+from armillary.runtime.profiling.untouched import untouched
 from armillary.session.cyclic.split_loss import scaler_refused
 
 __all__ = ["Whole", "whole_stage"]

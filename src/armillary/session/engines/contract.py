@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from armillary.facts.plan import Plan
 from armillary.facts.registry import Registry
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.session.cyclic.counted_channel import CountedChannel
@@ -35,7 +35,7 @@ class Parts:
     transport: Transport
     channel: CountedChannel
     stages: Sequence[Stage]
-    course: Course
+    spec: TrainSpec
     input_of: Callable[[Batch], Any]
     tables: RunTables
 

@@ -3,8 +3,8 @@
 from torch import nn
 
 from armillary.facts.plan import Plan
-from armillary.runtime.cut.stages import Stage
-from armillary.runtime.cyclic.course import Course
+from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.edge import codes_of
 from armillary.schedules.random_stream import seed_from_step
@@ -35,8 +35,8 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     if not options.method.is_cut:
         names = {name: name for name, _ in job.model.named_parameters()}
         whole = Stage(0, job.model, names) if job.loss is None else whole_stage(job.model, job.loss, job.example)
-        course = Course(options.schedule(), lambda output, batch: output, seed, clip=options.clip)
-        return Parts(plan, options, job, transport, channel, [whole], course, lambda batch: batch, RunTables())
+        spec = TrainSpec(options.schedule(), lambda output, batch: output, seed, clip=options.clip)
+        return Parts(plan, options, job, transport, channel, [whole], spec, lambda batch: batch, RunTables())
     assert job.loss is not None
     split = SplitLoss(job.loss, job.model, job.example)
     value = split.input_of(job.example)
@@ -50,9 +50,9 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     input_of = TracedInput(split, value).input_of if is_traced else split.input_of
     divisor = options.total(transport.place.workers)
     tables = make_tables(plan, job, orders, divisor, transport, channel)
-    course = Course(
+    spec = TrainSpec(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
-        remedies=options.built_remedies(), objectives=options.method.objectives(options),
+        corrections=options.built_corrections(), objectives=options.method.objectives(options),
         codes=codes, lends=options.method.lends,
     )  # fmt: skip
-    return Parts(plan, options, job, transport, channel, stages, course, input_of, tables)
+    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables)

@@ -25,7 +25,7 @@ class InterpretedEngine:
     """Losses are known on the process of the last stage; where each runs all stages, on each those of its own data."""
 
     def __init__(self, parts: Parts) -> None:
-        schedule, tables, place = parts.course.schedule, parts.tables.by_stage, parts.transport.place
+        schedule, tables, place = parts.spec.schedule, parts.tables.by_stage, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
         team = team_of(parts)
         self.units = [unit for units in team.groups.values() for unit in units] if team.reduces else []
@@ -34,7 +34,7 @@ class InterpretedEngine:
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
             seat = Seat(place.rank, ranks_of(parts), parts.channel, team, tables, one_queue)
-        self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.course, seat)
+        self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.spec, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         if len(set(seat.ranks)) > 1 and not is_relayed(schedule, seat.ranks):
             own = ranks_of_stages(schedule, seat.ranks)

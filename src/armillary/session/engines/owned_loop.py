@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.agreement import checksum
+from armillary.runtime.checkpointing.optimizer_state import parameter_names, table_state
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import parameter_names, table_state
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
@@ -108,7 +108,7 @@ class OwnedLoop:
     def _telling(self) -> ToldLosses | None:
         if self.engine.teller is None:
             return None
-        schedule = self.parts.course.schedule
+        schedule = self.parts.spec.schedule
         last = max(action.start for row in schedule.ticks for action in row)
         # where steps do not overlap all is known when the last gradient has come; else a step later nobody waits
         lag = last // schedule.period + 1 if schedule.stale_share else 0
@@ -234,7 +234,7 @@ class OwnedLoop:
     @property
     def not_whole(self) -> str:
         name = self.plan.schedule.name
-        if not self.has_own_data or self.parts.course.schedule.stale_share:
+        if not self.has_own_data or self.parts.spec.schedule.stale_share:
             return f"under schedule {name} the model does not hold the newest weights between steps"
         return f"under schedule {name} rows of tables are kept in several versions" if self.tables else ""
 

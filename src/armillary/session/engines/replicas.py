@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from armillary.exchanges.exchange import Place, build_dense, dense_exchanges
+from armillary.exchanges.exchange import RankInfo, build_dense, dense_exchanges
 from armillary.facts.mesh import DATA
 from armillary.runtime.cyclic.team import Team
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
@@ -14,7 +14,7 @@ __all__ = ["beside_bytes", "ranks_of", "team_of"]
 
 def ranks_of(parts: Parts) -> Sequence[int]:
     """By worker of the schedule, of this rank's replica."""
-    rank, workers = parts.rank, parts.course.schedule.workers
+    rank, workers = parts.rank, parts.spec.schedule.workers
     if parts.options.method.is_side_by_side:
         return [rank] * workers
     together = parts.plan.mesh.sharing_data(rank)
@@ -25,7 +25,7 @@ def team_of(parts: Parts) -> Team:
     """The ranks that hold the same stages."""
     mesh, whole = parts.plan.mesh, parts.transport.place
     replicas = parts.options.replicas(whole.workers)
-    place = Place(0, 1) if replicas == 1 else data_place(mesh, whole)
+    place = RankInfo(0, 1) if replicas == 1 else data_place(mesh, whole)
     is_everybody = replicas == whole.workers
     if not is_everybody and replicas > 1:
         parts.transport.open_axis(DATA, mesh.members(DATA))
@@ -39,13 +39,13 @@ def beside_bytes(units: Sequence[DenseUnit]) -> float:
     return float(sum(one.nbytes for one in kept))
 
 
-def _groups(parts: Parts, place: Place) -> dict[int, list[DenseUnit]]:
+def _groups(parts: Parts, place: RankInfo) -> dict[int, list[DenseUnit]]:
     """What crosses by exchanges, of the stages here.
 
     Args:
         place: of this rank among the replicas.
     """
-    schedule, ranks = parts.course.schedule, ranks_of(parts)
+    schedule, ranks = parts.spec.schedule, ranks_of(parts)
     here = {action.stage for row, rank in zip(schedule.ticks, ranks) if rank == parts.rank for action in row}
     named, found = dict(parts.job.model.named_parameters()), dict[int, list[DenseUnit]]()
     for group in parts.plan.groups:

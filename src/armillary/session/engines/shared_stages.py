@@ -20,7 +20,7 @@ class SharedEngine:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.runtime = Shared(parts.stages, parts.job.optimizer, parts.course, parts.channel, parts.rank)
+        self.runtime = Shared(parts.stages, parts.job.optimizer, parts.spec, parts.channel, parts.rank)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         self.teller = self.runtime.sharing.ranks(len(parts.stages) - 1)[0]
         self._own = OwnStages(parts.stages, [self.runtime.part.index], parts.transport)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from armillary.facts.plan import Forecast, Plan
+from armillary.runtime.checkpointing.optimizer_state import parameter_names
 from armillary.runtime.consensus import differing, mean_optimizer, shown, take_mean
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
@@ -22,8 +23,7 @@ from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.optimizers import holder, members
 from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import parameter_names
-from armillary.runtime.watch.probe import Loss
+from armillary.runtime.profiling.probe import Loss
 from armillary.session.average import Average
 from armillary.session.engines.even_batches import even_batches
 from armillary.session.engines.refused_state import refuse_state
@@ -127,7 +127,7 @@ class UserLoop:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan looks ahead, the loader may be three batches ahead of the loop (see `Source` for the loaders that
+        If the plan prefetches, the loader may be three batches ahead of the loop (see `Source` for the loaders that
         are not). A loop that saves its place in the data must then save that of the batch it holds: iterate over
         pairs of a batch and its place.
 

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.checkpointing.optimizer_state import by_name, table_state
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.saving.optimizer_state import by_name, table_state
 
 __all__ = ["held_by_group", "rest_of"]
 

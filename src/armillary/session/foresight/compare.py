@@ -41,10 +41,10 @@ from armillary.schedules.edge import codes_of
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.edge_labels import EdgeLabels, way_of
 from armillary.session.folder import read_kept
-from armillary.session.foresight.edges_seen import Seen, edges_seen
+from armillary.session.foresight.edges_seen import SeenEdge, edges_seen
 from armillary.session.tally import OTHER, STEP
 
-__all__ = ["Band", "Compared", "Line", "Middle", "compare_run"]
+__all__ = ["Band", "Compared", "ComparedLine", "Middle", "compare_run"]
 
 PROCESS = "process"
 # Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
@@ -94,7 +94,7 @@ class Middle:
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedLine:
     """One group, one edge, the whole step, or the process. forecast: None for what is only shown. measured: its seconds
     are the median step's. outside: which of its figures are outside the band. middle: of steps."""
 
@@ -111,7 +111,7 @@ class Compared:
     """lines: in launch order, then edges, what is of no group, the whole step and the process."""
 
     band: Band
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedLine, ...]
 
     @property
     def is_within(self) -> bool:
@@ -149,28 +149,28 @@ def compare_run(folder: Path, band: Band) -> Compared:
     _refuse_other_plan(folder, plan, trace, summary)
     edges = _edges_in(trace, plan)
     spent = _seconds(trace, plan, edges)
-    seen: list[Line] = []
+    seen: list[ComparedLine] = []
     for line in summary.comparison:
         name, held = line["group"], Forecast(**line["measured"])
         middle = spent.get(name, Middle.of([]))
         measured = replace(held, seconds=middle.median)
-        seen.append(Line(name, line["exchange"], foreseen.groups.get(name), measured, (), middle))
+        seen.append(ComparedLine(name, line["exchange"], foreseen.groups.get(name), measured, (), middle))
     sent_bytes = sum(line.measured.sent_bytes for line in seen if line.forecast is not None)
     whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
     expected = Forecast(foreseen.step.sent_bytes, summary.forecast.memory_bytes, foreseen.step.seconds)
     seen[len(plan.groups) : len(plan.groups)] = [
-        Line(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
+        ComparedLine(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
         for edge, forecast in foreseen.edges.items()
-        for found in [edges.get(edge, Seen({}, 0.0))]
+        for found in [edges.get(edge, SeenEdge({}, 0.0))]
         for middle in [Middle.of([*found.seconds.values()])]
     ]
-    seen.append(Line(STEP, "", expected, whole, ()))
+    seen.append(ComparedLine(STEP, "", expected, whole, ()))
     decided = {group.name for group in plan.groups if _is_decided(group.exchange)} | foreseen.decided
     decided |= {STEP} if decided else set()
     lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
     if foreseen.edges:
         lines = [line if line.group == STEP else _without_memory(line) for line in lines]
-    process = Line(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
+    process = ComparedLine(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
     return Compared(band, (*lines, process))
 
 
@@ -273,11 +273,11 @@ def _is_dense(choice: Choice | None) -> bool:
     return choice is not None and choice.name in dense_exchanges()
 
 
-def _edges_in(trace: Trace, plan: Plan) -> dict[str, Seen]:
+def _edges_in(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
     return edges_seen(trace, plan) if owns_loop(plan.schedule) else {}
 
 
-def _seconds(trace: Trace, plan: Plan, edges: Mapping[str, Seen]) -> dict[str, Middle]:
+def _seconds(trace: Trace, plan: Plan, edges: Mapping[str, SeenEdge]) -> dict[str, Middle]:
     """Of steps, by group; requests that are of no group go together."""
     steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     names = EdgeLabels(plan)
@@ -298,11 +298,11 @@ def _is_decided(choice: Choice | None) -> bool:
     return exchange.most_bytes is not None and exchange.bytes_after is None
 
 
-def _without_memory(line: Line) -> Line:
+def _without_memory(line: ComparedLine) -> ComparedLine:
     return replace(line, outside=tuple(name for name in line.outside if name != "memory_bytes"))
 
 
-def _outside(line: Line, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
+def _outside(line: ComparedLine, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
     found = []
     sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
     shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}

@@ -15,11 +15,11 @@ from armillary.facts.trace import Record, Trace
 from armillary.schedules.registry import options_of
 from armillary.session.edge_labels import EdgeLabels
 
-__all__ = ["Seen", "edges_seen"]
+__all__ = ["SeenEdge", "edges_seen"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenEdge:
     """Of one edge. seconds: by step, added up over its letters. sent_bytes: per worker, of the median step."""
 
     seconds: dict[str, float]
@@ -45,7 +45,7 @@ class _Letter:
         return max(0.0, min(self.ends.values()) - max(self.starts.values()))
 
 
-def edges_seen(trace: Trace, plan: Plan) -> dict[str, Seen]:
+def edges_seen(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
     """By edge, of the plan's schedule."""
     edges, teams = EdgeLabels(plan), _teams(plan)
     seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -55,7 +55,7 @@ def edges_seen(trace: Trace, plan: Plan) -> dict[str, Seen]:
             step = at.split(",")[0]
             seconds[edge][step] += letter.seconds / len(teams)
             sent[edge][step] += letter.sent_bytes / plan.workers
-    return {edge: Seen(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
+    return {edge: SeenEdge(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
 
 
 def _teams(plan: Plan) -> Sequence[Sequence[int]]:

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from armillary.planning.clock import Span
+from armillary.planning.clock import BusySpan
 from armillary.planning.simulation import Simulation
 from armillary.session.foresight.timeline import LANES
 
@@ -85,7 +85,7 @@ def _summary(simulation: Simulation) -> str:
     )
 
 
-def _draw(axes: Axes, spans: Sequence[Span], row: int, step_seconds: float) -> None:
+def _draw(axes: Axes, spans: Sequence[BusySpan], row: int, step_seconds: float) -> None:
     bars = [(span.start_seconds * 1e3, span.seconds * 1e3) for span in spans]
     colors = [COLORS[span.action] for span in spans]
     axes.broken_barh(bars, (row - HEIGHT / 2, HEIGHT), facecolors=colors, edgecolor="white", linewidth=0.6)
@@ -96,11 +96,11 @@ def _draw(axes: Axes, spans: Sequence[Span], row: int, step_seconds: float) -> N
             axes.text(middle, row, _fitted(span, share), ha="center", va="center", fontsize=7.5, color=_ink(span))
 
 
-def _label(span: Span) -> str:
+def _label(span: BusySpan) -> str:
     return span.what if span.lane != "processor" or span.action in ("forward", "backward") else span.action
 
 
-def _fitted(span: Span, share: float) -> str:
+def _fitted(span: BusySpan, share: float) -> str:
     """As much as the bar has room for: name and duration, the name, or the beginning of it."""
     room, name, duration = int(share * CHARACTERS), _label(span), f"{span.seconds * 1e3:.3g} ms"
     if len(name) + len(duration) + 2 <= room:
@@ -110,5 +110,5 @@ def _fitted(span: Span, share: float) -> str:
     return name if len(name) <= room else name[: max(1, room - 1)] + "…"
 
 
-def _ink(span: Span) -> str:
+def _ink(span: BusySpan) -> str:
     return "black" if span.action in ("forward", "gather rows", "merge rows", "pack", "carry") else "white"

@@ -13,7 +13,7 @@ from armillary.planning.constraints import Constraint
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.simulator import simulate
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.workload import Workload
 

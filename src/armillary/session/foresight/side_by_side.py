@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.place import Place
+from armillary.exchanges.rank_info import RankInfo
 from armillary.reference import lockstep
 from armillary.reference.replicas import Replicas
 from armillary.session.evaluate import evaluating
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.foresight.gap import knots
-from armillary.session.foresight.twin_plans import Asked, Both, Losses
+from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses
 from armillary.session.source import leaves
 from armillary.session.truths import SeededBatch, seeded_loss
 from armillary.session.workload import Batch, Workload
@@ -43,7 +43,9 @@ class Trained(NamedTuple):
 Told = Callable[[Trained], object]
 
 
-def trained(workload: Workload, both: Both, asked: Asked, seed: int, held_out: Sequence[Batch], told: Told) -> Losses:
+def trained(
+    workload: Workload, both: Both, asked: AskedTraining, seed: int, held_out: Sequence[Batch], told: Told
+) -> Losses:
     """The losses of both sides under one seed.
 
     Args:
@@ -108,7 +110,7 @@ class Lockstep:
     def __call__(
         self, exchange: DenseExchange, parcels: Sequence[Parcel], states: Sequence[State]
     ) -> tuple[list[Parcel], list[State]]:
-        places = [Place(rank, len(parcels), self.workers_per_node) for rank in range(len(parcels))]
+        places = [RankInfo(rank, len(parcels), self.workers_per_node) for rank in range(len(parcels))]
         programs = [exchange.push(*each) for each in zip(parcels, states, places, strict=True)]
         moved, sent = lockstep.run(programs, self.workers_per_node)
         self.sent_bytes += sum(sent) / len(sent)

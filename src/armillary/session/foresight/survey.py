@@ -13,7 +13,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.runtime.link_timer import THOROUGH, Effort
 from armillary.runtime.measure import measure
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.at_once import timed_at_once
 from armillary.session.decide import open_transport, subject_of
 from armillary.session.workload import Workload

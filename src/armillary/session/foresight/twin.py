@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.planner import NO_CONSTRAINTS
-from armillary.runtime.watch.probe import Loss
+from armillary.runtime.profiling.probe import Loss
 from armillary.session.foresight.side_by_side import HELD_OUT, Told, trained
 from armillary.session.foresight.twin_page import Twin
-from armillary.session.foresight.twin_plans import Asked, planned
-from armillary.session.misfit import handed_in
+from armillary.session.foresight.twin_plans import AskedTraining, planned
 from armillary.session.script import Script
+from armillary.session.validation import handed_in
 
 __all__ = ["twin"]
 
@@ -56,7 +56,7 @@ def twin(
         ValueError: too few batches, or a wish that cannot be granted; nothing was trained then.
         RuntimeError: the loss writes into its batch.
     """
-    asked = Asked(topology, steps, seeds, constraints, allow)
+    asked = AskedTraining(topology, steps, seeds, constraints, allow)
     asked.refuse()
     wanted = steps * topology.workers
     drawn = list(islice(batches, wanted + HELD_OUT))

@@ -24,19 +24,19 @@ from armillary.planning.planner import SIMULTANEOUS
 from armillary.planning.planner import plan as make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.reference.replicas import Shared
+from armillary.reference.replicas import SharedGroup
 from armillary.reference.rows import Meanings
-from armillary.runtime.watch.profiler import profile
+from armillary.runtime.profiling.profiler import profile
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.foresight.gap import Side, Sides, knots
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.twin_page import Sent, Twin
 from armillary.session.workload import Workload
 
-__all__ = ["Asked", "Both", "Losses", "planned"]
+__all__ = ["AskedTraining", "Both", "Losses", "planned"]
 
 
-class Asked(NamedTuple):
+class AskedTraining(NamedTuple):
     """How both are trained; the workers of the topology are simulated."""
 
     topology: Topology
@@ -87,12 +87,12 @@ class Both(NamedTuple):
 
     exact: Side
     other: Side
-    departing: tuple[Shared, ...]
+    departing: tuple[SharedGroup, ...]
     rows: Mapping[str, Meanings]
     departing_bytes: float
     departures: tuple[str, ...]
 
-    def twin(self, subject: str, asked: Asked, losses: Sequence[Losses], notes: Sequence[str] = ()) -> Twin:
+    def twin(self, subject: str, asked: AskedTraining, losses: Sequence[Losses], notes: Sequence[str] = ()) -> Twin:
         """With the losses of every seed. subject: in words, what was trained and how."""
         sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if self.departing else None
         exact = replace(self.exact, losses=tuple(one.exact for one in losses))
@@ -103,7 +103,7 @@ class Both(NamedTuple):
         return Twin(subject, asked.topology.workers, Sides(exact, other, knots(asked.steps)), sent, (*said, *notes))
 
 
-def planned(workload: Workload, asked: Asked) -> Both:
+def planned(workload: Workload, asked: AskedTraining) -> Both:
     """Profiles the model here, as a worker of one core, and plans and simulates both.
 
     Raises:
@@ -142,12 +142,12 @@ def _departs(wish: Constraint) -> bool:
     return choice.name in entries and bool(entries[choice.name].departs)
 
 
-def _departing(plan: Plan) -> list[Shared]:
+def _departing(plan: Plan) -> list[SharedGroup]:
     entries, found = dense_exchanges(), []
     for group in plan.groups:
         choice = group.own_exchange
         if choice.name in entries and entries[choice.name].departs:
-            found.append(Shared(group.parameters, build_dense(choice.name, **choice.options)))
+            found.append(SharedGroup(group.parameters, build_dense(choice.name, **choice.options)))
     return found
 
 

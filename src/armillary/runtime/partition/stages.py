@@ -1,0 +1,197 @@
+"""A model cut into stages: consecutive parts, each a module from one value to the next.
+
+A value is a tensor, or any nest of tuples, lists and dicts of tensors, so skip connections can travel along. Chains of
+modules are cut here: an `nn.Sequential`, or a model whose forward applies modules one after the other, named by path.
+What is no chain goes through the tracer (`runtime/partition/tracer.py`).
+
+Stages share their parameters with the model, which stays whole: it is evaluated and saved as it always was.
+
+Where to cut is `schedules/balance.py`'s; the planner asks it too.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from armillary.schedules.balance import Cost, balanced
+
+__all__ = [
+    "ChainModule", "Cost", "ParameterUse", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model",
+    "tie_complaint",
+]  # fmt: skip
+
+
+class ChainModule(NamedTuple):
+    """One module of a chain. path: in the model."""
+
+    path: str
+    module: nn.Module
+
+
+class ParameterUse(NamedTuple):
+    """A parameter in one of the stages that hold it. name: the model's."""
+
+    stage: int
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One part of a model. `names` leads from the module's own parameter names to the model's."""
+
+    index: int
+    module: nn.Module
+    names: Mapping[str, str]
+
+
+def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[ChainModule]:
+    """The modules a model applies one after the other.
+
+    Args:
+        paths: of modules in the order of application; a list or `nn.Sequential` stands for its members. Without paths
+            the model must be an `nn.Sequential`; nested ones are opened.
+
+    Raises:
+        ValueError: no chain, a path that is not there, or parameters that no module of the chain holds.
+    """
+    if not paths and not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"stages: a {type(model).__name__} is no nn.Sequential; name the modules its forward applies in order, "
+            f"for example paths={[name for name, _ in model.named_children()]}, or cut it by tracing"
+        )
+    found: list[ChainModule] = []
+    for path in paths or [name for name, _ in model.named_children()]:
+        found += _members(path, _at(model, path), nested=not paths)
+    inside = {id(parameter) for _, module in found for parameter in module.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
+    if outside:
+        raise ValueError(f"stages: no module of the chain {[path for path, _ in found]} holds {', '.join(outside)}")
+    return found
+
+
+def costs(links: Sequence[ChainModule], value: Any) -> list[Cost]:
+    """Forward and backward cost of every link, counted on one value; the same on every machine.
+
+    Floating-point operations of matrix products, convolutions and attention, plus one per number that comes out, so
+    that links without such an operation are not free. Nothing is left changed but the buffers of the links.
+    """
+    found: list[Cost] = []
+    for _, module in links:
+        value = _leaf(value)
+        with FlopCounterMode(display=False) as forward:
+            result = module(value)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        numbers = sum(output.numel() for output in outputs)
+        back = [output for output in outputs if output.requires_grad]
+        with FlopCounterMode(display=False) as backward:
+            sources = [*module.parameters(), *(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))]
+            sources = [source for source in sources if source.requires_grad]
+            if back and sources:
+                torch.autograd.grad([output.sum() for output in back], sources, allow_unused=True)
+        found.append((float(forward.get_total_flops() + numbers), float(backward.get_total_flops() + 2 * numbers)))
+        value = result
+    return found
+
+
+def cut(model: nn.Module, links: Sequence[ChainModule], points: Sequence[int]) -> list[Stage]:
+    """Stages of a chain, a new one beginning at each of `points` (positions in `links`, rising, none of them 0).
+
+    Raises:
+        ValueError: points out of order, or weights that two stages share.
+    """
+    edges = [0, *points, len(links)]
+    if any(after <= before for before, after in pairwise(edges)):
+        raise ValueError(f"stages: cannot cut {len(links)} modules at {tuple(points)}; want rising points inside")
+    stages: list[Stage] = []
+    for index, (start, end) in enumerate(pairwise(edges)):
+        part = links[start:end]
+        module = nn.Sequential(OrderedDict((str(place), module) for place, (_, module) in enumerate(part)))
+        names = {
+            f"{place}.{name}": f"{path}.{name}"
+            for place, (path, link) in enumerate(part)
+            for name, _ in link.named_parameters()
+        }
+        stages.append(Stage(index, module, {local: names[local] for local, _ in module.named_parameters()}))
+    refuse_ties(stages)
+    return stages
+
+
+def refuse_ties(stages: Sequence[Stage]) -> None:
+    """
+    Raises:
+        ValueError: two stages share a parameter; they would read it at different ages and update it at different times.
+    """
+    owner: dict[int, ParameterUse] = {}
+    for stage in stages:
+        for local, parameter in stage.module.named_parameters():
+            here = ParameterUse(stage.index, stage.names[local])
+            first = owner.setdefault(id(parameter), here)
+            if first.stage != stage.index:
+                raise ValueError(tie_complaint(first, here))
+
+
+def tie_complaint(first: ParameterUse, second: ParameterUse) -> str:
+    """Why two stages may not share a parameter."""
+    return (
+        f"stages: {first.name} of stage {first.stage} and {second.name} of stage {second.stage} are one parameter; "
+        f"its two uses would see weights of different age. Cut so that both are in one stage, or untie them"
+    )
+
+
+def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:
+    """Runs both on one value with the same random numbers; a cheap proof that the named chain is the model's forward.
+
+    Raises:
+        ValueError: the outputs differ.
+    """
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results = []
+    for modules in ([model], [stage.module for stage in stages]):
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(random.Random(0).getrandbits(31))
+            result = value
+            for module in modules:
+                result = module(result)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
+        results.append(tree_leaves(result))
+    pairs = list(zip(*results)) if len(results[0]) == len(results[1]) else [(0, 1)]
+    if not all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs):
+        raise ValueError(
+            f"stages: the {len(stages)} stages one after the other do not compute what {type(model).__name__} does; "
+            f"its forward is not the chain that was named. Name the right chain, or cut it by tracing"
+        )
+
+
+def _at(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError as missing:
+        raise ValueError(f"stages: {type(model).__name__} has no module {path!r}: {missing}") from None
+
+
+def _members(path: str, module: nn.Module, nested: bool) -> list[ChainModule]:
+    """A list stands for its members; inside an `nn.Sequential` model, nested ones are opened all the way down."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        return [ChainModule(path, module)]
+    members = [ChainModule(f"{path}.{name}", member) for name, member in module.named_children()]
+    return [
+        link
+        for name, member in members
+        for link in (_members(name, member, True) if nested else [ChainModule(name, member)])
+    ]
+
+
+def _leaf(value: Any) -> Any:
+    """The value cut off from what made it, ready to receive gradients."""
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value
+    )

@@ -1,0 +1,175 @@
+"""Watches the steps of a loop that it does not run: how every parameter is read, from forward to the end of backward.
+
+The watch stays open over the user's own code (reads outside `model.forward` count), so it must tell what is part of a
+step: operations under autograd, and those inside a backward. Evaluation without gradients, averages under `no_grad` and
+the optimizer's step are not. Compiled parts of the model run uncompiled meanwhile (their kernels would hide reads), and
+are compiled afterwards.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from armillary.runtime.profiling.probe import UNSEEN, has_unseen_reader, touched_rows
+from armillary.runtime.profiling.reads import WatchReads
+from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, merged
+from armillary.runtime.when_final import when_final
+
+__all__ = ["LoopWatch", "SeenParameter", "SeenStep", "Told"]
+
+
+@dataclass(frozen=True)
+class SeenParameter:
+    """How one parameter was read, as `Reading` has it."""
+
+    gathers: tuple[str, ...]
+    dense: tuple[str, ...]
+    refusals: tuple[str, ...]
+    is_rewritten: bool
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """One step of the loop on this rank. Seconds include the watching."""
+
+    lookups: Mapping[str, Lookups]
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank saw, for the others.
+
+    Args of note:
+        arrivals: names of parameters in the order in which their gradients became final.
+        activation_bytes: of storages that forward made and that were still there when backward began; the most.
+    """
+
+    seen: Mapping[str, SeenParameter]
+    steps: Sequence[SeenStep]
+    arrivals: tuple[str, ...]
+    activation_bytes: int
+
+
+class LoopWatch(TorchDispatchMode):
+    """From `begin` to `end`; `take` closes a step. `is_paused`: while the optimizer steps.
+
+    It must be made before whoever exchanges gradients puts hooks on the parameters: it looks at this rank's own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        parameters = dict(model.named_parameters())
+        self.reads = WatchReads(parameters, lambda _: None)
+        self.is_paused = False
+        self.process = os.getpid()  # a loader's workers inherit the watch
+        self.steps: list[SeenStep] = []
+        self.arrivals: dict[str, None] = {}
+        self.activation_bytes = 0
+        self.left: dict[str, Tensor] = {}  # rows of a step's gradients, which the next ones may be added to
+        self._begin_step()
+        self._undo = [
+            when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        ]
+        self._stance: Any = None
+
+    def _begin_step(self) -> None:
+        self.forward = self.backward = 0.0
+        self.since: float | None = None  # the beginning of this pass
+        self.is_backward = False
+        self.arrived = 0.0  # when the last gradient became final
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # storages of this forward
+
+    def begin(self) -> None:
+        self._stance = torch.compiler.set_stance("force_eager")
+        _push_mode(self)
+
+    def end(self) -> None:
+        """Nothing of the watch is left; a second time does nothing. The script may have opened modes of its own since,
+        and not closed them yet."""
+        for undo in self._undo:
+            undo()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+        self._stance = None
+        above = []
+        if self in _get_current_dispatch_mode_stack():
+            while (top := _pop_mode()) is not self:
+                above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def told(self) -> Told:
+        seen = {
+            name: SeenParameter(tuple(one.gathers), tuple(one.dense), tuple(one.refusals), one.is_rewritten)
+            for name, one in self.reads.readings.items()
+        }
+        return Told(seen, tuple(self.steps), tuple(self.arrivals), self.activation_bytes)
+
+    def take(self) -> None:
+        """The optimizer has stepped."""
+        self._turn_to(False)
+        self.steps.append(SeenStep(self.reads.take(), self.forward, self.backward))
+        by_row = {name: one for name, one in self.reads.readings.items() if one.gathers and not one.dense}
+        gradients = {name: one.parameter.grad for name, one in by_row.items()}
+        self.left = {name: touched_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
+        self._begin_step()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_backward = torch._C._current_graph_task_id() != -1
+        is_step = (is_backward or torch.is_grad_enabled()) and not self.is_paused
+        if not is_step or os.getpid() != self.process:
+            return func(*args, **kwargs)
+        is_turn = is_backward is not self.is_backward or self.since is None
+        if is_turn and (is_backward or self.reads.touches((args, kwargs))):  # a forward begins with the first parameter
+            self._turn_to(is_backward)
+        self.reads.counts_lookups = not is_backward
+        result = self.reads.__torch_dispatch__(func, types, args, kwargs)
+        if self.since is not None and not is_backward and not func.is_view:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                    storage = leaf.untyped_storage()
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def _turn_to(self, is_backward: bool) -> None:
+        """Another pass begins, or the step is over. What runs between a backward and the next forward is neither."""
+        now = time.perf_counter()
+        if self.since is not None and self.is_backward:
+            self.backward += max(0.0, self.arrived - self.since)
+        elif self.since is not None and is_backward:
+            self.forward += now - self.since
+            there = sum(size for storage, size in self.made.values() if not storage.expired())
+            self.activation_bytes = max(self.activation_bytes, there)
+        self.since, self.is_backward = now, is_backward
+
+    def _arrived(self, _: Tensor, name: str) -> None:
+        self.arrived = time.perf_counter()
+        self.arrivals.pop(name, None)  # the last time counts
+        self.arrivals[name] = None
+        reading = self.reads.readings[name]
+        rows = self.left.get(name, NO_LOOKUPS.rows)
+        left = replace(NO_LOOKUPS, rows=rows, counts=torch.zeros_like(rows))
+        if has_unseen_reader(reading, merged([left, *reading.pending])):
+            reading.dense.add(UNSEEN)

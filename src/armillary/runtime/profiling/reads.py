@@ -1,0 +1,265 @@
+"""Watches every tensor operation of a step and says how each parameter is read: by row, whole, or never.
+
+What module a parameter sits in, and whether it says `sparse=True`, is not trusted: only the operations that
+touch its storage are. So bare parameters, sampled softmax and tied weights are named rightly without the
+user's help. Values never make a parameter sparse.
+
+Source: Parallax (Kim et al., EuroSys 2019) tells sparse from dense by the type of the gradient in a static
+graph; eager PyTorch has neither, hence a dispatch mode. Departure: a tied table that is also read whole
+counts as "both", where the type of the gradient would call it sparse.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, merged
+
+__all__ = ["Reading", "WatchReads"]
+
+aten = torch.ops.aten
+
+# The operations that gather rows: operator -> (argument that is the table, argument that holds the ids).
+GATHERS = {
+    aten.embedding.default: ("weight", "indices"),
+    aten._embedding_bag.default: ("weight", "indices"),
+    aten._embedding_bag_forward_only.default: ("weight", "indices"),
+    aten.index_select.default: ("self", "index"),
+    aten.index.Tensor: ("self", "indices"),
+}
+
+# These touch only looked-up rows on behalf of one of the above; they are no lookups of their own.
+COMPANIONS = {
+    aten.embedding_renorm_.default: "self",
+    aten._embedding_bag_per_sample_weights_backward.default: "weight",
+}
+
+# These take shape, dtype and device from a tensor and read none of its values: `weight.new_zeros(...)` is how
+# many recurrent models make their first state, from whatever parameter comes first.
+UNREAD = {
+    *(aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full, aten.new_empty_strided),
+    *(aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.rand_like, aten.randn_like),
+}
+
+MAX_NORM = "max_norm rewrites rows during the look-up, on whichever worker reads them"
+SCALED = "scale_grad_by_freq divides by how often an id occurs in the whole batch, which no owner sees"
+VIEWED = "its rows are read through a view, which an owned table does not offer; index the table itself"
+RECOMPUTED = "its rows are read again inside backward (activation checkpointing); keep the look-up outside"
+MADE_FROM = "{} takes shape and dtype from it, which an owned table does not offer; take them from another tensor"
+SHARED = "its memory is shared with {}"
+
+
+@dataclass
+class Reading:
+    """What has been seen of one parameter so far.
+
+    Args of note:
+        gathers: operations that read rows; dense: operations that read or wrote it whole.
+        pending: lookups since the last `take`.
+    """
+
+    parameter: nn.Parameter
+    gathers: set[str] = field(default_factory=set)
+    dense: set[str] = field(default_factory=set)
+    refusals: set[str] = field(default_factory=set)
+    is_rewritten: bool = False
+    pending: list[Lookups] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReadSpan:
+    """The part of a storage a parameter covers: elements `start` up to `stop`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class WatchReads(TorchDispatchMode):
+    """While active, notes every read of the parameters given.
+
+    Look-ups are counted only while `counts_lookups`: a checkpointed stage gathers once more in its backward pass.
+
+    Args:
+        parameters: each parameter once, under its name.
+        before_write: called with a parameter just before an operation writes into it.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], before_write: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.readings = {name: Reading(parameter) for name, parameter in parameters.items()}
+        self.before_write = before_write
+        self.counts_lookups = True
+        self.views = WeakTensorKeyDictionary()  # of parameters, but for plain aliases
+        self.spans: dict[int, list[ReadSpan]] = {}
+        for name, parameter in parameters.items():
+            self.spans.setdefault(_storage(parameter), []).append(ReadSpan(name, *_extent(parameter)))
+        for spans in self.spans.values():
+            for mine in spans:
+                others = (span for span in spans if span is not mine)
+                if sharing := [span.name for span in others if _meet(mine, span.start, span.stop)]:
+                    self.readings[mine.name].refusals.add(SHARED.format(", ".join(sharing)))
+
+    def pending(self) -> dict[str, Lookups]:
+        """The lookups since the last `take`, by parameter; those that had none are left out."""
+        return {name: merged(reading.pending) for name, reading in self.readings.items() if reading.pending}
+
+    def take(self) -> dict[str, Lookups]:
+        """As `pending`, and starts afresh."""
+        taken = self.pending()
+        for reading in self.readings.values():
+            reading.pending = []
+        return taken
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.touches((args, kwargs)):
+            return func(*args, **kwargs)
+        self._note(func, _bound(func, args, kwargs))
+        result = func(*args, **kwargs)
+        is_alias = func is aten.detach.default and args[0] not in self.views
+        if func.is_view and isinstance(result, Tensor) and not is_alias:
+            self.views[result] = True
+        return result
+
+    def _note(self, func: OpOverload, bound: Mapping[str, Any]) -> None:
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for name in self._touched_in(bound.get(argument.name)):
+                    self.readings[name].is_rewritten = True
+                    self.before_write(self.readings[name].parameter)
+        if func.is_view:
+            return
+        if func._overloadpacket in UNREAD:
+            for name in self._touched_in(list(bound.values())):
+                self.readings[name].refusals.add(MADE_FROM.format(_short(func)))
+            return
+        gathered = GATHERS[func][0] if func in GATHERS else COMPANIONS.get(func)
+        for argument_name, value in bound.items():
+            for name in self._touched_in(value):
+                if argument_name != gathered or not self._by_row(func, bound, name, value):
+                    self.readings[name].dense.add(_short(func))
+
+    def _by_row(self, func: OpOverload, bound: Mapping[str, Any], name: str, table: Tensor) -> bool:
+        """Notes a gather of rows of parameter `name`; False if it does not gather that parameter's rows."""
+        reading = self.readings[name]
+        if not _has_rows_of(table, reading.parameter):
+            return False
+        if func in COMPANIONS:
+            if func is aten.embedding_renorm_.default:
+                reading.refusals.add(MAX_NORM)
+            return True
+        ids = _row_ids(func, bound)
+        if ids is None:
+            return False
+        reading.gathers.add(_short(func))
+        if table.shape != reading.parameter.shape or table in self.views:
+            reading.refusals.add(VIEWED)
+        if not self.counts_lookups:
+            reading.refusals.add(RECOMPUTED)
+        if bound.get("scale_grad_by_freq"):
+            reading.refusals.add(SCALED)
+        if self.counts_lookups:
+            padding = bound.get("padding_idx", -1)
+            reading.pending.append(_counted(name, ids, len(reading.parameter), None if padding < 0 else padding))
+        return True
+
+    def touches(self, arguments: object) -> bool:
+        """Whether a tensor among them shares memory with a parameter."""
+        return any(self._touched(leaf) for leaf in tree_leaves(arguments))
+
+    def _touched(self, leaf: object) -> list[str]:
+        """The parameters whose memory a tensor shares."""
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            return []
+        spans = self.spans.get(_storage(leaf))
+        if spans is None:
+            return []
+        start, stop = _extent(leaf)
+        return [span.name for span in spans if _meet(span, start, stop)]
+
+    def _touched_in(self, value: object) -> Iterator[str]:
+        for leaf in tree_leaves(value):
+            yield from self._touched(leaf)
+
+
+def _bound(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, without the defaults it did not state."""
+    return {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
+
+
+def _short(func: OpOverload) -> str:
+    return str(func._overloadpacket.__name__)
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number that tells storages apart while they live; unlike an address it also tells empty ones
+    apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte of the storage that the tensor reaches."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.numel() == 0:
+        return start, start
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _meet(span: ReadSpan, start: int, stop: int) -> bool:
+    return span.start < stop and start < span.stop
+
+
+def _has_rows_of(table: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether row r of `table` is all of row r of the parameter: true of `detach()`, `view(rows, -1)`."""
+    return (
+        parameter.dim() > 0
+        and table.dim() > 0
+        and table.dtype == parameter.dtype
+        and table.shape[0] == parameter.shape[0]
+        and table.numel() == parameter.numel()
+        and table.storage_offset() == parameter.storage_offset()
+        and table.stride(0) == parameter.stride(0)
+    )
+
+
+def _row_ids(func: OpOverload, bound: Mapping[str, Any]) -> Tensor | None:
+    """The row numbers asked for, or None where the operation picks something other than rows."""
+    ids = bound[GATHERS[func][1]]
+    if func is aten.index_select.default and bound["dim"] not in (0, -bound["self"].dim()):
+        return None
+    if func is aten.index.Tensor:
+        if ids[0] is None or any(index is not None for index in ids[1:]):
+            return None
+        ids = ids[0]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return None  # a mask, or bytes used as one
+    return ids
+
+
+def _counted(name: str, ids: Tensor, rows: int, padding: int | None) -> Lookups:
+    """
+    Raises:
+        IndexError: an id is out of range (named here, because the operation itself names no parameter).
+    """
+    if ids.numel() == 0:
+        return replace(NO_LOOKUPS, calls=1, paddings=frozenset([padding]))
+    found = ids.detach().flatten().to("cpu", torch.int64)
+    distinct, counts = found.unique(return_counts=True)
+    low, high = int(distinct[0]), int(distinct[-1])
+    if low < -rows or high >= rows:
+        raise IndexError(f"profile: look-up of rows {low} to {high} in {name!r}, which has rows 0 to {rows - 1}")
+    if low < 0:  # counted from the end
+        found = found % rows
+        distinct, counts = found.unique(return_counts=True)
+    return Lookups(1, distinct, counts, len(distinct), frozenset([padding]))

@@ -1,1 +1,0 @@
-"""Against what stale weights do to training: remedy.py is the contract, then one file per remedy."""

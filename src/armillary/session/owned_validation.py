@@ -1,0 +1,110 @@
+"""What speaks against carrying out a plan whose schedule owns the loop, found before anything is touched."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
+from armillary.facts.plan import Choice, Group, Plan
+from armillary.planning.parallax import PLAIN
+from armillary.runtime.hybrid.bucket import layout_beside
+from armillary.runtime.hybrid.optimizers import kind_of, members
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.registry import options_of
+from armillary.session.cyclic.tables import table_complaints
+from armillary.session.train_job import TrainJob
+from armillary.session.validation import other_job
+
+__all__ = ["owned_misfit"]
+
+BY = PLAIN["replicated"]
+
+
+def owned_misfit(plan: Plan, job: TrainJob, workers: int) -> str:
+    """The first complaint, with its remedy; empty if there is none."""
+    return next(_complaints(plan, job, workers), "")
+
+
+def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
+    name = plan.schedule.name
+    options = options_of(plan)
+    lacking = [what for what in ("loss", "example") if getattr(job, what) is None]
+    if lacking and (options.method.is_cut or len(lacking) == 1):
+        yield (
+            f"schedule {name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
+            f"loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
+        )
+    if len(members(job.optimizer)) > 1:
+        yield (
+            f"schedule {name} owns the loop and steps one optimizer, got {kind_of(job.optimizer)}; make one, "
+            "with groups of parameters, or plan without a schedule"
+        )
+    if job.scaler is not None and job.scaler.is_enabled():
+        yield (
+            f"schedule {name} cannot have a GradScaler, as its stages are stepped at different times, before anybody "
+            f"knows whether all gradients of the step are finite; use bfloat16, which needs no scaling"
+        )
+    if job.check_finite:
+        yield (
+            f"schedule {name} owns the loop and cannot have check_finite=True; look at the losses that run.step "
+            "returns, or at those of run.evaluate"
+        )
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
+    yield from other_job(plan, trainable, workers)
+    if any(tensor.is_meta for tensor in [*job.model.parameters(), *job.model.buffers()]):
+        yield f"schedule {name} cannot begin from a model on the meta device; build it on a real one"
+    if options.method.is_cut:
+        yield from _unfit_optimizer(options, job.optimizer)
+        yield from table_complaints(plan, options, trainable, job.optimizer)
+        yield from _unfit_exchanges(plan, options, trainable)
+    else:
+        yield from _unfit_groups(plan, trainable)
+
+
+def _unfit_optimizer(options: ScheduleOptions, optimizer: Optimizer) -> Iterator[str]:
+    """Why an optimizer cannot have a plan's staleness corrections."""
+    said = [correction.unfit(group) for correction in options.built_corrections() for group in optimizer.param_groups]
+    yield from filter(None, said)
+
+
+def _unfit_exchanges(plan: Plan, options: ScheduleOptions, trainable: dict[str, nn.Parameter]) -> Iterator[str]:
+    """What an edited plan's groups ask for that cannot be done."""
+    dense = [group for group in plan.groups if group.exchange is None or group.exchange.name not in row_exchanges()]
+    is_shared = options.replicas(plan.workers) > 1 or any(group.exchange is not None for group in dense)
+    for group in dense if is_shared else ():
+        if group.exchange is None:
+            yield f"group {group.name!r} has no exchange, and its stage's gradients go by exchanges; give it {BY}"
+        elif not options.method.has_exchanges:
+            yield f"group {group.name!r} goes by {group.exchange}; schedule {options.name} knows no exchanges: drop it"
+        else:
+            yield from _unfit_exchange(group, group.exchange, trainable)
+
+
+def _unfit_exchange(group: Group, choice: Choice, trainable: dict[str, nn.Parameter]) -> Iterator[str]:
+    exchange = build_dense(choice.name, **choice.options)  # refuses a name that there is not
+    if missing := set(dense_exchanges()[choice.name].departs) - set(group.departures):
+        yield f"group {group.name!r} by {choice} departs: {', '.join(sorted(missing))}; edit the plan to say so"
+    if not exchange.keeps_replicas_alike:
+        yield f"group {group.name!r} goes by {choice}, which lets ranks of one stage differ; edit the plan"
+    members = [trainable[name] for name in group.parameters]
+    if complaint := _several_kinds(group, members):
+        yield complaint
+    elif reason := exchange.refuses(layout_beside(members, group.parameters, exchange.align)):
+        yield f"group {group.name!r} cannot go by {choice}: {reason}; edit the plan, or plan again"
+
+
+def _several_kinds(group: Group, members: Sequence[nn.Parameter]) -> str:
+    kinds = sorted({f"{one.dtype} on {one.device}" for one in members})
+    if len(kinds) == 1:
+        return ""
+    return f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
+
+
+def _unfit_groups(plan: Plan, trainable: dict[str, nn.Parameter]) -> Iterator[str]:
+    """What an edited plan's groups ask for that cannot be done."""
+    for group in plan.groups:
+        if group.exchange != BY:
+            yield f"group {group.name!r} goes by {group.exchange}; this schedule knows {BY} only"
+        if complaint := _several_kinds(group, [trainable[name] for name in group.parameters]):
+            yield complaint

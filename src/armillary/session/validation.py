@@ -1,0 +1,206 @@
+"""What speaks against carrying out a plan on this model with this optimizer: found before anything is changed."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.plan import Group, Plan, model_fingerprint
+from armillary.planning.assembly import consensus_of
+from armillary.runtime.hybrid.bucket import layout_beside
+from armillary.runtime.hybrid.identity import why_fixed
+from armillary.runtime.hybrid.optimizers import holder, kind_of
+from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
+from armillary.runtime.transport import Transport
+from armillary.runtime.unfit_model import unfit_model
+
+NO_OPTIONS: Mapping[str, Any] = {}
+
+__all__ = [
+    "handed_in",
+    "misfit",
+    "other_job",
+    "other_workers",
+    "refuse_on_every_rank",
+    "refuse_unfit",
+    "row_complaints",
+]
+
+
+def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
+    """The first thing that speaks against it, with its remedy; empty if there is none."""
+    return next(_complaints(plan, trainable, optimizer, workers), "")
+
+
+def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
+    """What speaks against these, whatever the plan, with its remedy; empty if nothing does."""
+    return unfit_model(model) or next(_of_optimizer(model, optimizer), "")
+
+
+def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kind, seen = kind_of(optimizer), set[Tensor]()
+    if strangers := [tuple(parameter.shape) for parameter in held if parameter not in names]:
+        yield (
+            f"{len(strangers)} of the {len(held)} tensors of {kind} are not parameters of the model, the first of "
+            f"shape {strangers[0]}; make it over model.parameters(), and put what else learns into one nn.ModuleDict"
+        )
+    for parameter in held:
+        if parameter in seen:
+            yield f"{kind} holds {names[parameter]!r} twice, and would step it twice; give it each parameter once"
+        seen.add(parameter)
+
+
+def refuse_unfit(who: str, complaint: str, transport: Transport) -> None:
+    """Collective: raises on every rank what any complains of.
+
+    Raises:
+        ValueError: a rank complains.
+    """
+    for rank, theirs in enumerate(transport.share(complaint)):
+        if theirs:
+            raise ValueError(f"{who}: rank {rank}: {theirs}")
+
+
+def other_workers(plan: Plan, workers: int) -> str:
+    """That the plan is for another number of workers, with the remedy; empty if it is not."""
+    if plan.workers == workers:
+        return ""
+    return (
+        f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
+        f"--nproc-per-node {plan.workers}"
+    )
+
+
+def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -> Iterator[str]:
+    """What says that the plan was made for another model or another number of workers, whatever its schedule."""
+    if complaint := other_workers(plan, workers):
+        yield complaint
+    missing, extra = sorted(set(plan.parameters) - set(trainable)), sorted(set(trainable) - set(plan.parameters))
+    if missing or extra:
+        yield (
+            f"the plan was made for another model: it has {missing or 'nothing'} which this one does not train and "
+            f"misses {extra or 'nothing'}; plan again for this model"
+        )
+        return
+    mine = model_fingerprint((name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
+    if mine != plan.model_fingerprint:
+        yield (
+            f"the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with other shapes "
+            "or dtypes; plan again for this model"
+        )
+
+
+def refuse_on_every_rank(
+    who: str, plan: Plan, complaint: str, transport: Transport, options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
+    """Shares complaints, plans and options first: a rank that fitted would else wait for the one that did not.
+
+    Raises:
+        ValueError: a rank complains, or ranks hold different plans or options.
+    """
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    everyones = transport.share((complaint, digest, dict(options)))
+    for rank, (theirs, _, _) in enumerate(everyones):
+        if theirs:
+            raise ValueError(f"{who}: rank {rank}: {theirs}")
+    if len({digest for _, digest, _ in everyones}) > 1:
+        listing = ", ".join(f"rank {rank}: {digest}" for rank, (_, digest, _) in enumerate(everyones))
+        raise ValueError(
+            f"{who}: ranks hold different plans ({listing}); plan on one rank and give all of them the file"
+        )
+    if any(theirs != everyones[0][2] for _, _, theirs in everyones):
+        listing = ", ".join(f"rank {rank}: {theirs}" for rank, (_, _, theirs) in enumerate(everyones))
+        raise ValueError(f"{who}: ranks give different options ({listing}); give every rank the same")
+
+
+def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
+    yield from other_job(plan, trainable, workers)
+    if set(plan.parameters) != set(trainable):
+        return
+    for group in plan.groups:
+        if group.own_exchange.name in row_exchanges():
+            yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
+        else:
+            yield from _dense_complaints(group, trainable)
+    if plan.consensus != (consensus := consensus_of(plan.groups)):
+        yield f"the plan's consensus is {plan.consensus!r}; under its exchanges it is {consensus!r}: edit the plan"
+
+
+def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    choice = group.own_exchange
+    exchange = build_dense(choice.name, **choice.options)  # refuses a name that there is not
+    said, told = (group.departures, group.cadence), (dense_exchanges()[choice.name].departs, exchange.cadence)
+    if said != told:
+        yield (
+            f"group {group.name!r} by {choice} says departures {said[0]} and cadence {said[1]!r}, the exchange says "
+            f"{told[0]} and {told[1]!r}; edit the plan, or plan with a constraint"
+        )
+    kinds = sorted({f"{_dtype(trainable[name])} on {trainable[name].device}" for name in group.parameters})
+    if len(kinds) > 1:
+        yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
+    layout = layout_beside([trainable[name] for name in group.parameters], group.parameters, exchange.align)
+    if reason := exchange.refuses(layout):
+        yield f"group {group.name!r} cannot go by {choice}: {reason}; edit the plan, or plan again"
+
+
+def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
+    """What speaks against exchanging a parameter by row as a group says."""
+    optimizer = holder(optimizer, parameter)
+    name, kind = group.parameters[0], type(optimizer).__name__
+    exchange: RowExchange = build_row(group.own_exchange.name, **group.own_exchange.options)
+    if group.layout != exchange.placement:
+        yield (
+            f"group {group.name!r} is {group.layout}, but {group.exchange} is for {exchange.placement} tables; edit "
+            "the plan"
+        )
+    if ("lossy" in group.departures) != ("lossy" in exchange.codes.departs):
+        yield (
+            f"group {group.name!r} by {group.exchange} says departures {group.departures}, the exchange says "
+            f"{exchange.codes.departs}; edit the plan, or plan with a constraint"
+        )
+    item_bytes = parameter.element_size()
+    if reason := exchange.codes.refuses(parameter.shape[1:].numel() * item_bytes, item_bytes):
+        yield f"group {group.name!r} cannot go by {group.exchange}: {reason}; edit the plan"
+    if len(group.parameters) > 1:
+        yield f"group {group.name!r}: {group.exchange} takes one table, got {group.parameters}; make a group of each"
+    options = options_of(optimizer, parameter)
+    if options is None:
+        yield f"{name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
+        return
+    if fixed := why_fixed(parameter):
+        yield (
+            f"{name!r} is to be read by row, so the parameter object must become the table's handle, but {fixed}, or "
+            f"plan with {{{name!r}: 'replicated'}}"
+        )
+    if (exchange.placement == "row_sharded" or group.is_lazy) and not steps_by_row(optimizer, options):
+        yield (
+            f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "
+            f"row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
+        )
+    elif complaint := _early_complaint(group, exchange, optimizer, options):
+        yield complaint
+
+
+def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, options: Mapping[str, Any]) -> str:
+    """Rows may go before a step, and gradients after it, only if the optimizer leaves alone rows without a gradient."""
+    if group.prefetch not in ("rows", "gradients"):
+        return ""
+    if exchange.pull_early is None:
+        return f"group {group.name!r}: {group.own_exchange} cannot send rows before the step; set prefetch='ids'"
+    if group.prefetch == "gradients" and exchange.part is None:
+        return f"group {group.name!r}: {group.own_exchange} cannot send gradients in two parts; set prefetch='rows'"
+    if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
+        return ""
+    return (
+        f"group {group.name!r}: {type(optimizer).__name__} with these options moves rows that get no gradient, so none "
+        "can be sent before the step; set prefetch='ids'"
+    )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
