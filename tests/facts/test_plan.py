@@ -239,9 +239,9 @@ def edited(change):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (edited(lambda plan: plan.pop("format")), "plan: this plan has another format than 2, .*; plan again"),
-        (edited(lambda plan: plan.update(format=1, workers=4)), "plan: this plan has another format than 2, .*"),
-        (edited(lambda plan: plan.update(format=3)), "plan: this plan has another format than 2, .*"),
+        (edited(lambda plan: plan.pop("format")), "plan: this plan has another format than 3, .*; plan again"),
+        (edited(lambda plan: plan.update(format=1, workers=4)), "plan: this plan has another format than 3, .*"),
+        (edited(lambda plan: plan.update(format=4)), "plan: this plan has another format than 3, .*"),
         (edited(lambda plan: plan.update(picture="F0 B0", turn=1)), "plan: plan has no field picture, turn; it has .*"),
         (edited(lambda plan: plan["groups"][0].update(placement="replicated")), "group 'bucket 0' has no field plac.*"),
         (edited(lambda plan: plan["groups"][1].pop("layout")), "plan: group 'embedding.weight' lacks layout"),
@@ -266,6 +266,6 @@ def test_what_is_no_plan_is_refused_in_one_sentence(text, said):
 
 def test_what_a_plan_file_leaves_out_is_the_default():
     group = {"name": "all", "parameters": ["w"], "layout": "replicated", "exchange": {"name": "all_reduce"}}
-    given = {"format": 2, "mesh": {"data": 2}, "groups": [group], "model_fingerprint": "0", "stages": [{"begins": "w"}]}
+    given = {"format": 3, "mesh": {"data": 2}, "groups": [group], "model_fingerprint": "0", "stages": [{"begins": "w"}]}
     wanted = Group("all", ("w",), "replicated", Choice("all_reduce"))
     assert Plan.from_json(json.dumps(given)) == Plan(Mesh.of(data=2), (wanted,), "0", stages=(StagePlan("w"),))
