@@ -177,7 +177,7 @@ class Broken:
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_an_error_is_raised_where_the_answer_is_waited_for(kind):
     one, request = pairwise.Pairwise(), request_of(0, 3, kind)
-    wait, _ = one.all_to_all(request.tensor, request.send, request.receive, Broken(), transport.Place(0, 3))
+    wait, _ = one.all_to_all(request.tensor, request.send, request.receive, Broken(), transport.RankInfo(0, 3))
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait()
     one.close()

@@ -37,6 +37,12 @@ class EdgeLabels:
         found = _EDGE.fullmatch(label)
         return found["edge"] if found else None
 
+    @staticmethod
+    def order(edge: str) -> tuple[int, str]:
+        """Edges by the stage that made what crosses, whenever it does."""
+        found = _EDGE.fullmatch(edge)
+        return (int(found["stage"]), edge) if found else (0, edge)
+
     def group_of(self, label: str) -> str:
         """Of a request or message under that label."""
         if found := _EDGE.fullmatch(label):

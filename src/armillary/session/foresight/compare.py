@@ -160,7 +160,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
     expected = Forecast(foreseen.step.sent_bytes, summary.forecast.memory_bytes, foreseen.step.seconds)
     seen[len(plan.groups) : len(plan.groups)] = [
         ComparedLine(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
-        for edge, forecast in foreseen.edges.items()
+        for edge, forecast in sorted(foreseen.edges.items(), key=lambda one: EdgeLabels.order(one[0]))
         for found in [edges.get(edge, SeenEdge({}, 0.0))]
         for middle in [Middle.of([*found.seconds.values()])]
     ]
