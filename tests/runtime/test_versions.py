@@ -98,7 +98,7 @@ def test_two_parameters_whose_gradients_share_memory_get_their_own_sums():
         assert torch.allclose(seen[name], parameter.grad, rtol=1e-6), name
 
 
-def test_what_a_remedy_looks_at_in_the_next_step_is_not_written_over():
+def test_what_a_correction_looks_at_in_the_next_step_is_not_written_over():
     means, store, optimizer = made([error_feedback()])
     first, seen = stepped(means, store, optimizer, [torch.ones(2, 3), torch.full((2, 3), 3.0)])
     second, _ = stepped(means, store, optimizer, [torch.full((2, 3), 5.0), torch.ones(2, 3)])

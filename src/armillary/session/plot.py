@@ -17,7 +17,7 @@ from armillary.session.workload import Workload, baseline_name
 __all__ = ["plan_in_words", "plot"]
 
 BLUE, ORANGE, GREY = "#2563a8", "#c2570c", "#777777"
-JOINED_FROM = 3  # points: a line through fewer shows a spec that nobody has seen
+JOINED_FROM = 3  # points: a line through fewer shows a curve that nobody has seen
 
 
 def plot(lines: Sequence[Mapping[str, Any]], ended: Ended, workload: Workload, plan: Plan) -> Figure:

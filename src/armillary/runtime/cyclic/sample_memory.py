@@ -43,7 +43,7 @@ class SampleMemory:
     slots: dict[bytes, int] = field(default_factory=dict)  # by key, the oldest first; on the sending side
     free: list[int] = field(default_factory=list)
     held: Tensor | None = None  # (slots, *sample)
-    was_met: bool = False  # whether any sample has crossed twice, or that is said already
+    watches_for_strangers: bool = True  # until a sample is met again, or it is said that none was
 
     def write(self, values: Tensor, keys: Sequence[bytes], codec: Codec, draw: Draw) -> Tensor:
         """(samples, ...) -> the code.
@@ -58,13 +58,15 @@ class SampleMemory:
             )
         held = self._room(values)
         known = [number for number, key in enumerate(keys) if key in self.slots]
-        self.was_met = self.was_met or bool(known)
+        self.watches_for_strangers = self.watches_for_strangers and not known
         is_finite = values.reshape(len(values), -1).isfinite().all(1).tolist()
         slots = self._slots(keys, is_finite, len(held))
         old = held[[slots[number] for number in known]]
         changes = values[known] - old
         new = sorted({*range(len(keys))} - {*known})
-        words = [2 * slot + (number in set(known)) if slot >= 0 else slot for number, slot in enumerate(slots)]
+        words = [slot if slot == NOT_KEPT else 2 * slot for slot in slots]
+        for number in known:
+            words[number] += 1
         code = [
             as_bytes(torch.tensor(words, dtype=torch.int32)),
             as_bytes(torch.tensor([checksum(old)], dtype=torch.int64)),
@@ -128,8 +130,8 @@ class SampleMemory:
         return [self.slots.get(key, NOT_KEPT) for key in keys]
 
     def _warn_of_strangers(self, capacity: int) -> None:
-        if not self.was_met:
-            self.was_met = True
+        if self.watches_for_strangers:
+            self.watches_for_strangers = False
             warnings.warn(
                 f"{self.name}: {capacity} samples have crossed, and none was met again before the first had to go, so "
                 f"all are sent whole. It remembers samples that come back unchanged in every epoch: raise cache_mb, or "

@@ -59,9 +59,9 @@ class TrainSpec:
     def __post_init__(self) -> None:
         if {*self.objectives} != {*self.schedule.uncoupled}:
             raise ValueError(
-                f"spec: {self.schedule.name} has uncoupled stages {self.schedule.uncoupled}, and objectives for "
+                f"schedule: {self.schedule.name} has uncoupled stages {self.schedule.uncoupled}, and objectives for "
                 f"{sorted(self.objectives)}; want one for each"
             )
         strange = [stage for stage in self.recompute if not 0 <= stage < self.schedule.stages]
         if strange:
-            raise ValueError(f"spec: cannot recompute stages {strange}; the schedule has {self.schedule.stages}")
+            raise ValueError(f"schedule: cannot recompute stages {strange}; the schedule has {self.schedule.stages}")
