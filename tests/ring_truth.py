@@ -12,6 +12,7 @@ from torch import Tensor
 
 from armillary.facts.collectives import Message, Send
 from armillary.reference.cyclic import Reference
+from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.schedules.clipping import Clip
 from armillary.schedules.norm_in_time import refuse_in_ring
 from armillary.schedules.schedule import Schedule
@@ -47,6 +48,30 @@ def truth(
 
 def bfloat16(enabled: bool) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def trained(
+    run: Interpreter,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    dtype: torch.dtype,
+    drains: Sequence[int],
+    settles: Sequence[int],
+    autocast: str | None,
+) -> list[Tensor]:
+    """The losses of a worker of a ring that takes its part of the same steps."""
+    scheduler, finished = drop(optimizer, DROP), []
+    for step, batches in enumerate(data(STEPS, run.schedule.workers, dtype)):
+        if step in drains:
+            finished += run.drain()
+        if step in settles:
+            finished += run.settle()
+        with bfloat16(autocast is not None):
+            finished += run.step([batches[rank]])
+        with bfloat16(autocast == "everything"):
+            scheduler.step()
+    finished += run.drain()
+    return [loss for one in finished for loss in one.losses]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home, ring_messages
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
-from ring_truth import DROP, STEPS, Late, bfloat16, has_time, short, truth, without_collectives
+from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
 from staged_models import (
     EVERY_CLIP,
     LOOSE,
@@ -25,7 +25,6 @@ from staged_models import (
     TIGHT,
     as_stages,
     data,
-    drop,
     rings,
     same,
     squared_error,
@@ -50,18 +49,7 @@ def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float6
         seen.setdefault(one.place, []).append(version)
 
     run = worker_of(model, made, schedule, channel, rank, clip=clip, observe=observe, rule=rule)
-    scheduler, finished = drop(made, DROP), []
-    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-        if step in drains:
-            finished += run.drain()
-        if step in settles:
-            finished += run.settle()
-        with bfloat16(autocast is not None):
-            finished += run.step([batches[rank]])
-        with bfloat16(autocast == "everything"):
-            scheduler.step()
-    finished += run.drain()
-    losses = [loss for one in finished for loss in one.losses]
+    losses = trained(run, made, rank, dtype, drains, settles, autocast)
     return weights(model), losses, list(model.buffers()), seen, len(made.state)
 
 

@@ -23,7 +23,7 @@ from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.messages import home
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
-from ring_truth import DROP, STEPS, Late, bfloat16, has_time, short, truth, without_collectives
+from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
 from staged_models import (
     EVERY_CLIP,
     LOOSE,
@@ -31,7 +31,6 @@ from staged_models import (
     TIGHT,
     as_stages,
     data,
-    drop,
     rings,
     same,
     squared_error,
@@ -53,18 +52,7 @@ def one_worker(rank, channel, schedule, optimizer="momentum", dtype=torch.float6
     made = OPTIMIZERS[optimizer](model.parameters())
     run = worker_of(model, made, schedule, channel, rank, clip=clip, rule=rule)
     watch(run, held)
-    scheduler, finished = drop(made, DROP), []
-    for step, batches in enumerate(data(STEPS, schedule.workers, dtype)):
-        if step in drains:
-            finished += run.drain()
-        if step in settles:
-            finished += run.settle()
-        with bfloat16(autocast is not None):
-            finished += run.step([batches[rank]])
-        with bfloat16(autocast == "everything"):
-            scheduler.step()
-    finished += run.drain()
-    losses = [loss for one in finished for loss in one.losses]
+    losses = trained(run, made, rank, dtype, drains, settles, autocast)
     return newest(run, model), losses, list(model.buffers()), len(made.state), held
 
 

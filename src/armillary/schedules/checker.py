@@ -14,6 +14,7 @@ from typing import Literal
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
+from armillary.schedules.loan import TOKENS
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Batch", "Rule", "Setting", "flaw"]
@@ -23,7 +24,6 @@ Batch = list[Instruction]  # issued together
 MESSAGES = ("SEND", "RECEIVE")
 MADE = ("activation", "activation gradient", "partial norm")  # by an action, for one reader
 SUMS = ("partial gradient", "gradient")
-LENT = {"F": "forward weights", "B": "backward weights"}  # what an action reads of a stage whose weights are lent
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Rank:
     def wants(self) -> str:
         """What the next instructions lack; empty if nothing."""
         for one in self.program[self.at]:
-            if one.op in LENT and (missing := self._unread(one)):
+            if one.op in ("F", "B") and (missing := self._unread(one)):
                 return missing
             if one.op == "OVER" and one.letter not in self.gone:
                 return f"{one.letter} has not arrived"
@@ -131,7 +131,7 @@ class _Rank:
             self.issued.setdefault(peer, deque()).append(together)
 
     def _follow_weights(self, one: Instruction) -> None:
-        if one.letter is not None and one.letter.what in LENT.values() and one.op in ("UNSHARD", "RESHARD"):
+        if one.letter is not None and one.letter.what in TOKENS.values() and one.op in ("UNSHARD", "RESHARD"):
             (self.lent.add if one.op == "UNSHARD" else self.lent.discard)(_token(one.letter))
         elif one.op in ("UPDATE", "UNSHARD"):
             self.updated[one.stage] = self.updated.get(one.stage, 0) + 1
@@ -144,13 +144,13 @@ class _Rank:
     def _borrowed(self) -> set[int]:
         """Stages whose weights come for one action."""
         each = (one for batch in self.program for one in batch if one.op == "UNSHARD" and one.letter is not None)
-        return {one.stage for one in each if one.letter is not None and one.letter.what in LENT.values()}
+        return {one.stage for one in each if one.letter is not None and one.letter.what in TOKENS.values()}
 
     def _unread(self, one: Instruction) -> str:
         """Of the weights that an action reads."""
         version = self.setting.schedule.version(one.place, self.setting.drains)
         if one.stage in self._borrowed:
-            is_there = (LENT[one.op], version, one.stage) in self.lent
+            is_there = (TOKENS["F" if one.op == "F" else "B"], version, one.stage) in self.lent
         else:
             is_there = one.op == "B" or self.kept.get(one.stage, 0) <= version <= self._newest(one.stage)
         return "" if is_there else f"version {version} of stage {one.stage} is missing"
@@ -167,7 +167,7 @@ class _Rank:
             return f"{letter} is missing"
         if letter.what == "weights" and self._newest(letter.stage) != letter.step:
             return f"version {letter.step} of stage {letter.stage} is not the newest"
-        if letter.what in LENT.values():
+        if letter.what in TOKENS.values():
             what, version, stage = token = _token(letter)
             is_here = self.kept.get(stage, 0) <= version <= self._newest(stage)
             if (token not in self.lent) if stage in self._borrowed else not is_here:
