@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll
+from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Labelled
 from armillary.reference import lockstep
 from armillary.runtime.coalesced import can_coalesce, coalesced, parted
 from armillary.runtime.transport import Transport
@@ -66,9 +66,9 @@ def test_only_all_to_alls_among_the_same_ranks_are_joined():
 def carry(rank, world, check_order):
     ones = (1,) * world
     asked = [
-        (AllToAll(torch.full((world, 5), float(rank)), ones, ones), "first"),
-        (AllToAll(torch.arange(world), ones, ones), "second"),
-        (AllToAll(torch.zeros(0, 2), (0,) * world, (0,) * world), "first"),
+        Labelled(AllToAll(torch.full((world, 5), float(rank)), ones, ones), "first"),
+        Labelled(AllToAll(torch.arange(world), ones, ones), "second"),
+        Labelled(AllToAll(torch.zeros(0, 2), (0,) * world, (0,) * world), "first"),
     ]
     one = Transport(1, check_order)
     one.recording = True
@@ -76,7 +76,7 @@ def carry(rank, world, check_order):
     waits = one.start_together(asked)
     made = one.counts["world"] - before
     answers = [wait() for wait in reversed(waits)][::-1]
-    mixed = [wait() for wait in one.start_together([*asked[:1], (AllReduce(torch.ones(2)), "sum")])]
+    mixed = [wait() for wait in one.start_together([*asked[:1], Labelled(AllReduce(torch.ones(2)), "sum")])]
     records = one.take_records()
     one.close()
     return answers, mixed, made, [(record.group, record.sent_bytes, record.seconds) for record in records]

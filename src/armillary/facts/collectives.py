@@ -15,13 +15,13 @@ matched.
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 __all__ = [
-    "AllGather", "AllReduce", "AllToAll", "Message", "Program", "Receive", "Request", "Scope", "Send", "alone",
-    "along", "gathered", "members", "sent_bytes", "summed",
+    "AllGather", "AllReduce", "AllToAll", "Labelled", "Message", "Program", "Receive", "Request", "Scope", "Send",
+    "alone", "along", "gathered", "members", "sent_bytes", "summed",
 ]  # fmt: skip
 
 Scope = Literal["world", "node", "rail", "data"]
@@ -117,6 +117,13 @@ Request = AllReduce | AllGather | AllToAll
 Message = Send | Receive
 Result = TypeVar("Result")
 Program = Generator[Request, Any, Result]
+
+
+class Labelled(NamedTuple):
+    """A request, and the name under which it is traced."""
+
+    request: Request
+    label: str
 
 
 def summed(tensor: Tensor) -> Program[Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES, checked
@@ -25,7 +25,10 @@ from armillary.facts.plan_words import expected_words, plan_words
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.table import Page, page_text
 
-__all__ = ["FORMAT", "SIMULTANEOUS", "Choice", "Consensus", "Forecast", "Group", "Mean", "Plan", "model_fingerprint"]
+__all__ = [
+    "FORMAT", "SIMULTANEOUS", "Choice", "Consensus", "Forecast", "Group", "Mean", "Plan", "Trainable",
+    "model_fingerprint",
+]  # fmt: skip
 
 FORMAT = 3
 SIMULTANEOUS = Choice("simultaneous")
@@ -34,8 +37,16 @@ Mean = Literal["workers", "weights"]
 Consensus = Literal["same", "anchor", "mean", "owners"]
 
 
-def model_fingerprint(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Sixteen hex digits of (name, shape, dtype as in "float32") of the trainable parameters, in any order."""
+class Trainable(NamedTuple):
+    """A parameter that is trained, as a plan knows it again. dtype: as in "float32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def model_fingerprint(parameters: Iterable[Trainable]) -> str:
+    """Sixteen hex digits of the trainable parameters, in any order."""
     listing = sorted([name, list(shape), dtype] for name, shape, dtype in parameters)
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 

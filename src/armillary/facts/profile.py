@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.facts.parameter import ParameterFact, Reads, RowFacts
-from armillary.facts.plan import model_fingerprint
+from armillary.facts.plan import Trainable, model_fingerprint
 from armillary.facts.profile_table import bytes_text, profile_page
 from armillary.facts.stage import Numbers, StageFact
 from armillary.facts.table import Page, page_text
@@ -109,7 +109,8 @@ class Profile:
     @property
     def model_fingerprint(self) -> str:
         """What a plan for this model carries: of the trained parameters only, and however they are read."""
-        return model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in self.parameters if fact.requires_grad)
+        trained = (fact for fact in self.parameters if fact.requires_grad)
+        return model_fingerprint(Trainable(fact.name, fact.shape, fact.dtype) for fact in trained)
 
     @property
     def arrivals(self) -> tuple[ParameterFact, ...]:

@@ -7,7 +7,7 @@ owners would share the load, and which stages cost what.
 import math
 from collections.abc import Sequence
 
-from armillary.facts.parameter import ParameterFact, RowFacts
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.stage import StageFact
 from armillary.facts.table import Page, Table
 
@@ -54,7 +54,7 @@ def seconds_text(seconds: float) -> str:
 def profile_page(title: str, parameters: Sequence[ParameterFact], stages: Sequence[StageFact]) -> Page:
     """The title, then parameters and tables read by row, the largest first, then stages in the model's order."""
     largest = sorted(parameters, key=lambda fact: (-fact.bytes, fact.name))
-    by_row = [(fact.name, fact.rows) for fact in largest if fact.rows is not None]
+    by_row = [fact for fact in largest if fact.rows is not None]
     sections = [title, *_parameters(largest)]
     if by_row:
         sections += [_rows(by_row), ALPHA_LEGEND, _loads(by_row), LOAD_LEGEND]
@@ -95,24 +95,28 @@ def _note(fact: ParameterFact) -> str:
     return note if len(note) <= WIDEST_NOTE else note[: WIDEST_NOTE - 3] + "..."
 
 
-def _rows(facts: Sequence[tuple[str, RowFacts]]) -> Table:
+def _rows(facts: Sequence[ParameterFact]) -> Table:
     rows = []
-    for name, row in facts:
+    for fact in facts:
+        row = fact.rows
+        assert row is not None, fact.name
         alphas = (
             f"{alpha:.4f}" if alpha >= 1e-3 else f"{alpha:.2g}"
             for alpha in (row.alpha_worker, row.alpha_node, row.alpha_union)
         )
         counts = (f"{row.rows:,}", bytes_text(row.row_bytes), f"{row.lookups:g}", f"{row.ids:,.0f}")
-        rows.append((name, *counts, *alphas))
+        rows.append((fact.name, *counts, *alphas))
     return Table(("read by row", "rows", "row", "lookups", "ids", "alpha worker", "node", "union"), rows)
 
 
-def _loads(facts: Sequence[tuple[str, RowFacts]]) -> Table:
+def _loads(facts: Sequence[ParameterFact]) -> Table:
     rows = []
-    for name, row in facts:
+    for fact in facts:
+        row = fact.rows
+        assert row is not None, fact.name
         hottest = f"{row.hottest[0][0]} ({row.hottest[0][1]:.1%})" if row.hottest else "-"
         loads = (f"{load:.2f}" for load in (row.imbalance_modulo, row.imbalance_hashed, row.imbalance_blocks))
-        rows.append((name, *loads, hottest))
+        rows.append((fact.name, *loads, hottest))
     return Table(("read by row", "load modulo", "hashed", "blocks", "hottest row"), rows)
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from armillary.facts.mesh import Mesh
-from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan, model_fingerprint
+from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.assembly import consensus_of, groups
@@ -247,7 +247,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         mesh=Mesh.of(data=topology.workers),
         groups=ordered,
         consensus=consensus_of(ordered),
-        model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in question.trained),
+        model_fingerprint=profile.model_fingerprint,
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
         mean=mean,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from armillary.facts.layout import layout_of
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, Group, Plan, model_fingerprint
+from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.planning.buckets import BucketLimits, buckets, default_limits
 from armillary.planning.parallax import PLAIN
 from armillary.planning.peak import peak_bytes
@@ -55,7 +55,7 @@ def plan_uncut(case: Case, choice: Choice) -> Plan:
     return Plan(
         mesh=options.mesh(topology.workers),
         groups=groups,
-        model_fingerprint=model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in trained),
+        model_fingerprint=case.profile.model_fingerprint,
         topology_fingerprint=topology.fingerprint,
         workers_per_node=topology.workers_per_node,
         schedule=Choice(options.name, options.as_options()),

@@ -28,6 +28,7 @@ from armillary.facts.collectives import (
     AllGather,
     AllReduce,
     AllToAll,
+    Labelled,
     Message,
     Program,
     Request,
@@ -170,7 +171,7 @@ class Transport:
         """Around every wait for other ranks; see `Watchdog.waiting`."""
         return self.watchdog.waiting(what, is_held_up=not self.pairwise.is_courier)
 
-    def start(self, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()) -> Wait:
+    def start(self, request: Request, label: str, parts: Sequence[Labelled] = ()) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.
 
         Args:
@@ -196,12 +197,12 @@ class Transport:
                 carried()
             del del_after
             if self.recording:
-                self._record(parts or [(request, label)], ranks, began)
+                self._record(parts or [Labelled(request, label)], ranks, began)
             return answer
 
         return wait
 
-    def start_together(self, asked: Sequence[tuple[Request, str]]) -> list[Wait]:
+    def start_together(self, asked: Sequence[Labelled]) -> list[Wait]:
         """Like `start` for each of these; all-to-alls among the same ranks are carried, and recorded, as parts of one.
 
         All ranks must ask for the same list.
@@ -210,8 +211,7 @@ class Transport:
         if self.place.workers == 1 or not can_coalesce(requests):
             return [self.start(*one) for one in asked]
         to_all = [request for request in requests if isinstance(request, AllToAll)]
-        labels = dict.fromkeys(label for _, label in asked)
-        whole = self.start(coalesced(to_all), " + ".join(labels), asked)
+        whole = self.start(coalesced(to_all), " + ".join(dict.fromkeys(label for _, label in asked)), asked)
         answers: list[Tensor] = []
 
         def part(number: int) -> Any:
@@ -258,7 +258,7 @@ class Transport:
         work = dist.all_to_all_single(answer, tensor, receive, send, group=group, async_op=True)
         return self.open_groups.noted(work), answer, tensor
 
-    def _record(self, parts: Sequence[tuple[Request, str]], ranks: RankInfo, began: float) -> None:
+    def _record(self, parts: Sequence[Labelled], ranks: RankInfo, began: float) -> None:
         """Parts of one request take time by their bytes, one after another."""
         seconds = time.perf_counter() - began
         sent = [sent_bytes(request, ranks.workers, ranks.rank) for request, _ in parts]

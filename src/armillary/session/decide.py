@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RankInfo
-from armillary.facts.plan import Choice, Mean, Plan, model_fingerprint
+from armillary.facts.plan import Choice, Mean, Plan, Trainable, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
@@ -220,7 +220,7 @@ def _own(subject: Subject, place: RankInfo) -> list[Batch]:
 
 def _refuse_other_model(found: Profile, model: nn.Module) -> None:
     mine = model_fingerprint(
-        (name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        Trainable(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )

@@ -11,12 +11,12 @@ from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchang
 from armillary.facts.group import Layout
 from armillary.facts.mesh import Mesh
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
+from armillary.facts.plan import Choice, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.assembly import consensus_of, dense_group
 from armillary.planning.parallax import PLAIN
 
-__all__ = ["fingerprint_of", "forced"]
+__all__ = ["forced"]
 
 
 def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Plan:
@@ -41,15 +41,10 @@ def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Pla
     return Plan(
         Mesh.of(data=profile.workers),
         tuple(groups),
-        fingerprint_of(profile),
+        profile.model_fingerprint,
         workers_per_node=workers_per_node,
         consensus=consensus_of(groups),
     )
-
-
-def fingerprint_of(profile: Profile) -> str:
-    """The fingerprint that `attach` will take of the profiled model."""
-    return model_fingerprint((fact.name, fact.shape, fact.dtype) for fact in profile.parameters if fact.requires_grad)
 
 
 def _table(fact: ParameterFact, exchange: Choice) -> Group:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.facts.plan import Group, Plan, model_fingerprint
+from armillary.facts.plan import Group, Plan, Trainable, model_fingerprint
 from armillary.planning.assembly import consensus_of
 from armillary.runtime.hybrid.bucket import layout_beside
 from armillary.runtime.hybrid.identity import why_fixed
@@ -87,7 +87,7 @@ def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -
             f"misses {extra or 'nothing'}; plan again for this model"
         )
         return
-    mine = model_fingerprint((name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
+    mine = model_fingerprint(Trainable(name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
     if mine != plan.model_fingerprint:
         yield (
             f"the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with other shapes "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from armillary.facts.collectives import Program, Request
+from armillary.facts.collectives import Labelled, Program, Request
 from armillary.runtime.channel import Requests
 from armillary.runtime.transport import Transport, Wait
 
@@ -57,11 +57,11 @@ class InFlight:
 
 
 def start_coalesced(flights: Sequence[InFlight], transport: Transport) -> None:
-    """Each of these makes its first or next request; those that can be joined travel as one (see `joined.py`)."""
+    """Each of these makes its first or next request; those that can be joined travel as one (see `coalesced.py`)."""
     if not flights:
         return
     asked = [(flight, request) for flight in flights if (request := flight.ask()) is not None]
-    waits = transport.start_together([(request, flight.label) for flight, request in asked])
+    waits = transport.start_together([Labelled(request, flight.label) for flight, request in asked])
     for (flight, _), wait in zip(asked, waits, strict=True):
         flight.wait = wait
 
