@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from armillary.facts.plan import Choice, Forecast, Plan
 from armillary.planning.planner import plan, plan_by_rule
-from armillary.planning.pricing import Assumptions
+from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.request import PlanRequest
 from armillary.session.events import Decided
 
 __all__ = ["double", "plans"]
@@ -38,7 +39,7 @@ def plans(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
         for name, demanded in wishes.items()
     }
     if topology.workers > 1:
-        found["hybrid"] = plan_by_rule(profile, topology, assumptions=assumptions)
+        found["hybrid"] = plan_by_rule(Case(profile, topology, assumptions), PlanRequest())
     return {**found, "planned": decided.plan, "planned_again": decided.plan}
 
 

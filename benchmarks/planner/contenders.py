@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from armillary.facts.plan import Plan
 from armillary.planning.alternatives import CHOSEN, alternatives
 from armillary.planning.planner import plan
-from armillary.planning.pricing import Assumptions
+from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.request import PlanRequest
 from armillary.session.events import Decided
 
 __all__ = ["AGAIN", "contenders"]
@@ -17,7 +18,7 @@ def contenders(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]
     """Plans by name, the chosen one first and twice, then the planner's candidates. Where there is no table to choose
     for, everything on owners too, since there would be nothing else to be wrong about."""
     profile, topology = decided.profile, decided.topology
-    found = alternatives(profile, topology, assumptions=assumptions)
+    found = alternatives(Case(profile, topology, assumptions), PlanRequest())
     found = {CHOSEN: found[CHOSEN], AGAIN: found[CHOSEN], **found}
     if all(fact.rows is None for fact in profile.parameters):
         found["owned_dense"] = plan(profile, topology, constraints={"*": "owned_dense"}, assumptions=assumptions)

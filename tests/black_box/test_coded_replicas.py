@@ -9,6 +9,7 @@ import armillary
 import face
 from armillary.cli.find import find, small
 from armillary.exchanges.exchange import build_dense
+from armillary.planning.request import PlanRequest
 from armillary.reference.crossing import Crossing
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.hybrid.dense_unit import DenseUnit
@@ -284,7 +285,7 @@ def test_what_waits_is_kept_on_any_mesh_and_arrives_where_one_replica_goes_on(cr
 
 def verified(rank, world, schedule, constraint):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
-    wishes = Wishes(schedule=choice(schedule), constraints={"*": choice(constraint)})
+    wishes = Wishes(PlanRequest(schedule=choice(schedule), constraints={"*": choice(constraint)}))
     found = verify_workload(workload, steps=4, wishes=wishes)
     return found.tolerance, [one.parameter for one in found.differences if one.verdict != "equal"], str(found)
 

@@ -11,6 +11,7 @@ import face
 from armillary import Choice, Plan
 from armillary.cli.find import find, small
 from armillary.codecs.rows import RowCode
+from armillary.planning.request import PlanRequest
 from armillary.runtime.hybrid.table import RowTable
 from armillary.session.decide import Wishes
 from armillary.session.verify import verify_workload
@@ -154,7 +155,7 @@ PLANTS = {
 
 def verified(rank, workers, plants):
     torch.set_num_threads(1)
-    wishes = Wishes(constraints={"embedding.weight": Choice.parse(CODED), "output": Choice.parse(CODED)})
+    wishes = Wishes(PlanRequest(constraints={"embedding.weight": Choice.parse(CODED), "output": Choice.parse(CODED)}))
     found = []
     for plant in (nullcontext, *(PLANTS[name] for name in plants)):
         with plant():

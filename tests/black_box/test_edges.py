@@ -14,6 +14,7 @@ from armillary.cli.granted import edge_wish
 from armillary.cli.verify import code_of
 from armillary.codecs.codec import codec_of
 from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.schedules.edge import NEVER
 from armillary.session import verify_schedule
@@ -141,8 +142,8 @@ def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
     same, random = choice("same"), choice("random_k(keep=0.3, warm_up=1)")
     two, four = choice("one_f_one_b(stages=2, micro_batches=2)"), choice("pipeline(stages=4, recompute=[1])")
     wishes = [
-        Wishes(schedule=two, edge=choice(HALF), edge_back=same),
-        Wishes(schedule=four, edge={1: random}, edge_back=choice(EIGHT)),
+        Wishes(PlanRequest(schedule=two, edge=choice(HALF), edge_back=same)),
+        Wishes(PlanRequest(schedule=four, edge={1: random}, edge_back=choice(EIGHT))),
     ]
     for of_a_rank in crew(4).run(verified, wishes):
         assert [(one.tolerance, differing(one), one.idle) for one in of_a_rank] == [(0.0, [], ())] * 2
@@ -150,10 +151,12 @@ def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
 
 def test_dct_as_published_codes_gradients_between_replicas_and_activations_between_stages(crew):
     wish = Wishes(
-        {"*": choice("threshold(sparsity=0.99)")},
-        schedule=choice("one_f_one_b(stages=2)"),
-        edge=choice("threshold(sparsity=0.9)"),
-        edge_back=choice("same"),
+        PlanRequest(
+            {"*": choice("threshold(sparsity=0.99)")},
+            schedule=choice("one_f_one_b(stages=2)"),
+            edge=choice("threshold(sparsity=0.9)"),
+            edge_back=choice("same"),
+        )
     )
     for (found,) in crew(4).run(verified, [wish]):
         assert not differing(found)
@@ -174,7 +177,9 @@ def test_an_edge_that_remembers_samples_says_so_is_priced_and_verified(crew):
     assert made.departures == ("lossy",) and AQ in said and "bytes are forecast for samples met before" in said
     assert "Each end holds up to 1.9 MiB of every tensor; the oldest go first" in said
     assert made.activation_bytes - plain.activation_bytes > 2e6
-    wish = Wishes(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=choice(AQ), edge_back=choice(EIGHT))
+    wish = Wishes(
+        PlanRequest(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=choice(AQ), edge_back=choice(EIGHT))
+    )
     for (found,) in crew(2).run(verified, [wish]):
         assert not differing(found) and times_of(found)["activations coded"] >= 2 and code_of(found) == 0
     sent = crew(2).run(sent_by_epochs, made)
@@ -210,7 +215,7 @@ def never_coded():
 
 def test_verify_shortens_a_warm_up_and_counts_what_edges_did(crew):
     late = choice("quantize(bits=8, warm_up=100)")
-    wish = Wishes(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=late, edge_back=choice("same"))
+    wish = Wishes(PlanRequest(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=late, edge_back=choice("same")))
     ((found,), _), ((never,), _) = (crew(2).run(verified, [wish], plant) for plant in (nullcontext, never_coded))
     before, coded = "sent as they are, in the warm-up", "coded"
     want = {f"{what} {how}": 2 * steps for what in ("activations", "activation gradients")
@@ -276,4 +281,4 @@ def test_the_command_line_reads_edges_as_they_are_written():
         with pytest.raises(ValueError, match=words):
             edge_wish("--edge", texts)
     with pytest.raises(ValueError, match="says its own edges"):
-        Wishes(plan=plan_of("gpipe", 2), edge=choice(EIGHT))
+        armillary.verify(None, None, [], None, plan=plan_of("gpipe", 2), edge=choice(EIGHT))

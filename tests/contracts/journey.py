@@ -17,6 +17,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.planning.planner import plan
+from armillary.planning.request import PlanRequest
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
 from armillary.session.decide import Wishes
@@ -214,7 +215,10 @@ def moved(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -> t
 def verified(rank: int, workers: int, shelf: Any, choice: Choice) -> tuple[bool, str]:
     with shelf():
         found = verify_workload(
-            find("vision", small("vision")), steps=4, exchanges=(), wishes=Wishes(constraints={"*": choice})
+            find("vision", small("vision")),
+            steps=4,
+            exchanges=(),
+            wishes=Wishes(PlanRequest(constraints={"*": choice})),
         )
         return found.is_equal, str(found)
 
@@ -223,7 +227,9 @@ def compared(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -
     """Trains a workload as the command line does, 4 steps. Whether `armillary compare` finds the bytes of every group
     within their band, and how many of them this exchange sent."""
     with shelf():
-        settings = Settings(Path(folder), steps=4, every_seconds=0, wishes=Wishes(constraints={"*": choice}))
+        settings = Settings(
+            Path(folder), steps=4, every_seconds=0, wishes=Wishes(PlanRequest(constraints={"*": choice}))
+        )
         for _ in train(find("vision", small("vision")), settings):
             pass
         found = compare_run(Path(folder), Band(memory_bytes=1, seconds=1))

@@ -10,6 +10,7 @@ from armillary.cli.find import find, small
 from armillary.cli.granted import schedule_of
 from armillary.cli.main import app
 from armillary.facts.topology import Link, Topology
+from armillary.planning.request import PlanRequest
 from armillary.schedules.action import Action
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.clipping import Clip
@@ -110,7 +111,7 @@ def verified(rank, workers, *more):
     with shelf():
         workload = find("vision", {**small("vision"), **OPTIONS})
         schedule = schedule_of(CHOICE.format(", ".join(["", *more])), workers)
-        found = verify_workload(workload, steps=4, wishes=Wishes(schedule=schedule))
+        found = verify_workload(workload, steps=4, wishes=Wishes(PlanRequest(schedule=schedule)))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 
 

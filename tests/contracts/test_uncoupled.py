@@ -11,6 +11,7 @@ from armillary.cli.find import find, small
 from armillary.cli.granted import schedule_of
 from armillary.cli.main import app
 from armillary.facts.topology import Link, Topology
+from armillary.planning.request import PlanRequest
 from armillary.reference.cyclic import Reference
 from armillary.schedules.action import Action
 from armillary.schedules.checker import Setting, flaw
@@ -98,7 +99,7 @@ def verified(rank, workers, more, is_blind):
         if is_blind:  # a planted fault: the reference lets the gradient through
             Reference.objectives = property(lambda self: {}, lambda self, given: None)
         try:
-            wishes = Wishes(schedule=schedule_of(CHOICE.format(more), workers))
+            wishes = Wishes(PlanRequest(schedule=schedule_of(CHOICE.format(more), workers)))
             found = verify_workload(find("vision", small("vision")), steps=4, wishes=wishes)
         finally:
             if is_blind:

@@ -8,6 +8,7 @@ from armillary.planning.alternatives import AHEAD, CHOSEN, alternatives, at_once
 from armillary.planning.expected import with_expected
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
@@ -15,11 +16,11 @@ PROFILE = model(table("a", 0), table("b", 1, rows=1000, alpha=0.5), dense("d", 1
 
 
 def test_the_chosen_plan_comes_first_and_every_other_way_of_a_table_once():
-    found = alternatives(PROFILE, machines(4), assumptions=SGD)
+    found = alternatives(Case(PROFILE, machines(4), SGD), PlanRequest())
     assert next(iter(found)) == CHOSEN
     case = Case(PROFILE, machines(4), SGD)
     assert with_expected(found[CHOSEN], case) == plan(PROFILE, machines(4), assumptions=SGD)
-    ways = {str(verdict.candidate.choice) for verdict in explain(PROFILE, machines(4), assumptions=SGD)}
+    ways = {str(verdict.candidate.choice) for verdict in explain(Case(PROFILE, machines(4), SGD), PlanRequest())}
     by_way = [name for name in found if "bucket" not in name]
     assert set(by_way) - {CHOSEN} <= ways and len(ways) - len(by_way) <= 1
     carried = {
@@ -34,7 +35,7 @@ def test_the_chosen_plan_comes_first_and_every_other_way_of_a_table_once():
 
 
 def test_what_the_user_demands_is_the_same_in_all_of_them():
-    found = alternatives(PROFILE, machines(4), constraints={"a": Choice("gather_rows")}, assumptions=SGD)
+    found = alternatives(Case(PROFILE, machines(4), SGD), PlanRequest(constraints={"a": Choice("gather_rows")}))
     for one in found.values():
         (group,) = (group for group in one.groups if "a" in group.parameters)
         assert group.exchange == Choice("gather_rows")
@@ -42,14 +43,16 @@ def test_what_the_user_demands_is_the_same_in_all_of_them():
 
 
 def test_a_plan_that_does_not_fit_is_no_rival():
-    whole, tight = (alternatives(PROFILE, machines(4, memory=size), assumptions=SGD) for size in (1 << 40, 60_000_000))
+    whole, tight = (
+        alternatives(Case(PROFILE, machines(4, memory=size), SGD), PlanRequest()) for size in (1 << 40, 60_000_000)
+    )
     # two tables of 51 MB and a gradient
     missing = sorted(set(whole) - set(tight))
     assert missing[0] == "all_reduce" and all(name.startswith("all_reduce + ") for name in missing[1:])
 
 
 def test_the_chosen_plan_and_what_is_whole_stand_there_in_buckets_of_other_sizes():
-    found = alternatives(PROFILE, machines(4), assumptions=SGD)
+    found = alternatives(Case(PROFILE, machines(4), SGD), PlanRequest())
     sizes = {name: len(one.groups) for name, one in found.items()}
     of_whole = {name: count for name, count in sizes.items() if name.startswith("all_reduce")}
     assert sorted(of_whole.values()) == [1, 2]  # a table has 51 MB, more than any bucket but one of all
@@ -58,7 +61,7 @@ def test_the_chosen_plan_and_what_is_whole_stand_there_in_buckets_of_other_sizes
 
 def test_the_best_is_the_one_whose_simulated_step_is_shortest():
     topology = machines(4, megabits=50.0)
-    found, case = alternatives(PROFILE, topology, assumptions=SGD), Case(PROFILE, topology, SGD)
+    found, case = alternatives(Case(PROFILE, topology, SGD), PlanRequest()), Case(PROFILE, topology, SGD)
     order = by_simulation(found, case)
     seconds = [simulate(found[name], case).step_seconds for name in order]
     assert sorted(order) == sorted(found) and seconds == sorted(seconds)
@@ -66,7 +69,7 @@ def test_the_best_is_the_one_whose_simulated_step_is_shortest():
 
 def contenders():
     case = Case(PROFILE, machines(4, megabits=50.0), SGD)
-    found = alternatives(PROFILE, case.topology, constraints={"a": "owned_rows"}, assumptions=SGD)
+    found = alternatives(Case(PROFILE, case.topology, SGD), PlanRequest(constraints={"a": "owned_rows"}))
     return found, with_prefetch(found, case), case
 
 
@@ -101,7 +104,7 @@ def test_plans_are_timed_beside_one_another_only_as_far_as_memory_goes():
     """Room for the model, a copy under way and two plans is not room for three; the first is kept however little there
     is; who is left out is said."""
     roomy = Case(PROFILE, machines(4), SGD)
-    found = alternatives(PROFILE, roomy.topology, assumptions=SGD)
+    found = alternatives(Case(PROFILE, roomy.topology, SGD), PlanRequest())
     first, second, third, *_ = found
     assert at_once(found, roomy) == found
     model_bytes = sum(fact.bytes for fact in PROFILE.parameters)

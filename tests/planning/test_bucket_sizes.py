@@ -8,6 +8,7 @@ from armillary.facts.plan import Choice
 from armillary.planning.bucket_sizes import CLOSE, by_clock, counted, sizes
 from armillary.planning.planner import bucketings, plan, plan_by_rule
 from armillary.planning.pricing import SGD, Case, dense_forecast
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
 
@@ -23,7 +24,7 @@ DEEP = model(*[dense(f"layer {place}", LARGE, place) for place in range(10)])  #
 
 def bucketed(profile, topology, **fields):
     """From the smallest buckets to one."""
-    return sorted(bucketings(profile, topology, assumptions=SGD, **fields), key=lambda one: -len(one.groups))
+    return sorted(bucketings(Case(profile, topology, SGD), PlanRequest(**fields)), key=lambda one: -len(one.groups))
 
 
 @pytest.mark.parametrize("mean", ["workers", "weights"])
@@ -73,7 +74,7 @@ def test_of_those_that_take_about_as_long_the_smallest_buckets_are_taken():
 
 def test_the_rule_keeps_small_buckets():
     slow_start = machines(4, latency=1e-2, megabits=1e5)
-    assert len(plan_by_rule(DEEP, slow_start, assumptions=SGD).groups) == 10
+    assert len(plan_by_rule(Case(DEEP, slow_start, SGD), PlanRequest()).groups) == 10
 
 
 def test_sizes_grow():

@@ -4,6 +4,8 @@ import pytest
 
 from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
+from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from planning_cases import dense, machines, model, table
 
 MODEL = model(
@@ -108,7 +110,7 @@ def test_lazy_names_are_checked_too():
 
 
 def test_explain_says_which_candidates_a_constraint_forbids():
-    verdicts = explain(MODEL, LINKS, constraints={"embedding.weight": "replicated"})
+    verdicts = explain(Case(MODEL, LINKS), PlanRequest(constraints={"embedding.weight": "replicated"}))
     mine = [verdict for verdict in verdicts if verdict.candidate.parameter == "embedding.weight"]
     forbidden = [verdict.candidate for verdict in mine if verdict.lost == "constraint: replicated"]
     assert forbidden and all(one.is_row_sharded for one in forbidden)

@@ -10,7 +10,8 @@ from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.planning.planner import explain, plan, plan_by_rule
-from armillary.planning.pricing import ADAM
+from armillary.planning.pricing import ADAM, Case
+from armillary.planning.request import PlanRequest
 from planning_cases import dense, machines, model, table
 
 MIB = 1 << 20
@@ -34,7 +35,7 @@ def test_a_limit_makes_it_shard_and_says_what_was_given_up():
     assert made.group_of("t").layout == "row_sharded"
     assert made.forecast.memory_bytes <= 100 * MIB
     assert re.search(r"all_reduce, [\d.]+ ms, does not fit in memory", made.group_of("t").reason)
-    lost = {str(v.candidate.choice): v.lost for v in explain(model(wide()), topology)}
+    lost = {str(v.candidate.choice): v.lost for v in explain(Case(model(wide()), topology), PlanRequest())}
     assert re.fullmatch(r"needs [\d.]+ MiB more, which do not fit", lost["all_reduce"])
 
 
@@ -104,7 +105,7 @@ def test_the_last_remedy_is_the_memory_that_would_do():
 def test_the_rule_does_not_fit_what_it_does_not_price():
     tables = [table(f"t{i}", i, rows=131_072, width=128, refusals=("max_norm",)) for i in range(2)]
     with pytest.raises(ValueError, match="nothing fits"):
-        plan_by_rule(model(*tables), machines(4, memory=TABLE), assumptions=ADAM)
+        plan_by_rule(Case(model(*tables), machines(4, memory=TABLE), ADAM), PlanRequest())
 
 
 def test_where_neither_more_workers_nor_smaller_batches_will_do_both_are_named():

@@ -9,6 +9,8 @@ from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.owned_rows import owned_rows
 from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
+from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 LINKS = machines(4, megabits=100)
@@ -35,7 +37,9 @@ def test_what_it_offers_is_priced_by_its_legs_and_chosen_when_it_is_cheapest():
     made = plan(model(table("t")), LINKS, assumptions=LINKS_ONLY)
     assert made.group_of("t").exchange == Choice("carrier_pigeon", {"birds": 2})
     assert made.group_of("t").layout == "row_sharded"
-    assert "carrier_pigeon(birds=2)" in [str(v.candidate.choice) for v in explain(model(table("t")), LINKS)]
+    assert "carrier_pigeon(birds=2)" in [
+        str(v.candidate.choice) for v in explain(Case(model(table("t")), LINKS), PlanRequest())
+    ]
 
 
 @pytest.mark.usefixtures("registered")

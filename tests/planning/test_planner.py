@@ -10,6 +10,7 @@ from armillary.facts.plan import Choice, Plan, model_fingerprint
 from armillary.planning.choosing import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
+from armillary.planning.request import PlanRequest
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ALPHAS = st.floats(1e-4, 1.0)
@@ -33,7 +34,7 @@ def exchange_at(alpha, topology, assumptions=SGD, **of_rows):
 
 @given(alpha=ALPHAS, topology=MACHINES, assumptions=st.sampled_from([SGD, ADAGRAD, ADAM]))
 def test_nothing_is_cheaper_than_what_is_chosen(alpha, topology, assumptions):
-    verdicts = explain(one_table(alpha), topology, assumptions=assumptions)
+    verdicts = explain(Case(one_table(alpha), topology, assumptions), PlanRequest())
     (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
     seconds = [total_seconds([verdict.candidate], topology) for verdict in verdicts]
     assert total_seconds([chosen], topology) == min(seconds)
@@ -68,7 +69,7 @@ def test_between_all_reduce_and_owned_rows_the_choice_flips_where_the_price_line
     crossing = 2 / (2 + 4 / (4 * width))
     alpha = min(1.0, side * crossing)
     topology = machines(workers, latency=0.0)
-    verdicts = explain(one_table(alpha, workers, width=width), topology, assumptions=LINKS_ONLY)
+    verdicts = explain(Case(one_table(alpha, workers, width=width), topology, LINKS_ONLY), PlanRequest())
     seconds = {str(verdict.candidate.choice): total_seconds([verdict.candidate], topology) for verdict in verdicts}
     assert (seconds["owned_rows"] < seconds["all_reduce"]) == (alpha < crossing)
 
@@ -77,7 +78,7 @@ def test_a_nearly_dense_table_goes_dense_because_of_the_price_alone():
     topology = machines(8, megabits=10_000)
     assert exchange_at(0.01, topology).name == "owned_rows"
     assert exchange_at(0.95, topology).name == "all_reduce"
-    assert plan_by_rule(one_table(0.95), topology).group_of("t").exchange.name == "owned_rows"
+    assert plan_by_rule(Case(one_table(0.95), topology), PlanRequest()).group_of("t").exchange.name == "owned_rows"
 
 
 def test_a_small_table_shares_the_latency_of_a_bucket():
@@ -115,7 +116,7 @@ def test_skewed_loads_are_scattered():
     [(machines(2), [1], False), (machines(6), [1, 2, 4], False), (machines(4, 2), [1, 2, 4], True)],
 )
 def test_every_way_a_table_may_cross_is_priced(topology, owners, by_node):
-    names = [str(verdict.candidate.choice) for verdict in explain(one_table(0.01), topology)]
+    names = [str(verdict.candidate.choice) for verdict in explain(Case(one_table(0.01), topology), PlanRequest())]
     ways = ["all_reduce", "gather_rows", "owned_rows", *(f"owned_rows(owners={count})" for count in owners)]
     assert names == [*ways, *["owned_rows_by_node"] * by_node]
 
@@ -174,7 +175,7 @@ def test_only_lazy_tables_are_not_exact_and_the_plan_says_so():
 
 def test_the_reason_states_the_price_of_the_runner_up():
     made = plan(one_table(0.01), machines(4, megabits=100))
-    verdicts = explain(one_table(0.01), machines(4, megabits=100))
+    verdicts = explain(Case(one_table(0.01), machines(4, megabits=100)), PlanRequest())
     others = [v.candidate for v in verdicts if v.candidate.choice.name != "owned_rows"]
     runner_up = min(others, key=lambda one: one.forecast.seconds)
     assert f"next {runner_up.choice}, {runner_up.forecast.seconds * 1e3:.1f} ms" in made.group_of("t").reason
@@ -213,7 +214,7 @@ def test_a_planned_plan_survives_json(alpha, topology, lazy):
 
 def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
     profile, topology = model(table("t", rows=10, width=1)), machines(4, latency=1.0)
-    verdicts = explain(profile, topology, constraints={"t": "owned_dense"})
+    verdicts = explain(Case(profile, topology), PlanRequest(constraints={"t": "owned_dense"}))
     (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
     facts = [profile.parameter(chosen.parameter)]
     assert chosen.forecast == dense_forecast(facts, Choice("owned_dense"), Case(profile, topology))

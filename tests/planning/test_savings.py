@@ -11,6 +11,7 @@ from armillary.facts.choice import Choice
 from armillary.planning.alternatives import EXACT, alternatives
 from armillary.planning.planner import bucketings, plan
 from armillary.planning.pricing import SGD, Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.savings import WORTH_SAYING
 from armillary.planning.simulator import simulate
 from planning_cases import dense, machines, model, table
@@ -87,10 +88,10 @@ def test_a_way_that_does_not_fit_in_memory_is_not_taken():
 
 
 def test_the_exact_plan_is_timed_beside_what_was_allowed():
-    found = alternatives(PROFILE, SLOW, allow=("lossy",))
+    found = alternatives(Case(PROFILE, SLOW), PlanRequest(allow=("lossy",)))
     assert found["chosen"].departures == ("lossy",) and found[EXACT].departures == ()
-    assert EXACT not in alternatives(PROFILE, FAST, allow=("lossy",))
-    assert found["chosen"] == bucketings(PROFILE, SLOW, allow=("lossy",))[0]
+    assert EXACT not in alternatives(Case(PROFILE, FAST), PlanRequest(allow=("lossy",)))
+    assert found["chosen"] == bucketings(Case(PROFILE, SLOW), PlanRequest(allow=("lossy",)))[0]
 
 
 BAD = [

@@ -12,6 +12,7 @@ from armillary.cli.refusal import UNEQUAL
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.table import WIDTH
+from armillary.planning.request import PlanRequest
 from armillary.session.decide import Wishes
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.settings import Settings
@@ -29,7 +30,9 @@ EDGES = ["activation of stage 0", "activation gradient of stage 1"]
 
 
 def trained(rank, workers, text, folder, steps=5):
-    settings = Settings(Path(folder), steps=steps, every_seconds=0, wishes=Wishes(schedule=Choice.parse(text)))
+    settings = Settings(
+        Path(folder), steps=steps, every_seconds=0, wishes=Wishes(PlanRequest(schedule=Choice.parse(text)))
+    )
     for _ in train(find("vision", small("vision")), settings):
         pass
 

@@ -14,6 +14,7 @@ from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
+from armillary.planning.request import PlanRequest
 from armillary.reference.cyclic import Reference
 from armillary.runtime.checkpointing.saved import REST
 from armillary.runtime.profiling.profiler import profile
@@ -115,7 +116,7 @@ def verify_job(rank, world, cases):
     found = []
     for options, wish in cases:
         task = find("vision", {**small("vision"), **options})
-        found.append(verify_workload(task, wishes=Wishes(schedule=wish), steps=4, every_bit=True))
+        found.append(verify_workload(task, wishes=Wishes(PlanRequest(schedule=wish)), steps=4, every_bit=True))
     return found
 
 
@@ -158,7 +159,7 @@ def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look
 def verify_in_a_mode(rank, world, mode, monkey=pytest.MonkeyPatch):
     with monkey.context() as patch:
         patch.setenv("MKL_CBWR", mode if rank == 0 else "COMPATIBLE")
-        return verify_workload(find("vision", small("vision")), wishes=Wishes(schedule=UP), steps=1)
+        return verify_workload(find("vision", small("vision")), wishes=Wishes(PlanRequest(schedule=UP)), steps=1)
 
 
 def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_every_address(crew):
@@ -538,7 +539,7 @@ def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_
 def workload_refusal(rank, world, name):
     task = find(name, small(name))
     with pytest.raises(ValueError, match=r"stages|schedule") as caught:
-        verify_workload(task, wishes=Wishes(schedule=ONE))
+        verify_workload(task, wishes=Wishes(PlanRequest(schedule=ONE)))
     return str(caught.value)
 
 
@@ -588,7 +589,7 @@ def test_misuse_is_answered_with_what_to_do(crew):
 def train_job(rank, world, folder, steps, is_resumed, options):
     torch.set_num_threads(1)
     task = find("vision", {**small("vision"), "batch_size": 8})
-    wishes = Wishes(schedule=options)
+    wishes = Wishes(PlanRequest(schedule=options))
     settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
     return list(train(task, settings))
 

@@ -12,6 +12,7 @@ from armillary.cli.find import find, small
 from armillary.facts.plan import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
+from armillary.planning.request import PlanRequest
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.checkpointing.saved import REST
@@ -109,7 +110,7 @@ def verify_job(rank, world, cases):
     found = []
     for name, options, choice in cases:
         task = find(name, {**small(name), **options})
-        found.append(verify_workload(task, wishes=Wishes(schedule=choice), steps=4, every_bit=True))
+        found.append(verify_workload(task, wishes=Wishes(PlanRequest(schedule=choice)), steps=4, every_bit=True))
     return found
 
 
@@ -327,7 +328,7 @@ def test_a_loss_that_no_stage_could_see_is_trained_too(crew):
 def train_job(rank, world, folder, steps, is_resumed):
     torch.set_num_threads(1)
     task = find("vision", {**small("vision"), "batch_size": 8})
-    wishes = Wishes(schedule=CLIPPED)
+    wishes = Wishes(PlanRequest(schedule=CLIPPED))
     settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
     return list(train(task, settings))
 

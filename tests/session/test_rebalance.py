@@ -11,6 +11,7 @@ from torch import nn
 from armillary.exchanges.exchange import RankInfo
 from armillary.facts.plan import Choice, Plan
 from armillary.planning.planner import plan
+from armillary.planning.request import PlanRequest
 from armillary.planning.traffic import merged_rows
 from armillary.runtime.hybrid import row_samples
 from armillary.runtime.hybrid.look_ups import LookUps
@@ -456,7 +457,7 @@ class Drifting:
 
 
 def train_job(rank, world, folder, fields, taken=None):
-    wishes = Wishes(WANTED, topology=slow(world), plan=taken)
+    wishes = Wishes(PlanRequest(WANTED), topology=slow(world), plan=taken)
     with pytest.MonkeyPatch.context() as patch:
         sampling_all(patch)
         settings = Settings(Path(folder), every_steps=4, every_seconds=0.0, wishes=wishes, **fields)
@@ -508,4 +509,4 @@ def _holds_the_plan_in_force(folder, events):
 
 def test_under_a_schedule_that_owns_the_loop_it_is_refused():
     with pytest.raises(ValueError, match="rebalance_every has no effect; drop it"):
-        Settings(Path("x"), 1, rebalance_every=1, wishes=Wishes(schedule=Choice("ring")))
+        Settings(Path("x"), 1, rebalance_every=1, wishes=Wishes(PlanRequest(schedule=Choice("ring"))))

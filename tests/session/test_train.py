@@ -15,6 +15,7 @@ from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Trace
 from armillary.planning.prefetch import prefetching
+from armillary.planning.request import PlanRequest
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import Wishes, assumptions_of
@@ -45,7 +46,7 @@ def of(kind, events):
 
 
 def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_path):
-    wishes = Wishes({"output": "owned_rows", "embedding.weight": "gather_rows"})
+    wishes = Wishes(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))
     settings = {"steps": 25, "every_steps": 10, "keep": 1, "wishes": wishes}
     events, others = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)
     assert [type(event) for event in events[:2]] == [Decided, Progress]
@@ -75,7 +76,7 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
 
 
 def test_bytes_that_data_do_not_decide_are_forecast_to_the_byte(crew, tmp_path):
-    settings = {"steps": 10, "wishes": Wishes({"output": "owned_rows", "embedding.weight": "gather_rows"})}
+    settings = {"steps": 10, "wishes": Wishes(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))}
     events = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)[0]
     for line in events[-1].comparison:
         if line.exchange == "all_reduce":
@@ -137,13 +138,15 @@ def test_the_memory_of_a_step_in_its_fullest_moment_is_forecast(crew, tmp_path, 
 
 
 def plain_job(rank, workers, name, folder, options, way):
-    *_, ended = train(workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, wishes=Wishes(way)))
+    *_, ended = train(
+        workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, wishes=Wishes(PlanRequest(way)))
+    )
     return ended
 
 
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
     """Its feed is three batches further by then. It ends where a run does that never looked ahead, bit for bit."""
-    wishes = Wishes({"wide.weight": "owned_rows", "deep.weight": "owned_rows"})
+    wishes = Wishes(PlanRequest({"wide.weight": "owned_rows", "deep.weight": "owned_rows"}))
     whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "wishes": wishes})[0]
     facts = whole[0]
     ahead = prefetching(facts.plan, facts.profile, facts.topology)

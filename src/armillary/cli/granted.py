@@ -14,6 +14,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, names_of, refuse_unknown
 from armillary.planning.edges import EdgeWish
+from armillary.planning.request import PlanRequest
 from armillary.schedules.registry import read
 from armillary.session.decide import Wishes
 from armillary.session.folder import read_kept
@@ -80,19 +81,10 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     schedule = schedule_of(asked.schedule, workers if topology is None else topology.workers)
     if plan is not None and schedule != SIMULTANEOUS:
         raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
-    return Wishes(
-        constraints,
-        tuple(asked.lazy),
-        plan,
-        topology,
-        profile,
-        schedule,
-        autotune=asked.autotune,
-        allow=tuple(asked.allow),
-        rule=asked.rule,
-        edge=edge,
-        edge_back=edge_back,
+    request = PlanRequest(
+        constraints, asked.lazy, schedule=schedule, allow=asked.allow, rule=asked.rule, edge=edge, edge_back=edge_back
     )
+    return Wishes(request, plan, topology, profile, asked.autotune)
 
 
 def refuse_unnamed(task: Workload, wishes: Wishes) -> None:
@@ -101,7 +93,7 @@ def refuse_unnamed(task: Workload, wishes: Wishes) -> None:
     Raises:
         ValueError: a pattern means no parameter of the model, or only frozen ones.
     """
-    patterns = [*wishes.constraints, *wishes.lazy]
+    patterns = [*wishes.request.constraints, *wishes.request.lazy]
     if patterns:
         with torch.device("meta"):
             model = task.model()

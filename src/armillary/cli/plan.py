@@ -15,11 +15,11 @@ from armillary.facts.table import Page, Table
 from armillary.planning.alternatives import alternatives, by_simulation, with_prefetch
 from armillary.planning.explanation import Verdict
 from armillary.planning.planner import explain
-from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
 from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
-from armillary.session.events import Decided
 from armillary.session.folder import refuse_unwritable
 from armillary.session.workload import Workload
 
@@ -53,10 +53,10 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         subject, granted = subject_of(ready.task, seed), ready.wishes
         decided = decide(subject, granted)
         if rank() == 0:
-            taken = assumptions_of(subject.optimizer)
-            is_priced = granted.rule == PRICE and not granted.owns_loop
-            found = _candidates(decided, granted, taken) if is_priced else ()
-            whole = _whole_plans(decided, granted, taken) if found else {}
+            case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer))
+            is_priced = granted.request.rule == PRICE and not granted.owns_loop
+            found = explain(case, granted.request) if is_priced else ()
+            whole = _whole_plans(case, granted.request) if found else {}
             if told.is_json:
                 print(as_json({**vars(decided), "candidates": found, "whole_plans": whole}))
             else:
@@ -67,17 +67,6 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         return 0
 
     run_in_workers(workers if plan.topology_file is None else 1, prepare, body)
-
-
-def _candidates(decided: Decided, granted: Wishes, assumptions: Assumptions) -> tuple[Verdict, ...]:
-    """Every way priced for what is read by row."""
-    return explain(
-        decided.profile,
-        decided.topology,
-        constraints=granted.constraints,
-        lazy=granted.lazy,
-        assumptions=assumptions,
-    )
 
 
 def _table(found: Sequence[Verdict]) -> Table:
@@ -94,19 +83,10 @@ def _table(found: Sequence[Verdict]) -> Table:
     return Table(header, rows, (0, 1, 5))
 
 
-def _whole_plans(decided: Decided, granted: Wishes, assumptions: Assumptions) -> dict[str, Forecast]:
+def _whole_plans(case: Case, request: PlanRequest) -> dict[str, Forecast]:
     """What each of the plans that `train --autotune` chooses from is expected to take; the quickest first, seconds of
     the step against a clock."""
-    case = Case(decided.profile, decided.topology, assumptions)
-    found = alternatives(
-        decided.profile,
-        decided.topology,
-        constraints=granted.constraints,
-        lazy=granted.lazy,
-        assumptions=assumptions,
-        allow=granted.allow,
-    )
-    plans = with_prefetch(found, case)
+    plans = with_prefetch(alternatives(case, request), case)
     return {
         name: replace(plans[name].forecast, seconds=simulate(plans[name], case).step_seconds)
         for name in by_simulation(plans, case)

@@ -13,12 +13,11 @@ from armillary.cli.page import console_here, put
 from armillary.cli.scaling import Wanted, scale, scaling_page
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
-from armillary.facts.choice import Choice
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
-from armillary.planning.edges import EdgeWish
-from armillary.planning.planner import plan
+from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case, assumptions_behind
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.profiling.profiler import profile
@@ -51,14 +50,6 @@ class _Scene(NamedTuple):
     assumptions: tuple[str, ...]
 
 
-class _Way(NamedTuple):
-    """What the plan is to be, as `plan` takes it."""
-
-    schedule: Choice
-    edge: EdgeWish
-    edge_back: EdgeWish
-
-
 def simulate_asked(
     subject: AskedWorkload | Path, asked: AskedMachines, way: AskedPlan, out: Path, is_json: bool
 ) -> NoReturn:
@@ -73,10 +64,10 @@ def simulate_asked(
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = machines(asked.topology_file, asked.gbit, asked.latency_us)
         links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
-        wished = _Way(
-            schedule_of(way.schedule, links.workers),
-            edge_wish("--edge", way.edges),
-            edge_wish("--edge-back", way.edge_backs),
+        wished = PlanRequest(
+            schedule=schedule_of(way.schedule, links.workers),
+            edge=edge_wish("--edge", way.edges),
+            edge_back=edge_wish("--edge-back", way.edge_backs),
         )
         return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, wished))
 
@@ -127,7 +118,7 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
 
 
 def _of_workload(
-    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, way: _Way
+    task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, request: PlanRequest
 ) -> _Scene:
     seen = min(topology.workers, PROFILED_WORKERS)
     subject = subject_of(task, seed=0)
@@ -136,9 +127,8 @@ def _of_workload(
         if profile_file is None
         else read_profile(profile_file)
     )
-    taken = assumptions_of(subject.optimizer)
-    made = plan(found, topology, assumptions=taken, **way._asdict())
-    case = Case(found, topology, taken)
+    case = Case(found, topology, assumptions_of(subject.optimizer))
+    made = make_plan(case, request)
     return _Scene(task.name, made, case, _said(case, topology, topology_file, profile_file is not None))
 
 

@@ -16,6 +16,7 @@ from armillary.cli.options import AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
+from armillary.planning.request import PlanRequest
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.side_by_side import HELD_OUT, Trained, trained
 from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses, planned
@@ -61,7 +62,7 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         links = machines(typed.topology_file, typed.gbit, typed.latency_us)
         count = typed.workers or (links.workers if typed.topology_file else WORKERS)
         constraints = constraints_of(typed.exchanges)
-        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, constraints, tuple(typed.allow))
+        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, PlanRequest(constraints, allow=typed.allow))
         asked.refuse()
         settings = "".join(f" {name}={value}" for name, value in sorted(subject.settings.items()))
         words = f"{subject.name}{' small' if subject.is_small else ''}{settings}: {asked.words()}"

@@ -5,18 +5,15 @@ The planner prices tables one by one and hides nothing behind compute. Which of 
 simulator says, and better still a few steps of each (`session/autotune.py`).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from armillary.facts.plan import Choice, Mean, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
+from armillary.facts.plan import Choice, Plan
 from armillary.planning.bucket_sizes import counted, is_ownerless
-from armillary.planning.constraints import Constraint
-from armillary.planning.planner import NO_CONSTRAINTS, bucketings, explain
+from armillary.planning.planner import bucketings, explain
 from armillary.planning.prefetch import prefetching
-from armillary.planning.pricing import ADAM, Assumptions, Case
+from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 
 __all__ = ["AHEAD", "CHOSEN", "alternatives", "at_once", "best", "by_simulation", "with_prefetch"]
@@ -26,43 +23,32 @@ EXACT = "chosen among the exact ones"
 AHEAD = " + prefetch"
 
 
-def alternatives(
-    profile: Profile,
-    topology: Topology,
-    *,
-    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
-    mean: Mean = "workers",
-    assumptions: Assumptions = ADAM,
-    allow: Collection[str] = (),
-) -> dict[str, Plan]:
-    """The plan chosen by price, and one for every candidate of any table, by name; arguments as `plan`'s.
+def alternatives(case: Case, request: PlanRequest) -> dict[str, Plan]:
+    """The plan chosen by price, and one for every candidate of any table, by name.
 
     A table that does not offer a way, or for which the user demands another, keeps what the plan chose. Plans that do
     not fit in memory are left out, and so are those that come to the same as an earlier one. The chosen plan and any
     that keeps everything whole are there in buckets of other sizes, too. Where a departure is allowed and
     taken, the plan without it is among them.
     """
-    lazy = tuple(lazy)
-    wished: dict[str, Any] = {"constraints": constraints, "lazy": lazy, "mean": mean, "assumptions": assumptions}
-    chosen = bucketings(profile, topology, **wished, allow=allow)
+    chosen = bucketings(case, request)
     taken: dict[str, Choice] = {}
     offered: dict[str, dict[str, Choice]] = {}
-    for verdict in explain(profile, topology, constraints=constraints, lazy=lazy, assumptions=assumptions):
+    for verdict in explain(case, request):
         one = verdict.candidate
         if verdict.is_chosen:
             taken[one.parameter] = one.choice
         if not verdict.lost.startswith("constraint"):
             offered.setdefault(str(one.choice), {})[one.parameter] = one.choice
-    found = {CHOSEN: chosen}
-    if chosen[0].departures and allow:
-        found[EXACT] = bucketings(profile, topology, **wished)
+    found, exact = {CHOSEN: chosen}, replace(request, allow=())
+    if chosen[0].departures and request.allow:
+        found[EXACT] = bucketings(case, exact)
     for name, ways in offered.items():
         if {**taken, **ways} == taken:
             continue
-        wishes = {**constraints, **taken, **ways}
+        wanted = {**request.constraints, **taken, **ways}
         try:
-            found[name] = bucketings(profile, topology, **{**wished, "constraints": wishes})
+            found[name] = bucketings(case, replace(exact, constraints=wanted))
         except ValueError:  # does not fit
             continue
     named = {name: sized[0] for name, sized in found.items()}

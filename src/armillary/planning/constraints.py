@@ -5,7 +5,7 @@ A demand names a parameter (or one of its aliases, or a glob pattern) and says a
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
 
@@ -26,8 +26,6 @@ __all__ = [
     "allows",
     "layout_of",
     "names_of",
-    "refuse_misread",
-    "refuse_other_allowed",
     "refuse_unknown",
     "resolve",
     "why_not",
@@ -38,38 +36,6 @@ Constraint = str | Choice
 
 LAYOUTS = ("replicated", "row_sharded")
 MAY_BE_ALLOWED = ("lossy",)  # departures among which a plan may choose by price, where the user says so
-
-
-def refuse_other_allowed(allow: object) -> None:
-    """
-    Raises:
-        ValueError: it is no collection of departures that may be allowed.
-    """
-    if isinstance(allow, str) or not isinstance(allow, Collection) or set(allow) - set(MAY_BE_ALLOWED):
-        raise ValueError(
-            f"plan: allow is {allow!r}; want some of {MAY_BE_ALLOWED}, as in allow=('lossy',). What departs otherwise "
-            "is taken where it is named"
-        )
-
-
-def refuse_misread(constraints: object, lazy: object, schedule: object) -> None:
-    """Wishes of another kind than is wanted, which would be taken for something else, or fail far from here.
-
-    Raises:
-        ValueError: one is; the message says how it is written.
-    """
-    if not isinstance(constraints, Mapping):
-        raise ValueError(
-            f"plan: constraints is {constraints!r}; want a mapping from names to what each shall have, as in "
-            "{'emb.weight': 'row_sharded'}"
-        )
-    if isinstance(lazy, str):
-        raise ValueError(f"plan: lazy is the text {lazy!r}, whose letters would be taken for names; write [{lazy!r}]")
-    if not isinstance(schedule, Choice):
-        raise ValueError(
-            f"plan: schedule is {schedule!r}; want a Choice, as in armillary.Choice('ring', {{'slack': 1}}) or "
-            "armillary.Choice.parse('ring(slack=1)')"
-        )
 
 
 def layout_of(choice: Choice) -> Layout:

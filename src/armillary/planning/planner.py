@@ -9,11 +9,12 @@ Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enume
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
+from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.mesh import Mesh
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan
 from armillary.facts.profile import Profile
@@ -24,8 +25,8 @@ from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
-from armillary.planning.constraints import Constraint, allows, names_of, refuse_misread, refuse_other_allowed, resolve
-from armillary.planning.edges import EdgeWish, EdgeWishes
+from armillary.planning.constraints import Constraint, allows, names_of, resolve
+from armillary.planning.edges import EdgeWish
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
@@ -34,25 +35,26 @@ from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.prefetch import prefetching, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.planning.rule import PRICE, refuse_with_rule
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
+from armillary.planning.rule import PRICE
 from armillary.planning.savings import with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
 from armillary.planning.staged_wishes import staged_wishes
 from armillary.planning.uncut_plan import plan_uncut
-from armillary.schedules.registry import SCHEDULES, owns_loop, read
+from armillary.schedules.registry import SCHEDULES, read
 
-__all__ = ["NO_CONSTRAINTS", "SIMULTANEOUS", "bucketings", "explain", "plan", "plan_by_rule", "tables_to_search"]
+__all__ = ["bucketings", "explain", "make_plan", "plan", "plan_by_rule", "tables_to_search"]
 
-NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
 NONE_SEARCHED: Mapping[str, OwnerSearch] = MappingProxyType({})
 
 
+@exact_keywords
 def plan(
     profile: Profile,
     topology: Topology,
     *,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
+    lazy: Collection[str] = (),
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
     schedule: Choice = SIMULTANEOUS,
@@ -61,7 +63,6 @@ def plan(
     micro_batches: int | None = None,
     allow: Collection[str] = (),
     rule: str = PRICE,
-    timed: Mapping[str, OwnerSearch] = NONE_SEARCHED,
     edge: EdgeWish = None,
     edge_back: EdgeWish = None,
 ) -> Plan:
@@ -81,46 +82,51 @@ def plan(
             named in constraints needs no other permission.
         rule: "price", or "parallax": tables that are only read by row go by their owners, as many as its search finds,
             everything else by all-reduce.
-        timed: of rule "parallax", searches over exchanges that a job timed, by table; the others go by forecast.
         edge, edge_back: codecs of what stages of a pipeline hand on and get back (NOT exact): one, or by stage.
 
     Raises:
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
-    refuse_misread(constraints, lazy, schedule)
-    refuse_other_allowed(allow)
-    priced = {"steps_by_run": steps_by_run, "micro_batches": micro_batches is not None, "allow": list(allow)}
-    refuse_with_rule(rule, {f"schedule {schedule}": owns_loop(schedule), **priced})
-    case, edges = Case(profile, topology, assumptions), EdgeWishes(edge, edge_back)
-    edges.refuse_without_edges(schedule, SCHEDULES[schedule.name])
-    if owns_loop(schedule):
+    request = PlanRequest(
+        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+    )
+    return make_plan(Case(profile, topology, assumptions), request)
+
+
+def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch] = NONE_SEARCHED) -> Plan:
+    """
+    Args:
+        timed: of rule "parallax", searches over exchanges that a job timed, by table; the others go by forecast.
+
+    Raises:
+        ValueError: as `plan`.
+    """
+    schedule, topology = request.schedule, case.topology
+    if request.owns_loop:
         is_cut = SCHEDULES[schedule.name].is_cut
-        by_row = {} if is_cut else {"constraints": constraints, "lazy": list(lazy)}
-        _refuse_with_schedule(schedule, {**by_row, "mean": mean != "workers", "allow": list(allow)})
+        by_row = {} if is_cut else {"constraints": request.constraints, "lazy": request.lazy}
+        _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
-            asked = staged_wishes(case, schedule, constraints, lazy)
-            return with_expected(with_taken(plan_staged(case, schedule, *asked, edges)), case)
+            asked = staged_wishes(case, request)
+            return with_expected(with_taken(plan_staged(case, schedule, *asked, request.edges)), case)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
-    if rule != PRICE:
-        question = _question(case, constraints, lazy)
+    if request.rule != PRICE:
+        question = _question(case, request)
         forecast = {table.name: by_forecast(table, question) for table in searched_tables(question)}
-        made = plan_by_rule(
-            profile, topology, constraints=constraints, lazy=lazy, mean=mean, assumptions=assumptions,
-            searched={**forecast, **timed},
-        )  # fmt: skip
-        return with_expected(_prefetched(made, prefetch, case), case)
-    is_free = not constraints and mean == "workers"  # what a schedule that owns the loop cannot honour
-    may_take = is_free and steps_by_run and may_cut(case, micro_batches)
+        made = plan_by_rule(case, request, {**forecast, **timed})
+        return with_expected(_prefetched(made, request, case), case)
+    is_free = not request.constraints and request.mean == "workers"  # else no schedule that owns the loop honours it
+    micro_batches = request.micro_batches
+    may_take = is_free and request.steps_by_run and may_cut(case, micro_batches)
     try:
-        wishes: dict[str, Any] = {"constraints": constraints, "lazy": lazy, "mean": mean, "allow": allow}
-        plain = bucketings(profile, topology, assumptions=assumptions, **wishes)[0]
+        plain = bucketings(case, request)[0]
     except NothingFits:
         ways = fitting(case, micro_batches) if may_take else []
         if not ways:
             raise
         return ways[0].told(case)
-    plain = with_expected(_prefetched(plain, prefetch, case), case)
+    plain = with_expected(_prefetched(plain, request, case), case)
     if not is_free or topology.workers == 1:
         return plain
     way = quickest(case, micro_batches) if may_take else None
@@ -129,48 +135,28 @@ def plan(
     return noted(plain, case, micro_batches)
 
 
-def _prefetched(made: Plan, prefetch: bool | None, case: Case) -> Plan:
-    if prefetch is False:
+def _prefetched(made: Plan, request: PlanRequest, case: Case) -> Plan:
+    if request.prefetch is False:
         return made
-    ahead = prefetching if prefetch else prefetching_by_price
+    ahead = prefetching if request.prefetch else prefetching_by_price
     return ahead(made, case.profile, case.topology)
 
 
-def bucketings(
-    profile: Profile,
-    topology: Topology,
-    *,
-    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
-    mean: Mean = "workers",
-    assumptions: Assumptions = ADAM,
-    allow: Collection[str] = (),
-) -> tuple[Plan, ...]:
-    """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first; arguments
-    as `plan`'s."""
-    case = Case(profile, topology, assumptions)
-    question = _question(case, constraints, lazy)
+def bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
+    """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first."""
+    question, topology = _question(case, request), case.topology
     options = menu(question)
     free = cheapest(options, topology)
     chosen = fit(free, options, question)
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
-    made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
+    made = by_clock([_written(chosen, reasons, one, request.mean) for one in sized], case)
     first, *others = (with_prospect(one, case) for one in made)
-    return with_savings(first, question, allow), *others
+    return with_savings(first, question, request.allow), *others
 
 
-def plan_by_rule(
-    profile: Profile,
-    topology: Topology,
-    *,
-    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
-    mean: Mean = "workers",
-    assumptions: Assumptions = ADAM,
-    searched: Mapping[str, OwnerSearch] = NONE_SEARCHED,
-) -> Plan:
-    """Parallax's rule for every parameter; `constraints` as in `plan` outweigh it.
+def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerSearch] = NONE_SEARCHED) -> Plan:
+    """Parallax's rule for every parameter; constraints outweigh it.
 
     Args:
         searched: how many owners a table gets; a table that is not in it has all workers.
@@ -178,7 +164,7 @@ def plan_by_rule(
     Raises:
         ValueError: as `plan`.
     """
-    question = _question(Case(profile, topology, assumptions), constraints, lazy)
+    question = _question(case, request)
     chosen, reasons = {}, {}
     for fact in question.trained:
         demanded, rule = question.wanted.get(fact.name), parallax(fact)
@@ -190,30 +176,21 @@ def plan_by_rule(
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
     refuse_misfit(chosen, question)
-    made = _written(chosen, reasons, question, mean)
+    made = _written(chosen, reasons, question, request.mean)
     made = replace(made, notes=(*made.notes, *(note(one, question) for one in searched.values())))
-    return with_expected(with_prospect(made, question.case), question.case)
+    return with_expected(with_prospect(made, case), case)
 
 
-def tables_to_search(
-    case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str] = ()
-) -> tuple[SearchedTable, ...]:
-    """The tables of which rule "parallax" searches the number of owners; arguments as `plan`'s."""
-    return searched_tables(_question(case, constraints, lazy))
+def tables_to_search(case: Case, request: PlanRequest) -> tuple[SearchedTable, ...]:
+    """The tables of which rule "parallax" searches the number of owners."""
+    return searched_tables(_question(case, request))
 
 
-def explain(
-    profile: Profile,
-    topology: Topology,
-    *,
-    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-    lazy: Iterable[str] = (),
-    assumptions: Assumptions = ADAM,
-) -> tuple[Verdict, ...]:
-    """Every candidate of every parameter that is read by row, priced, with why it lost; arguments as `plan`'s."""
-    question = _question(Case(profile, topology, assumptions), constraints, lazy)
+def explain(case: Case, request: PlanRequest) -> tuple[Verdict, ...]:
+    """Every candidate of every parameter that is read by row, priced, with why it lost."""
+    question = _question(case, request)
     options = menu(question)
-    free = cheapest(options, topology)
+    free = cheapest(options, case.topology)
     return verdicts(free, fit(free, options, question), question)
 
 
@@ -227,8 +204,9 @@ def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
         )
 
 
-def _question(case: Case, constraints: Mapping[str, Constraint], lazy: Iterable[str] = ()) -> Question:
-    wanted, quiet = resolve(constraints, case.profile, case.topology), names_of(lazy, case.profile.parameters)
+def _question(case: Case, request: PlanRequest) -> Question:
+    wanted = resolve(request.constraints, case.profile, case.topology)
+    quiet = names_of(request.lazy, case.profile.parameters)
     return Question(case, wanted, quiet, default_limits(case.topology.backend))
 
 

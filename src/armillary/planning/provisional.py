@@ -13,7 +13,8 @@ from armillary.facts.stage import StageFact
 from armillary.facts.topology import TURN_BYTES, Topology
 from armillary.planning.parallax import UNKNOWN
 from armillary.planning.planner import bucketings
-from armillary.planning.pricing import Assumptions
+from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.request import PlanRequest
 
 __all__ = ["blank_profile", "is_provisional", "provisional_plan"]
 
@@ -39,7 +40,7 @@ def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions:
     large = [fact for fact in trained if len(fact.shape) > 1 and fact.bytes >= TURN_BYTES]
     wanted = {fact.name: UNKNOWN for fact in large if topology.workers > 1}
     roomy = replace(topology, memory_bytes=sys.maxsize)
-    made = bucketings(seen, roomy, constraints=wanted, mean=mean, assumptions=assumptions)[0]
+    made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
     weights = sum(fact.bytes for fact in trained)
     more = made.forecast.memory_bytes - weights
     if more > topology.memory_bytes:

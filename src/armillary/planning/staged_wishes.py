@@ -3,14 +3,15 @@
 Honoured or refused with the reason, as `constraints.py` does for a loop of the user's own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, build_row, row_exchanges
 from armillary.facts.plan import Choice
-from armillary.planning.constraints import Constraint, layout_of, names_of, resolve
+from armillary.planning.constraints import layout_of, names_of, resolve
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.stage_groups import Ways
 from armillary.planning.staged_tables import TableWish
 from armillary.schedules.method import Method
@@ -26,18 +27,17 @@ class StagedWishes(NamedTuple):
     ways: Ways
 
 
-def staged_wishes(
-    case: Case, schedule: Choice, constraints: Mapping[str, Constraint], lazy: Iterable[str]
-) -> StagedWishes:
+def staged_wishes(case: Case, request: PlanRequest) -> StagedWishes:
     """
     Raises:
         ValueError: a constraint names no parameter, or what the schedule cannot do; or a lazy table that is not kept by
             row.
     """
-    quiet, method = names_of(lazy, case.profile.parameters), SCHEDULES[schedule.name]
+    schedule, quiet = request.schedule, names_of(request.lazy, case.profile.parameters)
+    method = SCHEDULES[schedule.name]
     tables: dict[str, TableWish] = {}
     ways: dict[str, Choice] = {}
-    for name, demanded in resolve(constraints, case.profile, case.topology).items():
+    for name, demanded in resolve(request.constraints, case.profile, case.topology).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
         if layout_of(choice) == "row_sharded":
             if build_row(choice.name, **choice.options).codes.departs:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology, turn_bytes_on
@@ -26,7 +27,6 @@ from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
-from armillary.session.exact_keywords import exact_keywords
 from armillary.session.first_batches import FirstBatches
 from armillary.session.found_inf import agree_on_found_inf
 from armillary.session.materialise import begin_optimizer_state, materialise

@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -12,18 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RankInfo
-from armillary.facts.plan import Choice, Mean, Plan, Trainable, model_fingerprint
+from armillary.facts.plan import Plan, Trainable, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
-from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
-from armillary.planning.edges import EdgeWish, EdgeWishes
 from armillary.planning.expected import with_expected
 from armillary.planning.owner_search import OwnerSearch
-from armillary.planning.planner import SIMULTANEOUS
-from armillary.planning.planner import plan as make_plan
+from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.rule import PRICE, refuse_with_rule
+from armillary.planning.request import PlanRequest
+from armillary.planning.rule import refuse_with_rule
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows
 from armillary.runtime.measure import measure, workers_per_node
@@ -32,7 +30,7 @@ from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport
-from armillary.schedules.registry import SCHEDULES, owns_loop
+from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.autotune import fastest
 from armillary.session.events import Decided
@@ -48,61 +46,31 @@ PROFILED_STEPS = 2
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user wants of the plan, whatever the prices say.
+    """What the user wants of the planning in a job.
 
     Args of note:
-        constraints: parameter name or pattern -> layout or exchange.
-        lazy: patterns of tables of which only the rows with a gradient shall move (not exact).
+        request: of the plan to make; what a rule searches is timed in this job.
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
-        schedule, mean: of the plan to make.
         autotune: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
         times_prefetch: whether plans that prefetch are among those timed, the loop being one over `run.batches` then.
-        prefetch: whether the plan shall prefetch where none are timed; None: by price.
-        steps_by_run, micro_batches, allow, rule, edge, edge_back: as in `plan`; what the rule searches is timed in
-            this job.
     """
 
-    constraints: Mapping[str, Constraint] = field(default_factory=dict)
-    lazy: Sequence[str] = ()
+    request: PlanRequest = field(default_factory=PlanRequest)
     plan: Plan | None = None
     topology: Topology | None = None
     profile: Profile | None = None
-    schedule: Choice = SIMULTANEOUS
-    mean: Mean = "workers"
     autotune: int = 0
     times_prefetch: bool = False
-    prefetch: bool | None = False
-    steps_by_run: bool = False
-    micro_batches: int | None = None
-    allow: Sequence[str] = ()
-    rule: str = PRICE
-    edge: EdgeWish = None
-    edge_back: EdgeWish = None
 
     def __post_init__(self) -> None:
-        refuse_misread(self.constraints, self.lazy, self.schedule)
-        refuse_other_allowed(self.allow)
-        priced = {
-            "a plan that is given (--plan)": self.plan is not None,
-            f"schedule {self.schedule}": owns_loop(self.schedule),
-            "autotune (--autotune)": self.autotune > 1,
-            "steps_by_run": self.steps_by_run,
-            "micro_batches": self.micro_batches is not None,
-            "allow": list(self.allow),
-        }
-        refuse_with_rule(self.rule, priced)
-        edges = EdgeWishes(self.edge, self.edge_back)
-        if edges and self.plan is not None:
-            raise ValueError(
-                "plan: a plan that is given says its own edges; edit its stages, or drop edge and edge_back"
-            )
-        edges.refuse_without_edges(self.schedule, SCHEDULES[self.schedule.name])
+        priced = {"a plan that is given (--plan)": self.plan is not None, "autotune (--autotune)": self.autotune > 1}
+        refuse_with_rule(self.request.rule, priced)
 
     @property
     def owns_loop(self) -> bool:
         """Whether the plan, given or to be made, has a schedule that owns the loop."""
-        return owns_loop(self.plan.schedule if self.plan is not None else self.schedule)
+        return self.request.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
 
 
 def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> Transport:
@@ -158,7 +126,7 @@ def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
     def case() -> Case:
         return Case(found, topology, assumptions_of(subject.optimizer))
 
-    owners = timed_owners(transport, wishes.rule, case, wishes.constraints, wishes.lazy)
+    owners = timed_owners(transport, wishes.request, case)
     plans = {
         name: Plan.from_json(text)
         for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, wishes, owners)).items()
@@ -177,19 +145,12 @@ def _planned(
     _refuse_other_model(found, subject.model)
     if wishes.plan is not None:
         return {CHOSEN: wishes.plan.to_json()}
-    taken, is_one = assumptions_of(subject.optimizer), len(members(subject.optimizer)) == 1
-    wanted: dict[str, Any] = {"lazy": wishes.lazy, "mean": wishes.mean, "allow": wishes.allow}
+    case, request = Case(found, topology, assumptions_of(subject.optimizer)), wishes.request
     if wishes.autotune < 2 or wishes.owns_loop:
-        made = make_plan(
-            found, topology, constraints=wishes.constraints, assumptions=taken, schedule=wishes.schedule,
-            prefetch=wishes.prefetch, steps_by_run=wishes.steps_by_run and is_one,
-            micro_batches=wishes.micro_batches, rule=wishes.rule, timed=owners, edge=wishes.edge,
-            edge_back=wishes.edge_back, **wanted,
-        )  # fmt: skip
-        return {CHOSEN: made.to_json()}
-    plans = alternatives(found, topology, constraints=wishes.constraints, assumptions=taken, **wanted)
-    case = Case(found, topology, taken)
-    if wishes.times_prefetch or wishes.prefetch is not False:
+        is_by_run = request.steps_by_run and len(members(subject.optimizer)) == 1
+        return {CHOSEN: make_plan(case, replace(request, steps_by_run=is_by_run), owners).to_json()}
+    plans = alternatives(case, request)
+    if wishes.times_prefetch or request.prefetch is not False:
         plans = with_prefetch(plans, case)
     timed = at_once(best(plans, case, wishes.autotune), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.planning.constraints import Constraint, names_of, refuse_unknown
 from armillary.planning.edges import EdgeWish
-from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.provisional import blank_profile, provisional_plan
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
@@ -24,7 +25,6 @@ from armillary.runtime.transport import Transport
 from armillary.session.attach import attach, begin_run
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
-from armillary.session.exact_keywords import exact_keywords
 from armillary.session.plain_loader import is_plain_loader
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
@@ -90,18 +90,16 @@ def parallelize(
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
         TypeError: an argument that there is not.
     """
-    wishes = Wishes(
-        constraints, lazy, schedule=schedule, mean=mean, autotune=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
-        edge=edge, edge_back=edge_back,
-    )  # fmt: skip
+    request = PlanRequest(
+        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+    )
     patience = Patience(report_after, timeout)
     job = TrainJob(
         model, as_one(optimizer), scaler=scaler, check_data=check_data, check_finite=check_finite,
         broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     if batches is None and loss is None:
-        return _watched(job, wishes, Connecting(patience, check_order, process_group))
+        return _watched(job, Wishes(request, autotune=autotune), Connecting(patience, check_order, process_group))
     if batches is None or loss is None:
         there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
         raise ValueError(
@@ -109,7 +107,7 @@ def parallelize(
             "plan from the first two steps of the loop"
         )
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
-    decided = decide(subject, _over(wishes, batches), process_group, patience)
+    decided = decide(subject, Wishes(_over(request, batches), autotune=autotune), process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
         profile=decided.profile,
@@ -129,19 +127,20 @@ class Connecting(NamedTuple):
 def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
     """Under the provisional plan."""
     _refuse_unwatched(job.model, wishes)
+    request = wishes.request
     alone = open_transport(connecting.process_group, connecting.patience)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
         topology = measure_links(alone)
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
-    names_of([*wishes.constraints, *wishes.lazy], seen.parameters)
-    plan = provisional_plan(seen, topology, wishes.mean, assumptions_of(job.optimizer))
+    names_of([*request.constraints, *request.lazy], seen.parameters)
+    plan = provisional_plan(seen, topology, request.mean, assumptions_of(job.optimizer))
     watch = LoopWatch(job.model)
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
-        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wishes, topology), topology=topology))
+        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, request, topology), topology=topology))
     except BaseException:
         watch.end()
         raise
@@ -151,13 +150,14 @@ def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
 
 def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
     """What a loop's first steps cannot answer, and what they need not be waited for."""
-    for pattern, constraint in wishes.constraints.items():
+    request = wishes.request
+    for pattern, constraint in request.constraints.items():
         refuse_unknown(pattern, constraint)
     asked = {
-        f"schedule {wishes.schedule.name}": wishes.owns_loop,
+        f"schedule {request.schedule.name}": request.owns_loop,
         "autotune": wishes.autotune > 1,
-        "steps_by_run": wishes.steps_by_run,
-        "micro_batches": wishes.micro_batches is not None,
+        "steps_by_run": request.steps_by_run,
+        "micro_batches": request.micro_batches is not None,
         "a model on the meta device": any(one.is_meta for one in [*model.parameters(), *model.buffers()]),
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:
@@ -167,6 +167,7 @@ def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
         )
 
 
+@exact_keywords
 def auto_plan(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -207,17 +208,16 @@ def auto_plan(
     Raises:
         ValueError: too few batches, or a constraint or schedule that cannot be honoured.
     """
-    wishes = Wishes(
-        constraints, lazy, schedule=schedule, mean=mean, autotune=autotune, prefetch=prefetch,
-        steps_by_run=steps_by_run, micro_batches=micro_batches, allow=allow, rule=rule,
-        edge=edge, edge_back=edge_back,
-    )  # fmt: skip
-    return decide(Subject(model, as_one(optimizer), loss, _drawn(batches)), _over(wishes, batches))
+    request = PlanRequest(
+        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+    )
+    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
+    return decide(subject, Wishes(_over(request, batches), autotune=autotune))
 
 
-def _over(wishes: Wishes, batches: Iterable[Any]) -> Wishes:
+def _over(request: PlanRequest, batches: Iterable[Any]) -> PlanRequest:
     """No prefetch by price over a loader that is not torch's own."""
-    return wishes if wishes.prefetch is not None or is_plain_loader(batches) else replace(wishes, prefetch=False)
+    return request if request.prefetch is not None or is_plain_loader(batches) else replace(request, prefetch=False)
 
 
 def _drawn(batches: Iterable[Any]) -> Callable[[int], list[Any]]:

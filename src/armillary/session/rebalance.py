@@ -14,8 +14,8 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.owners import MARGIN, Repriced, reprice, still_allowed, with_owners
-from armillary.planning.planner import NO_CONSTRAINTS
 from armillary.planning.pricing import Case, assumptions_behind
+from armillary.planning.request import NO_CONSTRAINTS
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.events import Rebalanced, Remeasured
 from armillary.session.move import move, unfinished

@@ -23,7 +23,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
 from armillary.planning.owners import MARGIN
-from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.request import NO_CONSTRAINTS
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import save

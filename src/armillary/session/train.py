@@ -254,7 +254,7 @@ class Training:
     def _rebalance(self) -> Iterator[Event]:
         """Before the checkpoint, which tells a resumed run whose the rows are."""
         began = time.perf_counter()
-        facts, wanted = self.decided, self.settings.wishes.constraints
+        facts, wanted = self.decided, self.settings.wishes.request.constraints
         event = self.run.rebalance(facts.profile, facts.topology, constraints=wanted)
         self.since += time.perf_counter() - began
         yield event
@@ -266,7 +266,7 @@ class Training:
         if owners is None or wishes.plan is not None:
             return
         assert isinstance(self.job, UserLoop)
-        event = restore_owners(self.job, owners, facts.profile, facts.topology, wishes.constraints)
+        event = restore_owners(self.job, owners, facts.profile, facts.topology, wishes.request.constraints)
         if event is not None:
             yield event
             yield from self._moved(event, set(owners["tables"]))

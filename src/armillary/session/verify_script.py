@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
 from armillary.planning.constraints import Constraint
 from armillary.planning.edges import EdgeWish
-from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.decide import Wishes, open_transport
@@ -53,6 +53,8 @@ def verify(
     Raises:
         ValueError: too few batches, ranks with other batches, or a plan or wish that does not fit.
     """
+    if plan is not None and (edge or edge_back):
+        raise ValueError("plan: a plan that is given says its own edges; edit its stages, or drop edge and edge_back")
     script = Script(model, optimizer, batches, loss, steps)
     transport = open_transport()
     workers = transport.place.workers
@@ -65,7 +67,5 @@ def verify(
             "shuffled by one seed: verify itself takes each worker's share"
         )
     next(script.batches("train", steps * workers - 1, workers, seed))  # the last: too few are told of on every rank
-    wishes = Wishes(
-        constraints=constraints, lazy=lazy, plan=plan, schedule=schedule, rule=rule, edge=edge, edge_back=edge_back
-    )
-    return verify_workload(script, steps=steps, seed=seed, wishes=wishes, exchanges=exchanges)
+    request = PlanRequest(constraints, lazy, schedule=schedule, rule=rule, edge=edge, edge_back=edge_back)
+    return verify_workload(script, steps=steps, seed=seed, wishes=Wishes(request, plan), exchanges=exchanges)

@@ -22,9 +22,10 @@ from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import LAYOUTS, allows, names_of
 from armillary.planning.owner_search import OwnerSearch
-from armillary.planning.planner import plan as make_plan
+from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.provisional import blank_profile, is_provisional
+from armillary.planning.request import PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.hybrid.table import RowTable
@@ -33,7 +34,7 @@ from armillary.runtime.profiling.loop_watch import LoopWatch, Told
 from armillary.runtime.profiling.watched_profile import watched_profile
 from armillary.schedules.registry import owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
-from armillary.session.decide import Wishes, assumptions_of
+from armillary.session.decide import assumptions_of
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
@@ -55,7 +56,7 @@ class Watched:
     """Looks on until enough steps were taken, or a checkpoint brings a plan."""
 
     watch: LoopWatch
-    wishes: Wishes
+    request: PlanRequest
     topology: Topology
 
     def __post_init__(self) -> None:
@@ -75,8 +76,8 @@ class Watched:
         here = loop.transport.within("the planning after the first steps")
         with here, loop.transport.unrecorded(), self._released(loop):
             everyones = loop.transport.share(self._told(loop.model))
-            wishes, case = self.wishes, partial(self._case, loop, everyones)
-            timed = timed_owners(loop.transport, wishes.rule, case, wishes.constraints, wishes.lazy)
+            case = partial(self._case, loop, everyones)
+            timed = timed_owners(loop.transport, self.request, case)
             plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
             _move(loop, Plan.from_json(plan))
             loop.job = replace(loop.job, profile=Profile.from_json(seen))
@@ -120,37 +121,32 @@ class Watched:
 
     def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> tuple[str, str]:
         """The plan and the profile behind it, as JSON, since they cross to the other ranks."""
-        wishes = self.wishes
-        prefetch = wishes.prefetch if wishes.prefetch is not None or loop.first.is_plain else False
-        made = make_plan(
-            case.profile, case.topology, constraints=wishes.constraints, lazy=wishes.lazy, mean=wishes.mean,
-            assumptions=case.assumptions, prefetch=prefetch, rule=wishes.rule, timed=timed,
-            allow=wishes.allow,
-        )  # fmt: skip
+        prefetch = self.request.prefetch if self.request.prefetch is not None or loop.first.is_plain else False
+        made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
         return replace(made, notes=(*made.notes, NOTE)).to_json(), case.profile.to_json()
 
     def _takes(self, plan: Plan, loop: UserLoop) -> bool:
-        """Whether the user would have wished for that plan, and it fits everywhere."""
-        wishes = self.wishes
-        is_free = not wishes.lazy and plan.mean == wishes.mean and wishes.rule == PRICE
+        """Whether the user would have asked for that plan, and it fits everywhere."""
+        request = self.request
+        is_free = not request.lazy and plan.mean == request.mean and request.rule == PRICE
         same_nodes = plan.workers_per_node == self.topology.workers_per_node
         if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
             return False
         seen = blank_profile(parameter_facts(loop.model), self.topology)
-        return not any(loop.transport.share(_misfit(plan, loop))) and _is_wished(plan, wishes, seen)
+        return not any(loop.transport.share(_misfit(plan, loop))) and _is_asked(plan, request, seen)
 
 
-def _is_wished(plan: Plan, wishes: Wishes, seen: Profile) -> bool:
+def _is_asked(plan: Plan, request: PlanRequest, seen: Profile) -> bool:
     """Whether every parameter goes as is demanded of it, and departs from exactness only where that was named."""
-    patterns = sorted(wishes.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
+    patterns = sorted(request.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
     demands = {
-        name: wishes.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen.parameters)
+        name: request.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen.parameters)
     }
     for group in plan.groups:
         for constraint in map(demands.get, group.parameters):
             is_named = constraint is not None and constraint not in LAYOUTS
             entry = dense_exchanges().get(group.own_exchange.name) if is_named else None
-            permitted = {*wishes.allow, *(entry.departs if entry is not None else ())}
+            permitted = {*request.allow, *(entry.departs if entry is not None else ())}
             if not allows(constraint, group.own_exchange) or {*group.departures} - permitted:
                 return False
     return True

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
-from armillary.planning.planner import NO_CONSTRAINTS
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.foresight.side_by_side import HELD_OUT, Told, trained
 from armillary.session.foresight.twin_page import Twin
@@ -56,7 +56,7 @@ def twin(
         ValueError: too few batches, or a wish that cannot be granted; nothing was trained then.
         RuntimeError: the loss writes into its batch.
     """
-    asked = AskedTraining(topology, steps, seeds, constraints, allow)
+    asked = AskedTraining(topology, steps, seeds, PlanRequest(constraints, allow=allow))
     asked.refuse()
     wanted = steps * topology.workers
     drawn = list(islice(batches, wanted + HELD_OUT))

@@ -4,7 +4,7 @@ The exact one is planned by price under those wishes that are exact. The twin's 
 against a clock, which gives their seconds.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -19,10 +19,10 @@ from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint, refuse_misread, refuse_other_allowed
-from armillary.planning.planner import SIMULTANEOUS
-from armillary.planning.planner import plan as make_plan
+from armillary.planning.constraints import Constraint
+from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case
+from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.reference.replicas import SharedGroup
 from armillary.reference.rows import Meanings
@@ -42,13 +42,12 @@ class AskedTraining(NamedTuple):
     topology: Topology
     steps: int
     seeds: int
-    constraints: Mapping[str, Constraint]
-    allow: Collection[str] = ()
+    request: PlanRequest
 
     def words(self) -> str:
         """By which one training is told from another; seeds are not, since each is a training of its own."""
-        wishes = [f"{wish}={pattern}" for pattern, wish in self.constraints.items()]
-        wishes += [f"allow {departure}" for departure in self.allow]
+        wishes = [f"{wish}={pattern}" for pattern, wish in self.request.constraints.items()]
+        wishes += [f"allow {departure}" for departure in self.request.allow]
         return f"{', '.join(wishes)}; {self.topology.workers} workers, {self.steps} steps"
 
     def refuse(self) -> None:
@@ -61,9 +60,7 @@ class AskedTraining(NamedTuple):
         for name, value in (("steps", self.steps), ("seeds", self.seeds)):
             if value < 1:
                 raise ValueError(f"twin: want at least 1 of {name}, got {value}")
-        refuse_misread(self.constraints, (), SIMULTANEOUS)
-        refuse_other_allowed(self.allow)
-        if not (self.constraints or self.allow):
+        if not (self.request.constraints or self.request.allow):
             raise ValueError(
                 "twin: nothing is asked to differ from the exact plan; name an exchange that does (--exchange "
                 "'CHOICE=*', or constraints={'*': Choice.parse('CHOICE')}), or allow lossy ones (--allow lossy)"
@@ -117,11 +114,8 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     finally:
         torch.set_num_threads(threads)
     case = Case(found, asked.topology, assumptions_of(subject.optimizer))
-    exactly = {pattern: wish for pattern, wish in asked.constraints.items() if not _departs(wish)}
-    plans = [
-        make_plan(found, asked.topology, constraints=wishes, assumptions=case.assumptions, allow=allow)
-        for wishes, allow in ((exactly, ()), (asked.constraints, asked.allow))
-    ]
+    exactly = {pattern: wish for pattern, wish in asked.request.constraints.items() if not _departs(wish)}
+    plans = [make_plan(case, one) for one in (PlanRequest(exactly), asked.request)]
     departing = tuple(_departing(plans[1]))
     named = {name for group in departing for name in group.parameters}
     nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))

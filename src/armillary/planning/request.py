@@ -1,0 +1,94 @@
+"""What the user wants of a plan, whatever the prices say: honoured, or refused where it is asked.
+
+One request goes through all of planning, so what is asked is written down, and checked, once. The names are those of
+the keywords of `plan`, which says what each means.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
+from armillary.planning.constraints import MAY_BE_ALLOWED, Constraint
+from armillary.planning.edges import EdgeWish, EdgeWishes
+from armillary.planning.rule import PRICE, refuse_with_rule
+from armillary.schedules.registry import SCHEDULES, owns_loop
+
+__all__ = ["NO_CONSTRAINTS", "PlanRequest"]
+
+NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """
+    Raises:
+        ValueError: something is asked that is not written so, that there is not, or that does not go together.
+    """
+
+    constraints: Mapping[str, Constraint] = field(default_factory=dict)
+    lazy: Collection[str] = ()
+    mean: Mean = "workers"
+    schedule: Choice = SIMULTANEOUS
+    prefetch: bool | None = False
+    steps_by_run: bool = False
+    micro_batches: int | None = None
+    allow: Collection[str] = ()
+    rule: str = PRICE
+    edge: EdgeWish = None
+    edge_back: EdgeWish = None
+
+    def __post_init__(self) -> None:
+        _refuse_misread(self.constraints, self.lazy, self.schedule)
+        _refuse_other_allowed(self.allow)
+        object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
+        object.__setattr__(self, "allow", tuple(self.allow))
+        priced = {
+            f"schedule {self.schedule}": self.owns_loop,
+            "steps_by_run": self.steps_by_run,
+            "micro_batches": self.micro_batches is not None,
+            "allow": self.allow,
+        }
+        refuse_with_rule(self.rule, priced)
+        self.edges.refuse_without_edges(self.schedule, SCHEDULES[self.schedule.name])
+
+    @property
+    def edges(self) -> EdgeWishes:
+        return EdgeWishes(self.edge, self.edge_back)
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether steps are taken by the schedule that is asked for."""
+        return owns_loop(self.schedule)
+
+
+def _refuse_other_allowed(allow: object) -> None:
+    """
+    Raises:
+        ValueError: it is no collection of departures that may be allowed.
+    """
+    if isinstance(allow, str) or not isinstance(allow, Collection) or set(allow) - set(MAY_BE_ALLOWED):
+        raise ValueError(
+            f"plan: allow is {allow!r}; want some of {MAY_BE_ALLOWED}, as in allow=('lossy',). What departs otherwise "
+            "is taken where it is named"
+        )
+
+
+def _refuse_misread(constraints: object, lazy: object, schedule: object) -> None:
+    """Wishes of another kind than is wanted, which would be taken for something else, or fail far from here.
+
+    Raises:
+        ValueError: one is; the message says how it is written.
+    """
+    if not isinstance(constraints, Mapping):
+        raise ValueError(
+            f"plan: constraints is {constraints!r}; want a mapping from names to what each shall have, as in "
+            "{'emb.weight': 'row_sharded'}"
+        )
+    if isinstance(lazy, str):
+        raise ValueError(f"plan: lazy is the text {lazy!r}, whose letters would be taken for names; write [{lazy!r}]")
+    if not isinstance(schedule, Choice):
+        raise ValueError(
+            f"plan: schedule is {schedule!r}; want a Choice, as in armillary.Choice('ring', {{'slack': 1}}) or "
+            "armillary.Choice.parse('ring(slack=1)')"
+        )
