@@ -15,7 +15,7 @@ import torch.distributed as dist
 from armillary.planning.prefetch import prefetching
 from armillary.runtime.process_group import start_process_group
 from benchmarks.breakdown.stand_in import carry_only
-from benchmarks.hybrid.model import Sizes
+from benchmarks.measuring.model import Sizes
 from benchmarks.peers import cases, planning
 from benchmarks.peers.case import Case, Step
 from benchmarks.peers.contenders import alone, ours

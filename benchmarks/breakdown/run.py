@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from armillary import Choice
 from armillary.cli.find import find, small
 from armillary.codecs.codec import CODECS, codec_of
-from armillary.facts.choice import Choice
 
 __all__ = ["Coding", "Row", "gradient_of", "kinds", "measured", "ours", "torchs"]
 

@@ -23,7 +23,7 @@ from armillary.schedules.corrections.correction import build_correction, stale_s
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 __all__ = ["formula", "last_stable", "measured"]
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.cyclic_accuracy.clock_job import Sizes
 from benchmarks.cyclic_accuracy.rules import WORKERS, Costs
 from benchmarks.cyclic_accuracy.tasks import TASKS, Task
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.netlab.lab import Lab
 
 __all__ = ["link_mbit"]

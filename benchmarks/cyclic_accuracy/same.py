@@ -22,7 +22,7 @@ from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_accuracy.rules import WORKERS, Rule, rules_of
 from benchmarks.cyclic_accuracy.tasks import TASKS, Cut
 from benchmarks.cyclic_accuracy.train import rate_at
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 RESULT = Path(__file__).parent / "results" / "same.json"
 STEPS = 3

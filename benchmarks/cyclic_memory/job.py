@@ -16,7 +16,7 @@ from armillary.schedules.schedule import Schedule
 from benchmarks.cyclic_memory.contenders import NAMES, Contender, build
 from benchmarks.cyclic_memory.ledger import Ledger
 from benchmarks.cyclic_memory.models import Shape, loss, shapes
-from benchmarks.hybrid.memory import return_freed_memory
+from benchmarks.measuring.memory import return_freed_memory
 
 FILLING, STEPS = 1, 2
 

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cyclic_memory.run import COLORS, MALLOC, MIB, anonymous_bytes
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 HERE = Path(__file__).parent
 WORKERS, SAMPLE_SECONDS = 4, 0.005

@@ -17,7 +17,7 @@ from armillary.runtime.partition.stages import chain, costs, cut
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_memory.models import loss, shapes
-from benchmarks.hybrid.memory import return_freed_memory
+from benchmarks.measuring.memory import return_freed_memory
 
 FILLING, STEPS = 2, 4
 BACKWARD = 2  # a backward is paced to as many times the forward

@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cyclic_memory.models import shapes
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 HERE = Path(__file__).parent
 WANTED = {4: 0.55, 8: 0.52}  # of concurrent, by micro-batches a step, for the ViT

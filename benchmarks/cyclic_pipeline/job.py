@@ -17,7 +17,7 @@ import torch
 
 from armillary.runtime.transport import Transport
 from benchmarks.cyclic_pipeline.contenders import SAMPLES, Contender, contenders
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 FILLING = 2  # steps
 

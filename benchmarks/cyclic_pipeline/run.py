@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hybrid.summary import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
+from benchmarks.measuring.ratios import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
 
 HERE = Path(__file__).parent
 WANTED = {2: 1.35, 4: 1.15}  # by micro-batches a step; without flush a step has M ticks each way instead of M + 1

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from armillary.runtime.transport import Transport
 from benchmarks.cyclic_ring.modes import Mode, Sizes, modes
 from benchmarks.cyclic_ring.traffic import Watch
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.netlab import counted_bytes
 
 WARM_STEPS = 3

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.cyclic_ring.modes import LAYERS, WIDTH
 from benchmarks.cyclic_ring.traffic import BIN_SECONDS, peak_over_mean
-from benchmarks.hybrid.summary import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
+from benchmarks.measuring.ratios import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent

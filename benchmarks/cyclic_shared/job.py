@@ -19,8 +19,8 @@ import torch
 
 from armillary.runtime.transport import Transport
 from benchmarks.cyclic_shared.modes import LAYERS, MODES, WIDTH, Mode, Sizes, make
-from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+from benchmarks.measuring.record import machine
 
 WARM_STEPS = 3
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.cyclic_memory.run import MALLOC
 from benchmarks.cyclic_shared.modes import MODES, forecast
-from benchmarks.hybrid.summary import quartiles
+from benchmarks.measuring.ratios import quartiles
 
 HERE = Path(__file__).parent
 NAMES = {"replicas": "model parallel x data parallel", "shared": "shared", "pipeline": "pipeline"}

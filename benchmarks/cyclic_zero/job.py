@@ -25,8 +25,8 @@ from armillary.runtime.partition.stages import chain, cut
 from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
 from benchmarks.cyclic_ring.modes import Waiting
-from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+from benchmarks.measuring.record import machine
 from benchmarks.netlab import counted_bytes
 
 LAYERS, WIDTH = 16, 800  # 41 MB of weights; a stage and an FSDP2 unit is a layer

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import armillary
 from benchmarks.edges.contenders import CODED, TORCH, UNCODED, Contender, built, planned
 from benchmarks.edges.task import BIG, SMALL, Batch, loss, model_of, optimizer_of, steps_of
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.netlab import counted_bytes
 
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import armillary
-from armillary.session.decide import assumptions_of
+from armillary import assumptions_of
 from armillary.session.events import Decided
 from armillary.session.workload import Batch, Workload
 from benchmarks.lossy.tasks import Task

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import armillary
 from armillary.session.decide import subject_of
 from armillary.session.feed import Feed
-from benchmarks.hybrid.record import machine
 from benchmarks.lossy.contenders import Contender, built
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import TASKS
+from benchmarks.measuring.record import machine
 from benchmarks.netlab import counted_bytes
 
 WARM_STEPS = 3

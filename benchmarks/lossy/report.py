@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.hybrid.summary import over_best, over_each, quartiles
 from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
 from benchmarks.lossy.tasks import Task
+from benchmarks.measuring.ratios import over_best, over_each, quartiles
 
 __all__ = ["page", "reached_at"]
 

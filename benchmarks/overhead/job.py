@@ -21,15 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import armillary
+from armillary import Choice, Link, Plan, Run, Topology, attach, plan, profile
 from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
-from armillary.facts.topology import Link, Topology
-from armillary.planning.planner import plan
+from armillary.facts.plan import Group, model_fingerprint
 from armillary.runtime.process_group import start_process_group
-from armillary.runtime.profiling.profiler import profile
-from armillary.session.attach import attach
-from armillary.session.run import Run
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 LAYERS, WIDTH, SAMPLES, ROWS = 29, 64, 16, 1000
 Step = Callable[[], None]

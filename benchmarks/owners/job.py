@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import armillary
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 ROWS, WIDTH, READ = 100_000, 64, 4_000  # rows of the table, its columns, words in a batch
 TABLE = "0.weight"

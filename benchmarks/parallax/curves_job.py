@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from armillary import Plan, Topology
 from armillary.cli.find import find
-from armillary.facts.plan import Plan
-from armillary.facts.topology import Topology
 from armillary.planning.prefetch import prefetching
 from armillary.runtime.process_group import start_process_group
 from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, first_batches
 from armillary.session.workload import Workload
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.parallax.judge import Links, judge
 from benchmarks.parallax.race import Race, save
 from benchmarks.parallax.sides import SEED, ddp_sparse, ours, start

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from armillary import assumptions_of
 from armillary.cli.find import find
 from armillary.runtime.process_group import start_process_group
 from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
-from benchmarks.hybrid.measure import Rounds, all_alive, interleave, rehearse
-from benchmarks.hybrid.record import Record, machine, save
+from armillary.session.decide import Wishes, decide, first_batches, subject_of
+from benchmarks.measuring.measure import Rounds, all_alive, interleave, rehearse
+from benchmarks.measuring.record import Record, machine, save
 from benchmarks.parallax.modes import double, plans
 from benchmarks.parallax.tables import RIVALS
 from benchmarks.planner.cells import WORKLOADS

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from armillary.facts.plan import Choice, Forecast, Plan
-from armillary.planning.planner import plan, plan_by_rule
+from armillary import Choice, Plan, plan
+from armillary.facts.plan import Forecast
+from armillary.planning.planner import plan_by_rule
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.session.events import Decided

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.hybrid.record import load
+from benchmarks.measuring.record import load
 from benchmarks.netlab.lab import Lab
 from benchmarks.parallax.tables import ablation, scaling, slower, sweep
 

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
-from armillary.facts.topology import Topology
-from armillary.session.attach import attach
+from armillary import Plan, Run, Topology, attach
 from armillary.session.feed import Feed
-from armillary.session.run import Run
 from armillary.session.workload import Workload
 from benchmarks.parallax.tasks import Task
 from benchmarks.peers.sparse import PLAIN_NAMES

@@ -7,7 +7,7 @@ alone. It runs twice by turns, and "slower" allows for what it differs by from i
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.hybrid.record import Record
+from benchmarks.measuring.record import Record
 
 __all__ = ["RIVALS", "ablation", "noise", "rate", "scaling", "slower", "sweep"]
 

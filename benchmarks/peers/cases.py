@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.workloads import language_model, recommender, translation, vision
-from benchmarks.hybrid.model import LanguageModel, Sizes, batches, seeded_model
+from benchmarks.measuring.model import LanguageModel, Sizes, batches, seeded_model
 from benchmarks.peers.case import Batch, Case
 from benchmarks.peers.sparse import sparse_bags, sparse_lstm
 
@@ -23,7 +23,7 @@ LAYERS, WIDTH, SAMPLES = 10, 1000, 448
 
 
 def lm(sizes: Sizes, workers: int, mbit: float, folder: Path) -> Case:
-    """The language model of `benchmarks/hybrid` under plain SGD; its start lies in a file that all ranks map.
+    """The language model (`measuring/model.py`) under plain SGD; its start lies in a file that all ranks map.
 
     Args:
         folder: where rank 0 has put the start by `write_start`.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.hybrid.measure import Rounds
-from benchmarks.hybrid.model import Sizes
+from benchmarks.measuring.measure import Rounds
+from benchmarks.measuring.model import Sizes
 from benchmarks.peers import cases
 from benchmarks.peers.case import Case
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.runtime.process_group import start_process_group
-from benchmarks.hybrid.measure import Built, Factory, interleave, one_at_a_time, rehearse
-from benchmarks.hybrid.record import Record, machine
+from benchmarks.measuring.measure import Built, Factory, interleave, one_at_a_time, rehearse
+from benchmarks.measuring.record import Record, machine
 from benchmarks.netlab.asking import ask
 from benchmarks.peers import planning, truth
 from benchmarks.peers.case import Case

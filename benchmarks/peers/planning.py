@@ -11,11 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary import Run, attach, auto_plan
 from armillary.planning.prefetch import prefetching
-from armillary.session.attach import attach
 from armillary.session.events import Decided
-from armillary.session.parallelize import auto_plan
-from armillary.session.run import Run
 
 Loss = Callable[[nn.Module, Any], Tensor]
 KEPT: list[Decided] = []

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hybrid.record import Block, Record
-from benchmarks.hybrid.summary import over_best, over_fastest_of_rounds, quartiles
+from benchmarks.measuring.ratios import over_best, over_fastest_of_rounds, quartiles
+from benchmarks.measuring.record import Block, Record
 from benchmarks.peers.lines import PROGRAMS, changed_lines
 from benchmarks.peers.truth import departure
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from armillary.facts.plan import Plan
+from armillary import Plan, plan
 from armillary.planning.alternatives import CHOSEN, alternatives
-from armillary.planning.planner import plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.session.events import Decided

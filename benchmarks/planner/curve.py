@@ -9,10 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from armillary.facts.profile import Profile
+from armillary import Profile, Topology, plan
 from armillary.facts.profile_table import seconds_text
-from armillary.facts.topology import Topology
-from armillary.planning.planner import plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.simulator import simulate
 

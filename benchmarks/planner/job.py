@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from armillary import Plan, assumptions_of
 from armillary.cli.find import find
-from armillary.facts.plan import Plan
 from armillary.planning.alternatives import CHOSEN, by_simulation
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.runtime.process_group import start_process_group
 from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
-from benchmarks.hybrid.measure import Lend, Rounds, all_alive, interleave, rehearse
-from benchmarks.hybrid.record import machine
+from armillary.session.decide import Wishes, decide, first_batches, subject_of
+from benchmarks.measuring.measure import Lend, Rounds, all_alive, interleave, rehearse
+from benchmarks.measuring.record import machine
 from benchmarks.planner.cells import WORKLOADS
 from benchmarks.planner.contenders import AGAIN, contenders
 from benchmarks.planner.trained import trained

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from armillary.facts.plan import Plan
+from armillary import Plan
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach_over
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Workload
-from benchmarks.hybrid.measure import Step
+from benchmarks.measuring.measure import Step
 
 __all__ = ["trained"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from benchmarks.hybrid.measure import Lend
+from benchmarks.measuring.measure import Lend
 
 __all__ = ["ALONE", "by_turns"]
 

@@ -13,17 +13,15 @@ from pathlib import Path
 
 import torch
 
+from armillary import Choice, Plan, assumptions_of, attach, plan
 from armillary.cli.find import find
-from armillary.facts.plan import Choice, Plan
-from armillary.planning.planner import plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.runtime.process_group import start_process_group
 from armillary.runtime.transport import Transport
-from armillary.session.attach import attach
-from armillary.session.decide import Wishes, assumptions_of, decide, first_batches, subject_of
+from armillary.session.decide import Wishes, decide, first_batches, subject_of
 from armillary.session.workload import Workload
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 
 SCHEDULES = (
     "gpipe(micro_batches=4)", "one_f_one_b(micro_batches=4)", "pipeline(micro_batches=4)", "ring", "zero_ring",

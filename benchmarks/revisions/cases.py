@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.hybrid.model import Sizes, batches, seeded_model
+from benchmarks.measuring.model import Sizes, batches, seeded_model
 
 __all__ = ["CASES", "SMALL_TABLES", "Case"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.revisions.cases import CASES, Case
 from benchmarks.revisions.source import Source
 

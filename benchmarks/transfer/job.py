@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary import Link, Topology
 from armillary.exchanges.exchange import RankInfo, RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
 from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.parcel import Parcel
 from armillary.facts.collectives import Program
 from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
 from armillary.runtime.process_group import stop_process_group
 from armillary.runtime.transport import Transport
 from benchmarks.netlab import counted_bytes

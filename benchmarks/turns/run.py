@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.record import machine
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import armillary
-from benchmarks.hybrid.model import batches, seeded_model
-from benchmarks.hybrid.record import machine
+from benchmarks.measuring.model import batches, seeded_model
+from benchmarks.measuring.record import machine
 from benchmarks.revisions.cases import SMALL_TABLES, TABLES
 
 Batch = tuple[Tensor, Tensor]

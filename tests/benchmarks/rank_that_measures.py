@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from benchmarks.hybrid.measure import Rounds, all_alive, interleave, one_at_a_time
+from benchmarks.measuring.measure import Rounds, all_alive, interleave, one_at_a_time
 from benchmarks.netlab import counted_bytes
 
 TENSOR_BYTES = 4_000_000

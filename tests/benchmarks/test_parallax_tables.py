@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.hybrid.record import Block, Record
+from benchmarks.measuring.record import Block, Record
 from benchmarks.parallax.constructed import VOCABULARY, workload
 from benchmarks.parallax.modes import double, plans
 from benchmarks.parallax.tables import RIVALS, ablation, noise, rate, scaling, slower, sweep

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.hybrid.model import Sizes
-from benchmarks.hybrid.record import Block, Record
+from benchmarks.measuring.model import Sizes
+from benchmarks.measuring.record import Block, Record
 from benchmarks.peers import cases, lines, report, truth
 from benchmarks.peers.heats import entries
 from benchmarks.peers.run import mbit_of, whole

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 import pytest
-from benchmarks.hybrid.measure import Built
+from benchmarks.measuring.measure import Built
 from benchmarks.planner import turns
 from benchmarks.planner.turns import ALONE, FAR, FEWEST_ROUNDS, by_turns
 

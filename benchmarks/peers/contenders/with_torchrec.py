@@ -17,7 +17,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from benchmarks.hybrid.model import LanguageModel
+from benchmarks.measuring.model import LanguageModel
 from benchmarks.peers.case import Case, Step, plain_loop
 
 CPU = torch.device("cpu")

@@ -1,28 +1,10 @@
-"""The peers train the same model on the same batches, so that only their exchange is compared."""
+"""The language model of the benchmarks: the same on every rank, its words by Zipf's law, its tables read by row."""
 
 import pytest
 import torch
-from benchmarks.hybrid.model import Sizes, batches, seeded_model
-from benchmarks.hybrid.peers import peers
+from benchmarks.measuring.model import Sizes, batches, seeded_model
 
 SIZES = Sizes(vocabulary=300, features=16, hidden=8, projection=4, sentences=4, words=5, negatives=32)
-
-
-def losses(rank, world, mode, steps):
-    torch.manual_seed(rank)  # a mode must not depend on it
-    step = peers(SIZES)[mode]()
-    return [step() for _ in range(steps)]
-
-
-def test_sparse_and_dense_data_parallel_training_are_the_same_training(crew):
-    dense, sparse = (crew(2).run(losses, mode, 4) for mode in ("ddp_dense", "ddp_sparse"))
-    torch.testing.assert_close(torch.tensor(sparse), torch.tensor(dense))
-
-
-def test_every_mode_starts_from_one_model_and_then_goes_its_way(crew):
-    alone, together = (torch.tensor(crew(2).run(losses, mode, 3)) for mode in ("compute_only", "ddp_sparse"))
-    assert alone[:, 0].tolist() == together[:, 0].tolist()
-    assert not torch.allclose(alone[:, 1:], together[:, 1:])
 
 
 def test_batches_differ_between_ranks_and_not_between_modes():

@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import torch.distributed as dist
 
-from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
-from benchmarks.hybrid.record import Block
+from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+from benchmarks.measuring.record import Block
 from benchmarks.netlab import counted_bytes
 
 Step = Callable[[], float]

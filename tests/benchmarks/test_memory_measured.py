@@ -4,8 +4,8 @@ import weakref
 
 import pytest
 import torch
-from benchmarks.hybrid.measure import one_at_a_time
-from benchmarks.hybrid.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
+from benchmarks.measuring.measure import one_at_a_time
+from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
 
 MEBIBYTE = 2**20
 SLACK_BYTES = 4 * MEBIBYTE  # the kernel counts pages per processor, and the interpreter lives on

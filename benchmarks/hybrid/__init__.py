@@ -1,1 +1,0 @@
-"""Claim: a model with large tables trains faster when each parameter travels as its gradient's sparsity asks."""
