@@ -345,6 +345,78 @@ def test_a_schedules_file_names_only_itself():
     assert names <= {path.stem for path in FILES if room_of(path) == "schedules"}  # a file each, of its name
 
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# Stages cut by hand and carried out without a plan.
+BY_HAND = {
+    "runtime.cyclic.interpreter", "runtime.cyclic.seat", "runtime.cyclic.train_spec", "runtime.partition.stages",
+    "runtime.transport", "schedules.cyclic",
+}  # fmt: skip
+
+# What a benchmark imports beside the face, by folder; its page says why. All others speak through the face.
+REACHES_INSIDE = {
+    "breakdown": {"facts.collectives", "runtime.transport"},
+    "codecs": {"codecs.codec"},
+    "cyclic_accuracy": BY_HAND | {
+        "exchanges.exchange", "reference.cyclic", "runtime.cyclic.own_loop", "runtime.cyclic.team",
+        "runtime.hybrid.dense_unit", "schedules.corrections.correction", "schedules.delayed_all_reduce",
+        "schedules.schedule", "schedules.simultaneous",
+    },
+    "cyclic_memory": BY_HAND | {"schedules.accumulation", "schedules.schedule", "schedules.simultaneous"},
+    "cyclic_pipeline": BY_HAND | {
+        "runtime.channel", "schedules.cyclic_pipeline", "schedules.gpipe", "schedules.one_f_one_b",
+        "schedules.schedule",
+    },
+    "cyclic_ring": BY_HAND | {
+        "exchanges.exchange", "runtime.cyclic.own_loop", "runtime.cyclic.team", "runtime.hybrid.dense_unit",
+    },
+    "cyclic_shared": BY_HAND | {
+        "facts.collectives", "runtime.cyclic.shared", "schedules.cyclic_pipeline", "schedules.gpipe",
+        "schedules.schedule", "schedules.shared",
+    },
+    "cyclic_zero": BY_HAND,
+    "edges": {"reference.cyclic", "reference.edges", "schedules.edge", "schedules.registry"},
+    "lossy": {
+        "exchanges.exchange", "reference.replicas", "session.decide", "session.evaluate", "session.events",
+        "session.feed", "session.foresight.side_by_side", "session.truths",
+    },
+    "netlab": {"facts.collectives", "runtime.transport"},
+    "parallax": {"planning.prefetch", "runtime.transport", "session.feed"},
+    "planner": {
+        "facts.profile_table", "planning.alternatives", "planning.pricing", "planning.request", "planning.simulator",
+        "runtime.transport", "session.attach", "session.train_job",
+    },
+    "transfer": {
+        "exchanges.exchange", "exchanges.look_up", "exchanges.ownership", "exchanges.parcel", "facts.collectives",
+        "facts.layout", "runtime.process_group", "runtime.transport",
+    },
+    "turns": {"runtime.pairwise", "runtime.transport"},
+}  # fmt: skip
+OF_A_USERS_FILE = "session.workload"  # the type of what a workload is
+
+
+def inner_modules(path: Path) -> set[str]:
+    """What a file imports of the package that is neither its face nor a workload."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            is_room = node.module.count(".") < 2 and node.module != "armillary"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_room else {node.module}
+    inner = {name.removeprefix("armillary.") for name in names if name.startswith("armillary.")}
+    return {name for name in inner if not name.startswith("workloads") and name != OF_A_USERS_FILE}
+
+
+def test_benchmarks_speak_through_the_face_but_for_those_that_say_why_not():
+    for folder in {path.parent for path in BENCHMARKS.rglob("*.py")}:
+        name = folder.relative_to(BENCHMARKS).parts[0] if folder != BENCHMARKS else ""
+        inside = set().union(*map(inner_modules, folder.glob("*.py"))) - REACHES_INSIDE.get(name, set())
+        assert not inside, f"benchmarks/{name} imports {inside}; armillary's own names are its face"
+    for name in REACHES_INSIDE:
+        assert "eaches inside the library: " in (BENCHMARKS / name / "README.md").read_text(), name
+
+
 def test_there_are_no_environment_variables_of_our_own():
     for path in FILES:
         assert "ARMILLARY_" not in path.read_text(), path

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from armillary import Choice
-from armillary.cli.find import find, small
 from armillary.codecs.codec import CODECS, codec_of
+from benchmarks.measuring.workloads import find
 
 __all__ = ["Coding", "Row", "gradient_of", "kinds", "measured", "ours", "torchs"]
 
@@ -94,7 +94,7 @@ def kinds(numbers: int) -> dict[str, Tensor]:
 
 def gradient_of(workload: str, numbers: int) -> Tensor:
     """The first gradient of a workload's small version, one parameter after another, again and again."""
-    task = find(workload, small(workload))
+    task = find(workload)
     torch.manual_seed(0)
     model = task.model()
     task.loss(model, next(iter(task.batches("train", 0, 1, 0)))).backward()

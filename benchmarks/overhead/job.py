@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import armillary
-from armillary import Choice, Link, Plan, Run, Topology, attach, plan, profile
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Group, model_fingerprint
-from armillary.runtime.process_group import start_process_group
+from armillary import Link, Plan, Run, Topology, attach, plan, profile
 from benchmarks.measuring.record import machine
 
 LAYERS, WIDTH, SAMPLES, ROWS = 29, 64, 16, 1000
+TABLES = ("first.weight", "second.weight")
 Step = Callable[[], None]
 
 
@@ -50,9 +48,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start_process_group()
-    modes = {"alone": _alone(), "DDP": _ddp(), "ours, all_reduce": _forced("all_reduce"),
-             "ours, owned_rows": _forced("owned_rows"), "ours, planned": _planned()}  # fmt: skip
+    dist.init_process_group("gloo")
+    modes = {"alone": _alone(), "DDP": _ddp(), "ours, all_reduce": _ours(**{"*": "all_reduce"}),
+             "ours, owned_rows": _ours(**dict.fromkeys(TABLES, "owned_rows")), "ours, planned": _ours()}  # fmt: skip
     spent: dict[str, list[float]] = {name: [] for name in modes}
     for turn in range(options.rounds + 1):
         for name, step in modes.items():
@@ -68,6 +66,7 @@ def main() -> None:
         record = {"conditions": conditions, "thread_milliseconds_a_step_by_rank": everyones, "profiles": profiles}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def _turn(step: Step, steps: int) -> float:
@@ -131,28 +130,15 @@ def _ddp() -> Step:
     return _loop(DistributedDataParallel(model, gradient_as_bucket_view=True), _sgd(model))
 
 
-def _forced(name: str) -> Step:
-    """Both tables by one exchange, the rest in one bucket."""
-    model = _model()
-    tables = ("second.weight", "first.weight")
-    dense = tuple(n for n, _ in model.named_parameters() if n not in tables)
-    layout = "replicated" if name == "all_reduce" else "row_sharded"
-    groups = [Group("dense", dense, "replicated", Choice("all_reduce"))]
-    groups += [Group(table, (table,), layout, Choice(name)) for table in tables]  # type: ignore[arg-type]
-    listing = ((n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in model.named_parameters())
-    made = Plan(Mesh.of(data=dist.get_world_size()), tuple(groups), model_fingerprint(listing))
-    optimizer = _sgd(model)
-    return _loop(model, optimizer, attach(made, model, optimizer))
-
-
-def _planned() -> Step:
+def _ours(**constraints: str) -> Step:
+    """Under the plan by price, but for what is demanded of some parameters."""
     model, found = _model(), list[Plan | None]([None])
     link = Link(3e-4, 1e9)
     topology = Topology(dist.get_world_size(), 1, link, link, 64 << 30)
     if dist.get_rank() == 0:
         batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2 * dist.get_world_size())]
         facts = profile(model, batches, lambda m, batch: m(*batch), workers=dist.get_world_size())
-        found = [plan(facts, topology)]
+        found = [plan(facts, topology, constraints=constraints)]
     dist.broadcast_object_list(found)
     made = found[0]
     assert made is not None

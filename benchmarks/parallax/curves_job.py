@@ -10,21 +10,18 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from armillary import Plan, Topology
-from armillary.cli.find import find
+from armillary import Plan, Topology, auto_plan
 from armillary.planning.prefetch import prefetching
-from armillary.runtime.process_group import start_process_group
-from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, decide, first_batches
 from armillary.session.workload import Workload
 from benchmarks.measuring.record import machine
+from benchmarks.measuring.workloads import find, first_batches
 from benchmarks.parallax.judge import Links, judge
 from benchmarks.parallax.race import Race, save
-from benchmarks.parallax.sides import SEED, ddp_sparse, ours, start
+from benchmarks.parallax.sides import ddp_sparse, ours, start
 from benchmarks.parallax.tasks import TASKS, Task
 from benchmarks.parallax.turns import by_turns, rotated, timed
 
@@ -37,7 +34,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if options.float64 else torch.float32)
-    start_process_group()
+    dist.init_process_group("gloo")
     task = TASKS[options.task]
     workload = find(options.task, task.options)
     plans, topology = _plans(workload, task)
@@ -76,10 +73,8 @@ def _plans(workload: Workload, task: Task) -> tuple[dict[str, Plan], Topology]:
     model = start(workload)
     optimizer = task.optimizer(model.parameters())
 
-    def draw(workers: int) -> list[Any]:
-        return first_batches(workload, workers, PROFILED_STEPS, SEED)
-
-    decided = decide(Subject(model, optimizer, workload.loss, draw), Wishes(autotune=TRIALS))
+    few = first_batches(workload, dist.get_world_size())
+    decided = auto_plan(model, optimizer, few, workload.loss, autotune=TRIALS)
     ahead = prefetching(decided.plan, decided.profile, decided.topology)
     found = {"planned": decided.plan, "planned_ahead": ahead}
     return found if ahead != decided.plan else {"planned": decided.plan}, decided.topology

@@ -5,39 +5,39 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from armillary import assumptions_of
-from armillary.cli.find import find
-from armillary.runtime.process_group import start_process_group
+from armillary import auto_plan
 from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes, decide, first_batches, subject_of
 from benchmarks.measuring.measure import Rounds, all_alive, interleave, rehearse
 from benchmarks.measuring.record import Record, machine, save
+from benchmarks.measuring.workloads import find, first_batches, start
+from benchmarks.parallax import constructed
 from benchmarks.parallax.modes import double, plans
 from benchmarks.parallax.tables import RIVALS
 from benchmarks.planner.cells import WORKLOADS
 from benchmarks.planner.trained import trained
 
 DRAWN = 4  # batches of a rank, again and again
-CONSTRUCTED = Path(__file__).with_name("constructed.py")
 
 
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    start_process_group()
+    dist.init_process_group("gloo")
     if options.length:
-        workload = find(str(CONSTRUCTED), {"length": options.length})
+        workload: Any = constructed.workload(length=options.length)
     else:
         workload = find(options.workload, WORKLOADS[options.workload])
-    subject = subject_of(workload, 0)
-    decided = decide(subject, Wishes(autotune=options.autotune))
-    known = plans(decided, assumptions_of(subject.optimizer))
     rank, workers = dist.get_rank(), dist.get_world_size()
-    batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
+    model, optimizer = start(workload)
+    few = first_batches(workload, workers)
+    decided = auto_plan(model, optimizer, few, workload.loss, autotune=options.autotune)
+    known = plans(decided.profile, decided.topology, decided.plan, optimizer)
+    batches = first_batches(workload, workers, DRAWN)[rank::workers]
     names = [name for name in options.modes.split(",") if name in known]
     packings = {name: known[name].workers_per_node for name in names}
     shared = {

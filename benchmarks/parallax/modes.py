@@ -3,24 +3,22 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from armillary import Choice, Plan, plan
-from armillary.facts.plan import Forecast
-from armillary.planning.planner import plan_by_rule
-from armillary.planning.pricing import Assumptions, Case
-from armillary.planning.request import PlanRequest
-from armillary.session.events import Decided
+from torch.optim import Optimizer
+
+from armillary import Choice, Plan, Profile, Topology, assumptions_of, plan
 
 __all__ = ["double", "plans"]
 
 
-def plans(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
+def plans(profile: Profile, topology: Topology, planned: Plan, optimizer: Optimizer) -> Mapping[str, Plan]:
     """By name.
 
     all_reduce: everything whole on every worker. owned_dense: everything whole on one owner each, as a naive parameter
     server; owned_dense_local: gradients added up inside a node first. owned: tables split by row, the rest on owners:
-    an optimised parameter server. hybrid: Parallax's rule. planned: what was decided for this job.
+    an optimised parameter server. hybrid: Parallax's rule, with the
+    number of owners that its search finds. planned: what was decided for this job.
     """
-    profile, topology = decided.profile, decided.topology
+    assumptions = assumptions_of(optimizer)
     tables = {fact.name: Choice("owned_rows") for fact in profile.parameters if fact.shardable and fact.requires_grad}
     rest = {
         fact.name: Choice("owned_dense")
@@ -40,8 +38,8 @@ def plans(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
         for name, demanded in wishes.items()
     }
     if topology.workers > 1:
-        found["hybrid"] = plan_by_rule(Case(profile, topology, assumptions), PlanRequest())
-    return {**found, "planned": decided.plan, "planned_again": decided.plan}
+        found["hybrid"] = plan(profile, topology, assumptions=assumptions, rule="parallax")
+    return {**found, "planned": planned, "planned_again": planned}
 
 
 def double(known: Mapping[str, Plan], mode: str, rivals: Sequence[str]) -> str:
@@ -53,5 +51,5 @@ def double(known: Mapping[str, Plan], mode: str, rivals: Sequence[str]) -> str:
 
 
 def _bare(plan: Plan) -> Plan:
-    groups = tuple(replace(group, forecast=Forecast(), reason="") for group in plan.groups)
+    groups = tuple(replace(group, forecast=type(group.forecast)(), reason="") for group in plan.groups)
     return replace(plan, groups=groups, compute_seconds=0.0, notes=(), priced_with={})

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from armillary.runtime.process_group import start_process_group
 from benchmarks.measuring.measure import Built, Factory, interleave, one_at_a_time, rehearse
 from benchmarks.measuring.record import Record, machine
 from benchmarks.netlab.asking import ask
@@ -33,7 +32,7 @@ BEGUN = time.perf_counter()
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    start_process_group()
+    dist.init_process_group("gloo")
     entry, everyone = entries()[options.case].for_rounds(options.rounds).only(options.heat), contenders()
     workers = dist.get_world_size()
     if dist.get_rank() == 0:

@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary import Run, attach, auto_plan
-from armillary.planning.prefetch import prefetching
-from armillary.session.events import Decided
+import armillary
 
 Loss = Callable[[nn.Module, Any], Tensor]
-KEPT: list[Decided] = []
-OPEN: list[Run] = []  # of the turn
+KEPT: list[Any] = []  # what `auto_plan` decided
+OPEN: list[armillary.Run] = []  # of the turn
 
 
 def forget() -> None:
@@ -27,13 +25,16 @@ def forget() -> None:
 
 def parallelize(
     model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, prefetch: bool = False
-) -> Run:
+) -> armillary.Run:
     """As `armillary.parallelize`."""
     if not KEPT:
-        KEPT.append(auto_plan(model, optimizer, batches, loss))
+        KEPT.append(armillary.auto_plan(model, optimizer, batches, loss))
     found = KEPT[0]
-    plan = prefetching(found.plan, found.profile, found.topology) if prefetch else found.plan
-    run = attach(plan, model, optimizer, topology=found.topology)
+    plan = found.plan
+    if prefetch:
+        held = armillary.assumptions_of(optimizer)
+        plan = armillary.plan(found.profile, found.topology, assumptions=held, prefetch=True)
+    run = armillary.attach(plan, model, optimizer, topology=found.topology)
     OPEN.append(run)
     return run
 

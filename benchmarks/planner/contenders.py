@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping
 
-from armillary import Plan, plan
+from armillary import Plan, Profile, Topology, plan
 from armillary.planning.alternatives import CHOSEN, alternatives
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
-from armillary.session.events import Decided
 
 __all__ = ["AGAIN", "contenders"]
 
 AGAIN = "chosen again"  # the same plan a second time: what it differs by is noise
 
 
-def contenders(decided: Decided, assumptions: Assumptions) -> Mapping[str, Plan]:
+def contenders(profile: Profile, topology: Topology, assumptions: Assumptions) -> Mapping[str, Plan]:
     """Plans by name, the chosen one first and twice, then the planner's candidates. Where there is no table to choose
     for, everything on owners too, since there would be nothing else to be wrong about."""
-    profile, topology = decided.profile, decided.topology
     found = alternatives(Case(profile, topology, assumptions), PlanRequest())
     found = {CHOSEN: found[CHOSEN], AGAIN: found[CHOSEN], **found}
     if all(fact.rows is None for fact in profile.parameters):

@@ -14,16 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from armillary import Plan, assumptions_of
-from armillary.cli.find import find
+from armillary import Plan, assumptions_of, auto_plan
 from armillary.planning.alternatives import CHOSEN, by_simulation
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.runtime.process_group import start_process_group
 from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes, decide, first_batches, subject_of
 from benchmarks.measuring.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.measuring.record import machine
+from benchmarks.measuring.workloads import find, first_batches, start
 from benchmarks.planner.cells import WORKLOADS
 from benchmarks.planner.contenders import AGAIN, contenders
 from benchmarks.planner.trained import trained
@@ -36,16 +34,17 @@ TRIALS = 8  # of the best plans, in the job, before step 0; those far behind aft
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    start_process_group()
+    dist.init_process_group("gloo")
     workload = find(options.workload, WORKLOADS[options.workload])
-    subject = subject_of(workload, 0)
-    began = time.perf_counter()
-    decided = decide(subject, Wishes(autotune=TRIALS))
-    deciding_seconds = time.perf_counter() - began
-    assumptions = assumptions_of(subject.optimizer)
-    plans = contenders(decided, assumptions)
     rank, workers = dist.get_rank(), dist.get_world_size()
-    batches = first_batches(workload, workers, DRAWN, 0)[rank::workers]
+    model, optimizer = start(workload)
+    few = first_batches(workload, workers)
+    began = time.perf_counter()
+    decided = auto_plan(model, optimizer, few, workload.loss, autotune=TRIALS)
+    deciding_seconds = time.perf_counter() - began
+    assumptions = assumptions_of(optimizer)
+    plans = contenders(decided.profile, decided.topology, assumptions)
+    batches = first_batches(workload, workers, DRAWN)[rank::workers]
     shared = Transport(decided.plan.workers_per_node, turn_bytes=decided.topology.turn_bytes)
     factories = {name: partial(trained, workload, plan, batches, shared) for name, plan in plans.items()}
     factories[ALONE] = partial(trained, workload, None, batches, shared)

@@ -10,18 +10,14 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from armillary import Choice, Plan, assumptions_of, attach, plan
-from armillary.cli.find import find
-from armillary.planning.pricing import Case
-from armillary.planning.simulator import simulate
-from armillary.runtime.process_group import start_process_group
-from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes, decide, first_batches, subject_of
-from armillary.session.workload import Workload
+import armillary
 from benchmarks.measuring.record import machine
+from benchmarks.measuring.workloads import find, first_batches, start
 
 SCHEDULES = (
     "gpipe(micro_batches=4)", "one_f_one_b(micro_batches=4)", "pipeline(micro_batches=4)", "ring", "zero_ring",
@@ -37,45 +33,42 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start_process_group()
+    dist.init_process_group("gloo")
     workload = find("vision", options.sizes)
-    subject = subject_of(workload, 0)
-    decided = decide(subject, Wishes())
-    case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer))
-    plans = {text: _planned(text, case) for text in SCHEDULES}
-    transport = Transport()
+    model, optimizer = start(workload)
+    few = first_batches(workload, dist.get_world_size())
+    decided = armillary.auto_plan(model, optimizer, few, workload.loss)
+    facts, held = (decided.profile, decided.topology), armillary.assumptions_of(optimizer)
+    plans = {
+        text: armillary.plan(*facts, assumptions=held, schedule=armillary.Choice.parse(text)) for text in SCHEDULES
+    }
     found: dict[str, list[float]] = {text: [] for text in SCHEDULES}
     for turn in range(options.rounds):
         for text in SCHEDULES if turn % 2 == 0 else SCHEDULES[::-1]:
-            found[text].append(_block(workload, plans[text], options.steps, transport))
-    if transport.place.rank == 0:
+            found[text].append(_block(workload, plans[text], options.steps))
+    if dist.get_rank() == 0:
         rows = {
-            text: {"played": _played(plans[text], case), "measured": statistics.median(seconds), "blocks": seconds}
+            text: {"played": _played(plans[text], *facts), "measured": statistics.median(seconds), "blocks": seconds}
             for text, seconds in found.items()
         }
         options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    transport.barrier()
-    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _planned(text: str, case: Case) -> Plan:
-    return plan(case.profile, case.topology, assumptions=case.assumptions, schedule=Choice.parse(text))
-
-
-def _played(made: Plan, case: Case) -> float | None:
+def _played(made: armillary.Plan, profile: armillary.Profile, topology: armillary.Topology) -> float | None:
     """Seconds of a step; None of a schedule that the simulator refuses."""
     try:
-        return simulate(made, case).step_seconds
+        return armillary.simulate(made, profile, topology).step_seconds
     except ValueError:
         return None
 
 
-def _block(workload: Workload, made: Plan, steps: int, transport: Transport) -> float:
+def _block(workload: Any, made: armillary.Plan, steps: int) -> float:
     """Seconds of a step on the slower rank."""
-    torch.manual_seed(0)
-    model = workload.model()
-    batches = first_batches(workload, 4, 1, 0)
-    with attach(made, model, workload.optimizer(model.parameters()), loss=workload.loss, example=batches[0]) as run:
+    model, optimizer = start(workload)
+    batches = first_batches(workload, 4, 1)
+    with armillary.attach(made, model, optimizer, loss=workload.loss, example=batches[0]) as run:
         mine = [batches[number % len(batches)] for number in run._engine.micro_batches]
         for _ in range(FILLING):
             run.step(mine)
@@ -83,7 +76,9 @@ def _block(workload: Workload, made: Plan, steps: int, transport: Transport) -> 
         for _ in range(steps):
             run.step(mine)
         seconds = (time.perf_counter() - began) / steps
-    return transport.agree_largest([seconds])[0]
+    slowest = torch.tensor(seconds)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,7 @@ from benchmarks.parallax.constructed import VOCABULARY, workload
 from benchmarks.parallax.modes import double, plans
 from benchmarks.parallax.tables import RIVALS, ablation, noise, rate, scaling, slower, sweep
 
-from armillary.facts.topology import Link, Topology
-from armillary.planning.planner import plan
-from armillary.planning.pricing import SGD
-from armillary.runtime.profiling.profiler import profile
-from armillary.session.events import Decided
+from armillary import Link, Topology, assumptions_of, plan, profile
 
 
 def record(**seconds):
@@ -82,7 +78,8 @@ def test_the_plans_of_the_ablation_do_what_their_names_say():
     batches = [next(task.batches("train", worker, 4, 0)) for worker in range(4)]
     seen, link = profile(task.model(), batches, task.loss, workers=4, workers_per_node=2), Link(1e-4, 1e8)
     topology = Topology(2, 2, link, link, 1 << 40)
-    found = plans(Decided(seen, topology, plan(seen, topology, assumptions=SGD)), SGD)
+    sgd = torch.optim.SGD(task.model().parameters(), lr=0.1)
+    found = plans(seen, topology, plan(seen, topology, assumptions=assumptions_of(sgd)), sgd)
     by = {name: {str(group.exchange.name) for group in one.groups} for name, one in found.items()}
     assert by["all_reduce"] == {"all_reduce"} and by["owned_dense"] == by["owned_dense_local"] == {"owned_dense"}
     assert by["owned"] == {"owned_rows", "owned_dense"} and by["hybrid"] == {"owned_rows", "all_reduce"}
@@ -91,5 +88,5 @@ def test_the_plans_of_the_ablation_do_what_their_names_say():
     chosen = {**found, "planned": replace(found["owned"], compute_seconds=1.0)}
     assert double(chosen, "planned", RIVALS) == "owned" and double(chosen, "planned", ["all_reduce", "none"]) == ""
     assert double({**chosen, "planned": replace(found["owned"], mean="weights")}, "planned", RIVALS) == ""
-    alone = Decided(seen, Topology(1, 1, link, link, 1 << 40), found["planned"])
-    assert list(plans(alone, SGD)) == ["all_reduce", "planned", "planned_again"]
+    alone = Topology(1, 1, link, link, 1 << 40)
+    assert list(plans(seen, alone, found["planned"], sgd)) == ["all_reduce", "planned", "planned_again"]
