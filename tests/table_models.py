@@ -79,12 +79,12 @@ def batch_of(step: int, number: int, dtype: torch.dtype = torch.float64) -> tupl
     return ids, torch.randn(SIZE, 2, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def plan_of(choice, processes, wishes=BY_ROW, lazy=(), dtype=torch.float64) -> Plan:
+def plan_of(choice, processes, request=BY_ROW, lazy=(), dtype=torch.float64) -> Plan:
     """As the user would ask for it."""
     link = Link(1e-4, 1e8)
     facts = profile(model_of(dtype), [batch_of(1, m, dtype) for m in range(processes)], loss, workers=processes)
     topology = Topology(processes, 1, link, link, 1 << 33)
-    return plan(facts, topology, schedule=Choice.parse(choice), constraints=wishes, lazy=lazy)
+    return plan(facts, topology, schedule=Choice.parse(choice), constraints=request, lazy=lazy)
 
 
 def cut_of(model: nn.Sequential, stages: int) -> list[nn.Module]:

@@ -122,23 +122,6 @@ def test_what_rooms_of_runtime_stand_on_imports_none_of_them():
     assert {path.name for path in users} <= {"profiler.py"}, users  # it refuses a model that no profile fits
 
 
-# Classes of one name in two files: one by one to be told apart, but for the entries of two shelves.
-TWICE = {
-    "Asked", "Entry", "Flight", "Layout", "Line", "Moment", "Part", "Run", "Saved", "Seen", "Shared", "Span", "Table",
-    "Ticket", "Wish",
-}  # fmt: skip
-
-
-def test_a_class_name_means_one_thing():
-    found: dict[str, list[str]] = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
-    twice = {name: paths for name, paths in found.items() if len(paths) > 1 and name not in TWICE}
-    assert not twice, f"one word, one thing: {twice}"
-
-
 def mixed_tuples(path: Path) -> set[str]:
     """Parameters of functions that are typed as tuples of several types."""
     found = set()
@@ -163,7 +146,8 @@ def test_a_public_class_name_means_one_thing():
         node.name for path in FILES for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )  # fmt: skip
-    assert {name for name, count in found.items() if count > 1} == set()
+    twice = {name for name, count in found.items() if count > 1}
+    assert not twice, f"one word, one thing: {twice}"
 
 
 def test_the_package_gives_the_names_of_its_face():

@@ -105,7 +105,7 @@ def _pull_and_push(table: LookupTable, keys: Tensor, place: RankInfo) -> Program
         pulled = yield from table.exchange.pull(keys, none, none, table.shard, table.ownership, place)
     else:
         pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [table], place)).pulled
-    return (yield from table.exchange.push([pulled.rows], [pulled.ticket], table.ownership, place))
+    return (yield from table.exchange.push([pulled.rows], [pulled.route], table.ownership, place))
 
 
 def _traffic(keys: Tensor, owned: Ownership, transport: Transport) -> RowTraffic:

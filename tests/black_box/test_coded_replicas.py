@@ -14,7 +14,7 @@ from armillary.reference.crossing import Crossing
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.schedules.registry import options_of
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 STEPS, SICK, COUNT = 6, 3, 6  # micro-batches of a step, those of all replicas
@@ -285,8 +285,8 @@ def test_what_waits_is_kept_on_any_mesh_and_arrives_where_one_replica_goes_on(cr
 
 def verified(rank, world, schedule, constraint):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
-    wishes = Wishes(PlanRequest(schedule=choice(schedule), constraints={"*": choice(constraint)}))
-    found = verify_workload(workload, steps=4, wishes=wishes)
+    request = JobRequest(PlanRequest(schedule=choice(schedule), constraints={"*": choice(constraint)}))
+    found = verify_workload(workload, steps=4, request=request)
     return found.tolerance, [one.parameter for one in found.differences if one.verdict != "equal"], str(found)
 
 

@@ -13,7 +13,7 @@ from armillary.cli.find import find, small
 from armillary.codecs.rows import RowCode
 from armillary.planning.request import PlanRequest
 from armillary.runtime.hybrid.table import RowTable
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 TABLE, STEPS = "words.weight", 6
@@ -23,8 +23,8 @@ CODED = "owned_rows(rows_as=quantize(bits=8), gradients_as=quantize(bits=4))"
 def words_plan(exchange, workers=2, dtype=torch.float64, **asked):
     batches = [word_batch(worker, step) for step in range(STEPS) for worker in range(workers)]
     named = {pattern: Choice.parse(text) for pattern, text in exchange.items()}
-    wishes = {pattern: choice if choice.options else choice.name for pattern, choice in named.items()}
-    return face.plan_for(made(Reader, dtype), word_loss, batches, workers, exchange=wishes, **asked)
+    request = {pattern: choice if choice.options else choice.name for pattern, choice in named.items()}
+    return face.plan_for(made(Reader, dtype), word_loss, batches, workers, exchange=request, **asked)
 
 
 def test_a_plan_says_that_it_is_not_exact_and_counts_the_codes():
@@ -137,8 +137,8 @@ def left_behind():
     take = RowTable.take_gradients
 
     def taken(self, scale):
-        gradients, tickets = take(self, scale)
-        return [0 * one for one in gradients[:-1]] + gradients[-1:], tickets
+        gradients, routes = take(self, scale)
+        return [0 * one for one in gradients[:-1]] + gradients[-1:], routes
 
     RowTable.take_gradients = taken
     yield
@@ -155,12 +155,14 @@ PLANTS = {
 
 def verified(rank, workers, plants):
     torch.set_num_threads(1)
-    wishes = Wishes(PlanRequest(constraints={"embedding.weight": Choice.parse(CODED), "output": Choice.parse(CODED)}))
+    request = JobRequest(
+        PlanRequest(constraints={"embedding.weight": Choice.parse(CODED), "output": Choice.parse(CODED)})
+    )
     found = []
     for plant in (nullcontext, *(PLANTS[name] for name in plants)):
         with plant():
             task = find("language_model", small("language_model"))
-            found.append(verify_workload(task, steps=3, exchanges=(), wishes=wishes))
+            found.append(verify_workload(task, steps=3, exchanges=(), request=request))
     return found
 
 

@@ -11,7 +11,7 @@ from armillary.cli.find import find, small
 from armillary.cli.granted import schedule_of
 from armillary.planning.request import PlanRequest
 from armillary.runtime.cyclic.reducer import Reducer
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 STEPS, COUNT = 4, 6  # micro-batches of a step, those of all replicas
@@ -131,7 +131,7 @@ def test_replicas_send_what_the_plan_says(crew):
 
 def verified(rank, world, text):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
-    found = verify_workload(workload, steps=4, wishes=Wishes(PlanRequest(schedule=schedule_of(text, world))))
+    found = verify_workload(workload, steps=4, request=JobRequest(PlanRequest(schedule=schedule_of(text, world))))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 
 

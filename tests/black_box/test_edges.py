@@ -10,7 +10,7 @@ from torch import nn
 import armillary
 import face
 from armillary.cli.find import find, small
-from armillary.cli.granted import edge_wish
+from armillary.cli.granted import edge_request
 from armillary.cli.verify import code_of
 from armillary.codecs.codec import codec_of
 from armillary.planning.pricing import Case
@@ -18,7 +18,7 @@ from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.schedules.edge import NEVER
 from armillary.session import verify_schedule
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.engines import cut
 from armillary.session.verify import verify_workload
 
@@ -128,10 +128,10 @@ def test_what_is_sent_is_what_the_plan_says_and_a_run_learns(crew):
     assert all(told[-1] < told[0] for told in losses) and losses[0] != losses[1]
 
 
-def verified(rank, world, wishes, plant=nullcontext):
+def verified(rank, world, request, plant=nullcontext):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
     with plant():
-        return [verify_workload(workload, steps=4, wishes=one) for one in wishes]
+        return [verify_workload(workload, steps=4, request=one) for one in request]
 
 
 def differing(found):
@@ -141,16 +141,16 @@ def differing(found):
 def test_processes_that_code_their_edges_are_the_reference_bit_for_bit(crew):
     same, random = choice("same"), choice("random_k(keep=0.3, warm_up=1)")
     two, four = choice("one_f_one_b(stages=2, micro_batches=2)"), choice("pipeline(stages=4, recompute=[1])")
-    wishes = [
-        Wishes(PlanRequest(schedule=two, edge=choice(HALF), edge_back=same)),
-        Wishes(PlanRequest(schedule=four, edge={1: random}, edge_back=choice(EIGHT))),
+    request = [
+        JobRequest(PlanRequest(schedule=two, edge=choice(HALF), edge_back=same)),
+        JobRequest(PlanRequest(schedule=four, edge={1: random}, edge_back=choice(EIGHT))),
     ]
-    for of_a_rank in crew(4).run(verified, wishes):
+    for of_a_rank in crew(4).run(verified, request):
         assert [(one.tolerance, differing(one), one.idle) for one in of_a_rank] == [(0.0, [], ())] * 2
 
 
 def test_dct_as_published_codes_gradients_between_replicas_and_activations_between_stages(crew):
-    wish = Wishes(
+    wish = JobRequest(
         PlanRequest(
             {"*": choice("threshold(sparsity=0.99)")},
             schedule=choice("one_f_one_b(stages=2)"),
@@ -177,7 +177,7 @@ def test_an_edge_that_remembers_samples_says_so_is_priced_and_verified(crew):
     assert made.departures == ("lossy",) and AQ in said and "bytes are forecast for samples met before" in said
     assert "Each end holds up to 1.9 MiB of every tensor; the oldest go first" in said
     assert made.activation_bytes - plain.activation_bytes > 2e6
-    wish = Wishes(
+    wish = JobRequest(
         PlanRequest(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=choice(AQ), edge_back=choice(EIGHT))
     )
     for (found,) in crew(2).run(verified, [wish]):
@@ -215,7 +215,9 @@ def never_coded():
 
 def test_verify_shortens_a_warm_up_and_counts_what_edges_did(crew):
     late = choice("quantize(bits=8, warm_up=100)")
-    wish = Wishes(PlanRequest(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=late, edge_back=choice("same")))
+    wish = JobRequest(
+        PlanRequest(schedule=choice("gpipe(stages=2, micro_batches=2)"), edge=late, edge_back=choice("same"))
+    )
     ((found,), _), ((never,), _) = (crew(2).run(verified, [wish], plant) for plant in (nullcontext, never_coded))
     before, coded = "sent as they are, in the warm-up", "coded"
     want = {f"{what} {how}": 2 * steps for what in ("activations", "activation gradients")
@@ -270,15 +272,19 @@ def test_the_clock_plays_codes_and_what_coding_costs():
 
 
 def test_the_command_line_reads_edges_as_they_are_written():
-    assert edge_wish("--edge", []) is None and edge_wish("--edge", [HALF]) == choice(HALF)
-    assert edge_wish("--edge", [f"{HALF}=0,2", "one_bit=1"]) == {0: choice(HALF), 2: choice(HALF), 1: choice("one_bit")}
-    assert edge_wish("--edge-back", ["same=1"]) == {1: choice("same")}
+    assert edge_request("--edge", []) is None and edge_request("--edge", [HALF]) == choice(HALF)
+    assert edge_request("--edge", [f"{HALF}=0,2", "one_bit=1"]) == {
+        0: choice(HALF),
+        2: choice(HALF),
+        1: choice("one_bit"),
+    }
+    assert edge_request("--edge-back", ["same=1"]) == {1: choice("same")}
     for texts, words in (
         ([f"{EIGHT}=layer.*"], r"--edge: choice: .*Want CHOICE or CHOICE=STAGES"),
         ([EIGHT, f"{HALF}=0"], "is for all stages; name the stages of each"),
         ([f"{EIGHT}=0", f"{HALF}=0,1"], "stage 0 has quantize.bits=8. and threshold"),
     ):
         with pytest.raises(ValueError, match=words):
-            edge_wish("--edge", texts)
+            edge_request("--edge", texts)
     with pytest.raises(ValueError, match="says its own edges"):
         armillary.verify(None, None, [], None, plan=plan_of("gpipe", 2), edge=choice(EIGHT))

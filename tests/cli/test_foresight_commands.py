@@ -59,7 +59,7 @@ def once(tmp_path_factory):
 
 
 @pytest.fixture
-def foreseen(once, tmp_path):
+def planned(once, tmp_path):
     """A copy of it, below the folder that commands run in."""
     return shutil.copytree(once, tmp_path / "seen")
 
@@ -77,7 +77,7 @@ def test_what_measure_writes_is_what_plan_reads(armillary, tmp_path):
     assert planned["plan"]["compute_seconds"] == pytest.approx(seconds)
 
 
-def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, foreseen):
+def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, planned):
     files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
     _, out, _ = armillary("plan", *SMALL, *files)
     listed = [line for line in out[out.index("candidate for") :].splitlines() if line.startswith("embedding.weight")]
@@ -85,13 +85,13 @@ def test_plan_lists_every_candidate_with_its_price_and_why_it_lost(armillary, fo
     mine = [one for one in found["candidates"] if one["candidate"]["parameter"] == "embedding.weight"]
     assert len(listed) == len(mine) > 5 and sum(line.endswith("chosen") for line in listed) == 1
     assert all(one["lost"] or one["candidate"]["choice"]["name"] in listed[place] for place, one in enumerate(mine))
-    made = Plan.load(foreseen / "plan.json")
+    made = Plan.load(planned / "plan.json")
     (taken,) = [one["candidate"] for one in mine if not one["lost"]]
     assert made.group_of("embedding.weight").exchange.name == taken["choice"]["name"]
     assert all(one["candidate"]["forecast"]["seconds"] > 0 for one in mine)
 
 
-def test_plan_lists_whole_plans_with_prefetch_and_without_by_their_simulated_step(armillary, foreseen):
+def test_plan_lists_whole_plans_with_prefetch_and_without_by_their_simulated_step(armillary, planned):
     files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
     _, out, _ = armillary("plan", *SMALL, *files)
     whole = json.loads(armillary("plan", *SMALL, *files, "--json")[1])["whole_plans"]
@@ -100,7 +100,7 @@ def test_plan_lists_whole_plans_with_prefetch_and_without_by_their_simulated_ste
     by_row = [name for name in whole if name.split("(")[0] == "owned_rows" and AHEAD not in name]
     assert by_row and all(name + AHEAD in whole for name in by_row)
     assert all(f"{name}  " in out for name in whole)
-    played = json.loads(armillary("simulate", foreseen / "plan.json", "--json")[1])
+    played = json.loads(armillary("simulate", planned / "plan.json", "--json")[1])
     assert whole[CHOSEN]["seconds"] == pytest.approx(played["step_seconds"])
 
 
@@ -119,24 +119,24 @@ def test_a_profile_of_another_model_is_refused(armillary, refused):
     assert "the profile is of model" in message and "measure again with this workload" in message
 
 
-def test_a_plan_is_played_with_the_facts_beside_it(armillary, foreseen, tmp_path):
-    code, out, _ = armillary("simulate", foreseen / "plan.json", "--out", "drawn")
+def test_a_plan_is_played_with_the_facts_beside_it(armillary, planned, tmp_path):
+    code, out, _ = armillary("simulate", planned / "plan.json", "--out", "drawn")
     assert code == 0 and "step of 8 workers: " in out
     assert (tmp_path / "drawn/timeline.png").read_bytes().startswith(PNG)
     events = json.loads((tmp_path / "drawn/timeline.json").read_text())["traceEvents"]
     assert {"forward lstm", "backward lstm"} <= {event["name"] for event in events}
-    code, out, _ = armillary("simulate", foreseen / "plan.json", "--json")
+    code, out, _ = armillary("simulate", planned / "plan.json", "--json")
     found = json.loads(out)
-    planned = Plan.load(foreseen / "plan.json")
+    planned = Plan.load(planned / "plan.json")
     assert sum(found["sent_bytes"].values()) == pytest.approx(planned.forecast.sent_bytes)
     assert planned.compute_seconds < found["step_seconds"] <= planned.forecast.seconds * (1 + 1e-9)
 
 
-def test_a_plan_is_played_for_any_number_of_workers_and_other_machines(armillary, foreseen, tmp_path):
+def test_a_plan_is_played_for_any_number_of_workers_and_other_machines(armillary, planned, tmp_path):
     Topology(2, 4, Link(0.0, 1e9), Link(0.0, 1e9), 1 << 33).save(tmp_path / "fast.json")
 
     def seconds(*options):
-        code, out, _ = armillary("simulate", foreseen / "plan.json", "--json", *options)
+        code, out, _ = armillary("simulate", planned / "plan.json", "--json", *options)
         assert code == 0
         found = json.loads(out)
         return found["workers"], found["step_seconds"]
@@ -178,11 +178,11 @@ def test_bad_input_is_answered_with_what_is_wanted(refused, arguments, complaint
     assert complaint in refused(*arguments)
 
 
-def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, foreseen):
-    (foreseen / "profile.json").unlink()
-    assert "profile.json is no profile file" in refused("simulate", foreseen / "plan.json")
+def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, planned):
+    (planned / "profile.json").unlink()
+    assert "profile.json is no profile file" in refused("simulate", planned / "plan.json")
     armillary("measure", *SMALL, "--workers", "1", "--set", "width=6", "--out", "other")
-    message = refused("simulate", foreseen / "plan.json", "--profile", "other/profile.json")
+    message = refused("simulate", planned / "plan.json", "--profile", "other/profile.json")
     assert "the plan was made for model" in message
 
 

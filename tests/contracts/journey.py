@@ -20,7 +20,7 @@ from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.run import Run
 from armillary.session.settings import Settings
@@ -218,7 +218,7 @@ def verified(rank: int, workers: int, shelf: Any, choice: Choice) -> tuple[bool,
             find("vision", small("vision")),
             steps=4,
             exchanges=(),
-            wishes=Wishes(PlanRequest(constraints={"*": choice})),
+            request=JobRequest(PlanRequest(constraints={"*": choice})),
         )
         return found.is_equal, str(found)
 
@@ -228,7 +228,7 @@ def compared(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -
     within their band, and how many of them this exchange sent."""
     with shelf():
         settings = Settings(
-            Path(folder), steps=4, every_seconds=0, wishes=Wishes(PlanRequest(constraints={"*": choice}))
+            Path(folder), steps=4, every_seconds=0, request=JobRequest(PlanRequest(constraints={"*": choice}))
         )
         for _ in train(find("vision", small("vision")), settings):
             pass

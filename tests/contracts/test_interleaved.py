@@ -18,7 +18,7 @@ from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, parse
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 PARTS = 2
@@ -111,7 +111,7 @@ def verified(rank, workers, *more):
     with shelf():
         workload = find("vision", {**small("vision"), **OPTIONS})
         schedule = schedule_of(CHOICE.format(", ".join(["", *more])), workers)
-        found = verify_workload(workload, steps=4, wishes=Wishes(PlanRequest(schedule=schedule)))
+        found = verify_workload(workload, steps=4, request=JobRequest(PlanRequest(schedule=schedule)))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 
 

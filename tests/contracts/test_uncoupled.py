@@ -21,7 +21,7 @@ from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, parse
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 RULES = ("nccl", "gloo")
@@ -99,8 +99,8 @@ def verified(rank, workers, more, is_blind):
         if is_blind:  # a planted fault: the reference lets the gradient through
             Reference.objectives = property(lambda self: {}, lambda self, given: None)
         try:
-            wishes = Wishes(PlanRequest(schedule=schedule_of(CHOICE.format(more), workers)))
-            found = verify_workload(find("vision", small("vision")), steps=4, wishes=wishes)
+            request = JobRequest(PlanRequest(schedule=schedule_of(CHOICE.format(more), workers)))
+            found = verify_workload(find("vision", small("vision")), steps=4, request=request)
         finally:
             if is_blind:
                 del Reference.objectives

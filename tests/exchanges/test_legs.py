@@ -119,14 +119,14 @@ def there_and_back(exchange, place, reads, kept):
     keys = [[torch.unique(owned.keys(ids)) for ids in looks] for looks in reads]
     is_pulled = exchange.placement == "row_sharded"
     shard = torch.ones(owned.shard_rows(place.rank) if is_pulled else TABLE, WIDTH)
-    tickets, none = [], (0,) * place.workers
+    routes, none = [], (0,) * place.workers
     for look in range(LOOKUPS):
         asked = [tuple(owned.counts(looks[look])) for looks in keys]
         counts = asked[place.rank], tuple(theirs[place.rank] for theirs in asked)
         pull = exchange.pull(keys[place.rank][look], *(counts if is_pulled else (none, none)), shard, owned, place)
-        tickets.append((yield from watched(pull, kept["pull"])).ticket)
+        routes.append((yield from watched(pull, kept["pull"])).route)
     gradients = [torch.ones(len(one), WIDTH) for one in keys[place.rank]]
-    yield from watched(exchange.push(gradients, tickets, owned, place), kept["push"])
+    yield from watched(exchange.push(gradients, routes, owned, place), kept["push"])
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), SHAPES)

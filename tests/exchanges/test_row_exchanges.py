@@ -22,7 +22,7 @@ def look_twice(exchange, whole, reads, gradients, place):
     mine = place.rank in owned.owners or exchange.placement == "replicated"
     shard = whole if exchange.placement == "replicated" else whole[owned.ids(place.rank)] if mine else whole[:0]
     table = LookupTable("table", exchange, owned, shard)
-    tickets, seen, sent = [], [], []
+    routes, seen, sent = [], [], []
     for ids, gradient in zip(reads, gradients, strict=True):
         keys, inverse = torch.unique(owned.keys(ids), return_inverse=True)
         if exchange.placement == "replicated":
@@ -31,9 +31,9 @@ def look_twice(exchange, whole, reads, gradients, place):
         else:
             pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [table], place)).pulled
         seen.append(pulled.rows[inverse])
-        tickets.append(pulled.ticket)
+        routes.append(pulled.route)
         sent.append(torch.zeros(len(keys), WIDTH, dtype=whole.dtype).index_add_(0, inverse, gradient))
-    rows, sums = yield from exchange.push(sent, tickets, owned, place)
+    rows, sums = yield from exchange.push(sent, routes, owned, place)
     return seen, (rows if exchange.placement == "replicated" else owned.ids(place.rank, rows)), sums
 
 
@@ -143,7 +143,7 @@ def test_a_pull_in_two_goes_brings_the_rows_as_they_are_in_the_end(name, options
         if early is not None:
             assert earlies == 4
             assert torch.equal(early.rows, pulled.rows)
-            assert all(map(_same, early.ticket, pulled.ticket))
+            assert all(map(_same, early.route, pulled.route))
 
 
 def _order(exchange, ids, keys, workers):

@@ -3,7 +3,7 @@
 import pytest
 
 from armillary.facts.plan import Choice
-from armillary.planning import alternatives as rivals_file
+from armillary.planning import alternatives as alternatives_file
 from armillary.planning.alternatives import AHEAD, CHOSEN, alternatives, at_once, best, by_simulation, with_prefetch
 from armillary.planning.expected import with_expected
 from armillary.planning.planner import explain, plan
@@ -42,7 +42,7 @@ def test_what_the_user_demands_is_the_same_in_all_of_them():
     assert len(found) > 2
 
 
-def test_a_plan_that_does_not_fit_is_no_rival():
+def test_a_plan_that_does_not_fit_is_no_alternative():
     whole, tight = (
         alternatives(Case(PROFILE, machines(4, memory=size), SGD), PlanRequest()) for size in (1 << 40, 60_000_000)
     )
@@ -86,7 +86,7 @@ def test_the_best_with_prefetch_and_the_best_without_are_always_timed(monkeypatc
     """However the clock orders them; the others follow by its order."""
     _, both, case = contenders()
     order = sorted(both, key=lambda name: both[name].looks_ahead is not ahead_first)
-    monkeypatch.setattr(rivals_file, "by_simulation", lambda plans, case: order)
+    monkeypatch.setattr(alternatives_file, "by_simulation", lambda plans, case: order)
     plain, ahead = (next(name for name in order if both[name].looks_ahead is way) for way in (False, True))
     for count in (2, 3, 4, len(both)):
         kept = best(both, case, count)

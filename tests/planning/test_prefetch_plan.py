@@ -79,8 +79,8 @@ def test_other_exchanges_have_nothing_to_foresee():
 
 def test_a_foreseen_look_up_needs_no_header_and_a_step_one_round_more_each_with_an_outlook():
     before, after = made(assumptions=ADAM), prefetching(made(assumptions=ADAM), PROFILE, machines())
-    outlook = 8 * (4 + 2 * 4)
-    more = 3 * (HEADER_BYTES + 2 * outlook - 3 * HEADER_BYTES)
+    announcement = 8 * (4 + 2 * 4)
+    more = 3 * (HEADER_BYTES + 2 * announcement - 3 * HEADER_BYTES)
     assert after.forecast.sent_bytes == pytest.approx(before.forecast.sent_bytes + more)
     assert after.forecast.memory_bytes == before.forecast.memory_bytes
 

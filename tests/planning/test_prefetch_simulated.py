@@ -161,7 +161,7 @@ def cases(draw):
 @settings(max_examples=50)
 @given(cases())
 def test_prefetch_never_costs_a_step_more_than_what_it_adds(scene):
-    """What it adds: a round, outlooks, masks, a message of early rows, index work; less the headers it saves."""
+    """What it adds: a round, announcements, masks, a message of early rows, index work; less the headers it saves."""
     made, ahead, case = scene
     added = ahead.forecast.seconds - made.forecast.seconds
     before, after = (simulate(one, case).step_seconds for one in (made, ahead))
@@ -190,8 +190,8 @@ def of_kinds(ahead, others, case):
 @given(cases())
 def test_the_fewer_rows_a_batch_repeats_the_shorter_the_step(scene):
     """On one kind of link (a request on two is over when the slower one is) and compute that hides all (what it cannot
-    of late rows may fall into the wait for the outlook), but for the masks. No gradients wait: those of rows at rest
-    may, with early rows, keep a link so busy that the idle round comes late."""
+    of late rows may fall into the wait for the announcement), but for the masks. No gradients wait: those of rows at
+    rest may, with early rows, keep a link so busy that the idle round comes late."""
     made, _, case = scene
     case = replace(case, topology=replace(case.topology, inside=case.topology.between, hidden_share=1.0))
     seconds, masks = [], 0.0
@@ -204,8 +204,8 @@ def test_the_fewer_rows_a_batch_repeats_the_shorter_the_step(scene):
         ahead = prefetching(made, profile, case.topology)
         other = replace(case, profile=profile)
         sending = of_kinds(ahead, {"gradients": "rows"}, other)
-        foreseeing = of_kinds(ahead, {"gradients": "ids", "rows": "ids"}, other)
-        seconds.append(min(simulate(one, other).step_seconds for one in (sending, foreseeing)))
+        predicting = of_kinds(ahead, {"gradients": "ids", "rows": "ids"}, other)
+        seconds.append(min(simulate(one, other).step_seconds for one in (sending, predicting)))
         asked = [activities(group, other).ahead[1:2] for group in sending.groups]
         masks = max(masks, sum(mask.seconds for masks in asked for mask in masks))
     assert all(fewer <= more * (1 + 1e-9) + masks for more, fewer in pairwise(seconds))

@@ -30,7 +30,7 @@ def one_step(exchange, whole, ids, place):
         held = LookupTable("table", exchange, owned, shard)
         pulled = (yield from look_up(LookupRequest(0, keys, True, 0), [held], place)).pulled
         yield from look_up(LookupRequest("idle", keys[:0], False, 0), [held], place)
-    yield from exchange.push([torch.ones(len(keys), WIDTH)], [pulled.ticket], owned, place)
+    yield from exchange.push([torch.ones(len(keys), WIDTH)], [pulled.route], owned, place)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (3, 1), (2, 2), (3, 2)])

@@ -12,8 +12,8 @@ from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.loan import lent_messages
 from armillary.schedules.messages import ring_messages
+from armillary.schedules.unsharded import lent_messages
 from planning.test_staged_plan import chain_of
 from planning_cases import LINKS_ONLY, machines
 

@@ -52,17 +52,17 @@ def added_up(addends):
 
 def carry(rank, world, late):
     """All requests at once, all of them waited for in another order, on ranks that come at different times."""
-    before = couriers()
+    before = progress_threads()
     one = Transport()
     time.sleep(0.2 * (rank == late))
     waits = [one.start(request_of(rank, world, kind, number), kind) for number, kind in enumerate(KINDS)]
     sums = [one.start(AllReduce(addend(rank, size)), "sum") for size in SIZES]
     found = [wait().clone() for wait in reversed(sums)][::-1], [wait().clone() for wait in reversed(waits)][::-1]
     one.close()
-    return found, couriers() - before
+    return found, progress_threads() - before
 
 
-def couriers():
+def progress_threads():
     return sum(thread.name == "armillary-pairwise" for thread in threading.enumerate())
 
 
@@ -146,10 +146,10 @@ def test_an_answer_may_be_let_go(crew):
 
 def told_how_long(rank, world, turn_bytes):
     """How many threads a long request keeps waiting for its turns, and its answer."""
-    before = couriers()
+    before = progress_threads()
     one = Transport(turn_bytes=turn_bytes)
     answer = one.start(request_of(rank, world, "large"), "large")()
-    seen = couriers() - before
+    seen = progress_threads() - before
     one.close()
     return seen, answer
 

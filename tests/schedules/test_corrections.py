@@ -30,7 +30,7 @@ def test_the_stale_share_of_a_stage_is_that_of_its_column():
     assert stale_share(cyclic(4, slack=4), 3) == 1.0 and stale_share(simultaneous(4, 2), 0) == 0.0
 
 
-def late_step(state, rate, share, momentum, correction=""):
+def stale_step(state, rate, share, momentum, correction=""):
     """Heavy ball on a quadratic of curvature 1, `share` of whose gradient is one step late; linear in the state.
 
     state: weight and velocity now, those of the step before, and the gradient of the step before.
@@ -50,7 +50,7 @@ def stable_up_to(share, momentum, correction=""):
     low, high = 0.0, 100.0
     for _ in range(50):
         middle = (low + high) / 2
-        columns = [late_step(unit, middle, share, momentum, correction) for unit in torch.eye(5, dtype=torch.float64)]
+        columns = [stale_step(unit, middle, share, momentum, correction) for unit in torch.eye(5, dtype=torch.float64)]
         is_stable = float(torch.linalg.eigvals(torch.stack(columns, 1)).abs().max()) < 1
         low, high = (middle, high) if is_stable else (low, middle)
     return low

@@ -14,7 +14,6 @@ from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.loan import lent_messages
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import pipeline_messages, ring_messages
 from armillary.schedules.norm_in_time import refuse_late_norm
@@ -22,6 +21,7 @@ from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
+from armillary.schedules.unsharded import lent_messages
 from staged_models import rings
 
 RULES = ("nccl", "gloo")

@@ -12,7 +12,7 @@ from armillary.planning.alternatives import AHEAD
 from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport
 from armillary.session import autotune
-from armillary.session.decide import Wishes, decide, first_batches, open_transport, subject_of
+from armillary.session.decide import JobRequest, decide, first_batches, open_transport, subject_of
 from armillary.session.forced import forced
 
 SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine
@@ -181,7 +181,7 @@ def test_a_rank_without_a_batch_is_named_on_every_rank(crew):
 
 def decided(rank, workers, times_prefetch):
     subject = subject_of(find("language_model", small("language_model")), 0)
-    return decide(subject, Wishes(autotune=2, times_prefetch=times_prefetch)).plan
+    return decide(subject, JobRequest(autotune=2, times_prefetch=times_prefetch)).plan
 
 
 @pytest.mark.parametrize("times_prefetch", [False, True])

@@ -13,7 +13,7 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.table import WIDTH
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.settings import Settings
 from armillary.session.tally import OTHER, STEP
@@ -31,7 +31,7 @@ EDGES = ["activation of stage 0", "activation gradient of stage 1"]
 
 def trained(rank, workers, text, folder, steps=5):
     settings = Settings(
-        Path(folder), steps=steps, every_seconds=0, wishes=Wishes(PlanRequest(schedule=Choice.parse(text)))
+        Path(folder), steps=steps, every_seconds=0, request=JobRequest(PlanRequest(schedule=Choice.parse(text)))
     )
     for _ in train(find("vision", small("vision")), settings):
         pass

@@ -23,7 +23,7 @@ from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
 from armillary.session.cyclic.split_loss import SplitLoss
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
 from armillary.session.settings import Settings
 from armillary.session.train import train
@@ -116,7 +116,7 @@ def verify_job(rank, world, cases):
     found = []
     for options, wish in cases:
         task = find("vision", {**small("vision"), **options})
-        found.append(verify_workload(task, wishes=Wishes(PlanRequest(schedule=wish)), steps=4, every_bit=True))
+        found.append(verify_workload(task, request=JobRequest(PlanRequest(schedule=wish)), steps=4, every_bit=True))
     return found
 
 
@@ -159,7 +159,7 @@ def test_vision_trains_as_the_reference_does_bit_for_bit_with_a_rate_drop_a_look
 def verify_in_a_mode(rank, world, mode, monkey=pytest.MonkeyPatch):
     with monkey.context() as patch:
         patch.setenv("MKL_CBWR", mode if rank == 0 else "COMPATIBLE")
-        return verify_workload(find("vision", small("vision")), wishes=Wishes(PlanRequest(schedule=UP)), steps=1)
+        return verify_workload(find("vision", small("vision")), request=JobRequest(PlanRequest(schedule=UP)), steps=1)
 
 
 def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_every_address(crew):
@@ -539,7 +539,7 @@ def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_
 def workload_refusal(rank, world, name):
     task = find(name, small(name))
     with pytest.raises(ValueError, match=r"stages|schedule") as caught:
-        verify_workload(task, wishes=Wishes(PlanRequest(schedule=ONE)))
+        verify_workload(task, request=JobRequest(PlanRequest(schedule=ONE)))
     return str(caught.value)
 
 
@@ -589,8 +589,8 @@ def test_misuse_is_answered_with_what_to_do(crew):
 def train_job(rank, world, folder, steps, is_resumed, options):
     torch.set_num_threads(1)
     task = find("vision", {**small("vision"), "batch_size": 8})
-    wishes = Wishes(PlanRequest(schedule=options))
-    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
+    request = JobRequest(PlanRequest(schedule=options))
+    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, request=request)
     return list(train(task, settings))
 
 

@@ -21,7 +21,7 @@ from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
 from armillary.session import verify_schedule
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.events import Ended, Resumed, Saved
 from armillary.session.settings import Settings
 from armillary.session.train import train
@@ -110,7 +110,7 @@ def verify_job(rank, world, cases):
     found = []
     for name, options, choice in cases:
         task = find(name, {**small(name), **options})
-        found.append(verify_workload(task, wishes=Wishes(PlanRequest(schedule=choice)), steps=4, every_bit=True))
+        found.append(verify_workload(task, request=JobRequest(PlanRequest(schedule=choice)), steps=4, every_bit=True))
     return found
 
 
@@ -328,8 +328,8 @@ def test_a_loss_that_no_stage_could_see_is_trained_too(crew):
 def train_job(rank, world, folder, steps, is_resumed):
     torch.set_num_threads(1)
     task = find("vision", {**small("vision"), "batch_size": 8})
-    wishes = Wishes(PlanRequest(schedule=CLIPPED))
-    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, wishes=wishes)
+    request = JobRequest(PlanRequest(schedule=CLIPPED))
+    settings = Settings(Path(folder), steps, every_steps=6, every_seconds=0.0, resume=is_resumed, request=request)
     return list(train(task, settings))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from armillary.cli.find import find, small
 from armillary.session.attach import attach
-from armillary.session.decide import Subject, Wishes, decide
+from armillary.session.decide import JobRequest, Subject, decide
 from armillary.session.in_double import InDouble
 
 STEPS, SHARES = 6, 4
@@ -22,7 +22,7 @@ def curve(rank, workers):
     optimizer = task.optimizer(model.parameters())
     seen = [list(islice(task.batches("train", share, SHARES, 0), STEPS)) for share in range(SHARES)]
     few = [batch for step in zip(*seen, strict=True) for batch in step][: 2 * SHARES]
-    plan = decide(Subject(model, optimizer, task.loss, lambda _: few), Wishes()).plan
+    plan = decide(Subject(model, optimizer, task.loss, lambda _: few), JobRequest()).plan
     run = attach(plan, model, optimizer)
     mine = range(rank * SHARES // workers, (rank + 1) * SHARES // workers)
     losses = []

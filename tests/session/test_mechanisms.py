@@ -11,15 +11,15 @@ from armillary.cli.find import find, small
 from armillary.cli.verify import code_of
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 
 
 def verify_by(rank, workers, exchange, steps=5, workload="vision", plant=None):
     torch.set_num_threads(1)
-    wishes = Wishes(PlanRequest(constraints={"*": Choice.parse(exchange)} if exchange else {}))
+    request = JobRequest(PlanRequest(constraints={"*": Choice.parse(exchange)} if exchange else {}))
     with plant() if plant else nullcontext():
-        return verify_workload(find(workload, small(workload)), steps=steps, exchanges=(), wishes=wishes)
+        return verify_workload(find(workload, small(workload)), steps=steps, exchanges=(), request=request)
 
 
 def times_of(found, plan="planned"):

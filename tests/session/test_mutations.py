@@ -62,8 +62,8 @@ def one_of_two_look_ups_lost(patch, rank):
     take = RowTable.take_gradients
 
     def lose(table, scale):
-        gradients, tickets = take(table, scale)
-        return [gradient * (number == 0) for number, gradient in enumerate(gradients)], tickets
+        gradients, routes = take(table, scale)
+        return [gradient * (number == 0) for number, gradient in enumerate(gradients)], routes
 
     patch.setattr(RowTable, "take_gradients", lose)
 

@@ -15,7 +15,7 @@ from beside import plan_of
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 STEPS = 9
-UNFORESEEN = 5  # three batches are watched and learned from; the next two were looked at before that was over
+UNPREDICTED = 5  # three batches are watched and learned from; the next two were looked at before that was over
 V = 500
 ROWS = {
     "owned_rows": (Choice("owned_rows"), 1),
@@ -109,7 +109,7 @@ def transposed(run, model, optimizer, batch, step):
 
 
 def drawn_inside(run, model, optimizer, batch, step):
-    """What is sampled in the loop cannot be foreseen."""
+    """What is sampled in the loop cannot be predicted."""
     torch.manual_seed(100 * step + run.rank)
     plain_step(run, model, optimizer, {**batch, "sampled": torch.randint(0, 23, (5,)).unique()}, step)
 
@@ -372,7 +372,7 @@ CASES = [
 def test_whatever_the_optimizer_and_the_owners(crew, rows, optimizer, workers, prefetch):
     for differing, before, after in crew(workers).run(with_and_without, plain_step, rows, optimizer, "", prefetch):
         assert differing == []
-        assert after == before * UNFORESEEN // STEPS
+        assert after == before * UNPREDICTED // STEPS
 
 
 class Dropping(Mixed):
@@ -491,7 +491,7 @@ class Sliced(nn.Module):
         return (states @ rows.T).square().mean() + self.column(features[:, 2]).sum() + inside.sum()
 
 
-def foresee(rank, workers):
+def predict(rank, workers):
     torch.manual_seed(3)
     model = Sliced()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -513,7 +513,7 @@ def foresee(rank, workers):
 
 def test_slices_columns_and_concatenations_are_foreseen_and_ids_drawn_inside_are_not(crew):
     everything = ["column", "drawn", "out", "words"]
-    assert crew(2).run(foresee) == [[everything] * UNFORESEEN + [["drawn"]] * (STEPS - UNFORESEEN)] * 2
+    assert crew(2).run(predict) == [[everything] * UNPREDICTED + [["drawn"]] * (STEPS - UNPREDICTED)] * 2
 
 
 def count_bytes(rank, workers, prefetch):
@@ -523,7 +523,7 @@ def count_bytes(rank, workers, prefetch):
     run._engine.count()
     sent = run._engine.tally.sent_bytes
     away = []
-    for batch in batches_of(rank, "")[UNFORESEEN:]:
+    for batch in batches_of(rank, "")[UNPREDICTED:]:
         keys = [run._engine.tables[table].ownership.keys(batch[ids]).unique() for ids, table in READS]
         counts = [
             run._engine.tables[table].ownership.counts(of)[rank] for of, (_, table) in zip(keys, READS, strict=True)
@@ -541,17 +541,17 @@ READS = [
 
 @pytest.mark.parametrize("prefetch", ["ids", "rows", "gradients"])
 def test_counted_bytes_are_those_of_the_formula(crew, prefetch):
-    """A header less per foreseen look-up, an outlook in all others; where rows go early, a byte per row, sent by
+    """A header less per predicted look-up, an announcement in all others; where rows go early, a byte per row, sent by
     whoever serves it; and where gradients wait, one more in all batches that are not the last."""
     workers = 3
     plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, prefetch)
-    headers = len(READS) * (STEPS - UNFORESEEN) * HEADER_BYTES * (workers - 1)
-    rounds = STEPS + 1 + STEPS + len(READS) * UNFORESEEN  # of the loop and its end, of backwards, of look-ups
-    outlooks = rounds * announcement_bytes(5) * (workers - 1)
+    headers = len(READS) * (STEPS - UNPREDICTED) * HEADER_BYTES * (workers - 1)
+    rounds = STEPS + 1 + STEPS + len(READS) * UNPREDICTED  # of the loop and its end, of backwards, of look-ups
+    announcements = rounds * announcement_bytes(5) * (workers - 1)
     staying = sum(sum(away) for _, away in ahead) if prefetch != "ids" else 0
     resting = sum(sum(away[:-1]) for _, away in ahead) if prefetch == "gradients" else 0
     before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
-    assert after == pytest.approx(before + workers * (outlooks - headers) + staying + resting, rel=1e-12)
+    assert after == pytest.approx(before + workers * (announcements - headers) + staying + resting, rel=1e-12)
 
 
 def refused(rank, workers):
@@ -600,16 +600,16 @@ def wait(rank, workers):
     delay, waited, rests = run._engine.executor.prefetch.delay, {}, {}
     split = delay._split
 
-    def counted(table, gradients, tickets, unused):
-        now, others = split(table, gradients, tickets, unused)
-        assert [len(one) for one in now] == [sum(ticket.asked) for ticket in others]
+    def counted(table, gradients, routes, unused):
+        now, others = split(table, gradients, routes, unused)
+        assert [len(one) for one in now] == [sum(route.asked) for route in others]
         waited[step, table.name] = sum(map(len, gradients)) - sum(map(len, now))
         return now, others
 
     delay._split = counted
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
-        if UNFORESEEN <= step < STEPS - 1:
+        if UNPREDICTED <= step < STEPS - 1:
             later = [batch_of(other, step + 1, 6) for other in range(workers)]
             for ids, table in READS:
                 read = torch.cat([one[of] for one in later for of, whose in READS if whose == table])
@@ -622,7 +622,7 @@ def wait(rank, workers):
 def test_gradients_wait_of_rows_that_nobody_reads_next_and_of_those_alone(crew):
     found = crew(2).run(wait)
     for waited, rests in found:
-        assert waited == rests and len(rests) == 5 * (STEPS - 1 - UNFORESEEN)
+        assert waited == rests and len(rests) == 5 * (STEPS - 1 - UNPREDICTED)
     assert all(any(rests[key] for _, rests in found) for key in found[0][1] if key[1] != "bag.weight")
 
 

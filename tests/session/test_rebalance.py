@@ -20,7 +20,7 @@ from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.profiling.row_counts import Lookups
 from armillary.session import move as moving
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes, assumptions_of
+from armillary.session.decide import JobRequest, assumptions_of
 from armillary.session.events import Rebalanced, Resumed
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.move import move
@@ -421,7 +421,7 @@ def test_prefetch_goes_on_after_a_move_and_changes_no_bit(crew, workers, rows, o
     for far, (stayed, moved) in crew(workers).run(moved_in_a_loop, rows, optimizer, kind):
         assert far == []
         assert moved[:6] == stayed[:6] and moved[8:] == stayed[8:] == [0, 0, 0]
-        assert all(count > 0 for count in moved[6:8]), "what was foreseen was meant for the old owners"
+        assert all(count > 0 for count in moved[6:8]), "what was predicted was meant for the old owners"
 
 
 # A whole run ---------------------------------------------------------------------------------------------------------
@@ -457,10 +457,10 @@ class Drifting:
 
 
 def train_job(rank, world, folder, fields, taken=None):
-    wishes = Wishes(PlanRequest(WANTED), topology=slow(world), plan=taken)
+    request = JobRequest(PlanRequest(WANTED), topology=slow(world), plan=taken)
     with pytest.MonkeyPatch.context() as patch:
         sampling_all(patch)
-        settings = Settings(Path(folder), every_steps=4, every_seconds=0.0, wishes=wishes, **fields)
+        settings = Settings(Path(folder), every_steps=4, every_seconds=0.0, request=request, **fields)
         return list(train(Drifting(), settings))
 
 
@@ -509,4 +509,4 @@ def _holds_the_plan_in_force(folder, events):
 
 def test_under_a_schedule_that_owns_the_loop_it_is_refused():
     with pytest.raises(ValueError, match="rebalance_every has no effect; drop it"):
-        Settings(Path("x"), 1, rebalance_every=1, wishes=Wishes(PlanRequest(schedule=Choice("ring"))))
+        Settings(Path("x"), 1, rebalance_every=1, request=JobRequest(PlanRequest(schedule=Choice("ring"))))

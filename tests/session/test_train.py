@@ -18,7 +18,7 @@ from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.decide import Wishes, assumptions_of
+from armillary.session.decide import JobRequest, assumptions_of
 from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
 from armillary.session.folder import open_folder, run_folder
 from armillary.session.in_double import InDouble
@@ -46,8 +46,8 @@ def of(kind, events):
 
 
 def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_path):
-    wishes = Wishes(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))
-    settings = {"steps": 25, "every_steps": 10, "keep": 1, "wishes": wishes}
+    request = JobRequest(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))
+    settings = {"steps": 25, "every_steps": 10, "keep": 1, "request": request}
     events, others = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)
     assert [type(event) for event in events[:2]] == [Decided, Progress]
     assert [event.step for event in of(Progress, events)] == [10, 20, 25]
@@ -76,7 +76,10 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
 
 
 def test_bytes_that_data_do_not_decide_are_forecast_to_the_byte(crew, tmp_path):
-    settings = {"steps": 10, "wishes": Wishes(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))}
+    settings = {
+        "steps": 10,
+        "request": JobRequest(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"})),
+    }
     events = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)[0]
     for line in events[-1].comparison:
         if line.exchange == "all_reduce":
@@ -139,25 +142,25 @@ def test_the_memory_of_a_step_in_its_fullest_moment_is_forecast(crew, tmp_path, 
 
 def plain_job(rank, workers, name, folder, options, way):
     *_, ended = train(
-        workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, wishes=Wishes(PlanRequest(way)))
+        workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, request=JobRequest(PlanRequest(way)))
     )
     return ended
 
 
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):
     """Its feed is three batches further by then. It ends where a run does that never looked ahead, bit for bit."""
-    wishes = Wishes(PlanRequest({"wide.weight": "owned_rows", "deep.weight": "owned_rows"}))
-    whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "wishes": wishes})[0]
+    request = JobRequest(PlanRequest({"wide.weight": "owned_rows", "deep.weight": "owned_rows"}))
+    whole = crew(2).run(train_job, "recommender", str(tmp_path / "whole"), {}, {"steps": 14, "request": request})[0]
     facts = whole[0]
     ahead = prefetching(facts.plan, facts.profile, facts.topology)
     groups = [
         group if group.prefetch == "none" else dataclasses.replace(group, prefetch="rows") for group in ahead.groups
     ]
     assert {group.prefetch for group in groups} == {"none", "rows"}  # whatever the links of today make of it
-    wishes = Wishes(plan=dataclasses.replace(ahead, groups=tuple(groups)))
+    request = JobRequest(plan=dataclasses.replace(ahead, groups=tuple(groups)))
     broken = str(tmp_path / "broken")
-    crew(2).run(train_job, "recommender", broken, {}, {"steps": 7, "wishes": wishes})
-    again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 14, "resume": True, "wishes": wishes})[0]
+    crew(2).run(train_job, "recommender", broken, {}, {"steps": 7, "request": request})
+    again = crew(2).run(train_job, "recommender", broken, {}, {"steps": 14, "resume": True, "request": request})[0]
     assert [event.step for event in of(Resumed, again)] == [7]
     assert again[-1].metrics == whole[-1].metrics
     trace = Trace.load(Path(broken) / "trace.json")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from armillary.cli.find import find, small
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.plan import Choice
-from armillary.session.decide import Wishes, decide, subject_of
+from armillary.session.decide import JobRequest, decide, subject_of
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
 from armillary.session.verify import TOLERANCE, verify_workload
@@ -84,10 +84,10 @@ class WithMomentum:
 
 def verify_sabotaged(rank, workers, sabotage):
     task = WithMomentum(workload_of("language_model"))
-    decided = decide(subject_of(InDouble(task), 0), Wishes())
+    decided = decide(subject_of(InDouble(task), 0), JobRequest())
     plan = forced(decided.profile, Choice("owned_rows"))
     group = plan.group_of("embedding.weight")
-    return verify_workload(task, wishes=Wishes(plan=plan.with_group(sabotage(group))), exchanges=())
+    return verify_workload(task, request=JobRequest(plan=plan.with_group(sabotage(group))), exchanges=())
 
 
 def as_it_was(group):

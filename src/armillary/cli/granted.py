@@ -1,4 +1,4 @@
-"""What was asked on the command line, turned into what the library takes: workloads, wishes, and facts from files."""
+"""What was asked on the command line, turned into what the library takes: workloads, requests, and facts from files."""
 
 import re
 from collections.abc import Sequence
@@ -13,17 +13,24 @@ from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint, names_of, refuse_unknown
-from armillary.planning.edges import EdgeWish
+from armillary.planning.edges import EdgeRequest
 from armillary.planning.request import PlanRequest
 from armillary.schedules.registry import read
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.folder import read_kept
 from armillary.session.watched import parameter_facts
 from armillary.session.workload import Workload
 
 __all__ = [
-    "constraints_of", "edge_wish", "read_plan", "read_profile", "read_topology", "refuse_unnamed", "schedule_of",
-    "wishes_of", "workload_of",
+    "constraints_of",
+    "edge_request",
+    "job_request_of",
+    "read_plan",
+    "read_profile",
+    "read_topology",
+    "refuse_unnamed",
+    "schedule_of",
+    "workload_of",
 ]  # fmt: skip
 
 STAGES = re.compile(r"(?P<choice>.*?)(=(?P<stages>\d+(,\d+)*))?", re.DOTALL)
@@ -44,10 +51,10 @@ def constraints_of(exchanges: Sequence[str], replicate: Sequence[str] = ()) -> d
         ValueError: one is not of the form that is wanted, or names no exchange.
     """
     constraints: dict[str, Constraint] = dict.fromkeys(replicate, "replicated")
-    for wish in exchanges:
-        way, equals, pattern = wish.rpartition("=")
+    for text in exchanges:
+        way, equals, pattern = text.rpartition("=")
         if not (way and equals and pattern):
-            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {wish!r}")
+            raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {text!r}")
         choice = Choice.parse(way)
         constraints[pattern] = choice if choice.options else choice.name
     for pattern, constraint in constraints.items():
@@ -55,16 +62,16 @@ def constraints_of(exchanges: Sequence[str], replicate: Sequence[str] = ()) -> d
     return constraints
 
 
-def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
+def job_request_of(asked: AskedPlan, workers: int) -> JobRequest:
     """
     Args:
         workers: of the job; a topology that is given says how many are planned for.
 
     Raises:
-        ValueError: a file cannot be read, a wish is not of the form that is wanted, or two exclude one another.
+        ValueError: a file cannot be read, something is not of the form that is wanted, or two exclude one another.
     """
     constraints = constraints_of(asked.exchanges, asked.replicate)
-    edge, edge_back = edge_wish("--edge", asked.edges), edge_wish("--edge-back", asked.edge_backs)
+    edge, edge_back = edge_request("--edge", asked.edges), edge_request("--edge-back", asked.edge_backs)
     plan = None if asked.plan_file is None else read_plan(asked.plan_file)
     if plan is not None and (constraints or asked.lazy or asked.allow or edge or edge_back):
         raise ValueError(
@@ -84,23 +91,23 @@ def wishes_of(asked: AskedPlan, workers: int) -> Wishes:
     request = PlanRequest(
         constraints, asked.lazy, schedule=schedule, allow=asked.allow, rule=asked.rule, edge=edge, edge_back=edge_back
     )
-    return Wishes(request, plan, topology, profile, asked.autotune)
+    return JobRequest(request, plan, topology, profile, asked.autotune)
 
 
-def refuse_unnamed(task: Workload, wishes: Wishes) -> None:
+def refuse_unnamed(task: Workload, request: JobRequest) -> None:
     """By the names alone, before anything is run.
 
     Raises:
         ValueError: a pattern means no parameter of the model, or only frozen ones.
     """
-    patterns = [*wishes.request.constraints, *wishes.request.lazy]
+    patterns = [*request.wanted.constraints, *request.wanted.lazy]
     if patterns:
         with torch.device("meta"):
             model = task.model()
         names_of(patterns, parameter_facts(model))
 
 
-def edge_wish(option: str, texts: Sequence[str]) -> EdgeWish:
+def edge_request(option: str, texts: Sequence[str]) -> EdgeRequest:
     """What was typed of edges: one codec for all, or one for each of some stages.
 
     Raises:

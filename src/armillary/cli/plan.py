@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
+from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json, decided_page
@@ -19,7 +19,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
-from armillary.session.decide import Wishes, assumptions_of, decide, subject_of
+from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
 from armillary.session.folder import refuse_unwritable
 from armillary.session.workload import Workload
 
@@ -36,7 +36,7 @@ class AskedPrint(NamedTuple):
 
 class _Ready(NamedTuple):
     task: Workload
-    wishes: Wishes
+    request: JobRequest
 
 
 def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, seed: int, told: AskedPrint) -> NoReturn:
@@ -45,18 +45,18 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     def prepare() -> _Ready:
         if told.out is not None:
             refuse_unwritable(told.out.parent)
-        task, granted = workload_of(workload), wishes_of(plan, count_of(workers))
+        task, granted = workload_of(workload), job_request_of(plan, count_of(workers))
         refuse_unnamed(task, granted)
         return _Ready(task, granted)
 
     def body(ready: _Ready) -> int:
-        subject, granted = subject_of(ready.task, seed), ready.wishes
+        subject, granted = subject_of(ready.task, seed), ready.request
         decided = decide(subject, granted)
         if rank() == 0:
             case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer))
-            is_priced = granted.request.rule == PRICE and not granted.owns_loop
-            found = explain(case, granted.request) if is_priced else ()
-            whole = _whole_plans(case, granted.request) if found else {}
+            is_priced = granted.wanted.rule == PRICE and not granted.owns_loop
+            found = explain(case, granted.wanted) if is_priced else ()
+            whole = _whole_plans(case, granted.wanted) if found else {}
             if told.is_json:
                 print(as_json({**vars(decided), "candidates": found, "whole_plans": whole}))
             else:

@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import edge_wish, read_plan, read_profile, schedule_of, workload_of
+from armillary.cli.granted import edge_request, read_plan, read_profile, schedule_of, workload_of
 from armillary.cli.machines import assumed, machines, said_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
@@ -64,12 +64,12 @@ def simulate_asked(
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = machines(asked.topology_file, asked.gbit, asked.latency_us)
         links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
-        wished = PlanRequest(
+        wanted = PlanRequest(
             schedule=schedule_of(way.schedule, links.workers),
-            edge=edge_wish("--edge", way.edges),
-            edge_back=edge_wish("--edge-back", way.edge_backs),
+            edge=edge_request("--edge", way.edges),
+            edge_back=edge_request("--edge-back", way.edge_backs),
         )
-        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, wished))
+        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:
         written = ", ".join(map(str, step.save(out)))

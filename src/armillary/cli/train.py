@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
+from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import count_of, rank, run_in_workers
@@ -51,7 +51,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def prepare() -> _Ready:
         folder = run_folder(run.runs, stem, run.name, run.resume)
         refuse_unwritable(folder)
-        granted = wishes_of(plan, count_of(run.workers))
+        granted = job_request_of(plan, count_of(run.workers))
         task = workload_of(workload)
         refuse_unnamed(task, granted)
         every = (run.every_steps, run.every_seconds)

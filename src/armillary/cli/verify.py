@@ -3,14 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import refuse_unnamed, wishes_of, workload_of
+from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.refusal import FAILED, UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.kernel_mode import ask_for_repeatable
 from armillary.session.verification import Verification
 from armillary.session.verify import verify_workload
@@ -33,7 +33,7 @@ class _Ready(NamedTuple):
     """What is trained twice; joined: the same with the batches of all workers in one."""
 
     task: Workload
-    wishes: Wishes
+    request: JobRequest
     joined: Workload | None
 
 
@@ -50,7 +50,7 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
 
     def prepare() -> _Ready:
         workers = count_of(asked.workers)
-        granted = wishes_of(plan, workers)
+        granted = job_request_of(plan, workers)
         if asked.one_batch and granted.owns_loop:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
         if asked.steps < 1:
@@ -65,7 +65,7 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
     def body(ready: _Ready) -> int:
         transport = Transport()
         found = verify_workload(
-            ready.task, steps=asked.steps, seed=asked.seed, wishes=ready.wishes, global_batch=ready.joined
+            ready.task, steps=asked.steps, seed=asked.seed, request=ready.request, global_batch=ready.joined
         )
         if rank() == 0:
             if is_json:

@@ -70,11 +70,11 @@ class RowTraffic(NamedTuple):
 class Pulled(NamedTuple):
     """The rows a look-up brought, and what the push needs to take gradients back the same way.
 
-    rows: (distinct, *row shape); ticket: opaque to everyone but the exchange that issued it.
+    rows: (distinct, *row shape); route: opaque to everyone but the exchange that issued it.
     """
 
     rows: Tensor
-    ticket: Any
+    route: Any
 
 
 class Staying(NamedTuple):
@@ -98,7 +98,7 @@ class RowExchange(NamedTuple):
     ownership(rows, place): which worker owns which row; where every worker holds the whole table, itself.
     pull(keys, asked, served, shard, ownership, place): distinct sorted keys, how many of them belong to each rank, and
         how many rows each rank asks of this one -> program that returns `Pulled`.
-    push(gradients, tickets, ownership, place): gradients of the rows of each ticket, in order -> program that
+    push(gradients, routes, ownership, place): gradients of the rows of each route, in order -> program that
         returns (local rows sorted, sum of gradients over workers) for the rows this rank updates.
     push_requests: how many requests a push makes, the same on every rank; the runtime orders launches by it.
     legs(traffic, skew, topology): payload per rank and step, without the headers of look-ups, of a push by request;
@@ -110,8 +110,8 @@ class RowExchange(NamedTuple):
     early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
     mechanisms(pulled, pushed): what it does with rows, in words, and how often: of so many rows that this rank looked
         up, and so many whose gradients it got.
-    part(ticket, said, heard): the ticket in two, of the rows that are not chosen and of those that are: `said` of the
-        rows this rank serves, `heard` of those it asked for, bool in the ticket's order. None unless a push makes one
+    part(route, said, heard): the route in two, of the rows that are not chosen and of those that are: `said` of the
+        rows this rank serves, `heard` of those it asked for, bool in the route's order. None unless a push makes one
         request.
     codes: how rows and their gradients are written on the way, if not as they are.
     """

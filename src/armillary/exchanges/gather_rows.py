@@ -48,9 +48,9 @@ def gather_rows() -> RowExchange:
         return Pulled(shard.index_select(0, keys), GatherRoute(keys))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
+        gradients: Sequence[Tensor], routes: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
-        rows, sums = merge_rows(torch.cat([ticket.rows for ticket in tickets]), torch.cat(list(gradients)))
+        rows, sums = merge_rows(torch.cat([route.rows for route in routes]), torch.cat(list(gradients)))
         counts = tuple((yield AllGather(torch.tensor([len(rows)]))).flatten().tolist())
         send = (len(rows),) * place.workers
         everyones = (yield AllToAll(rows.to(torch.int32).repeat(place.workers), send, counts)).long()

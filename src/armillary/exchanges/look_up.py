@@ -1,10 +1,10 @@
 """One round of look-ups: every rank says which table it wants to read, one table is served, everyone takes part.
 
 Ranks need not look up the same tables, nor equally often: a look-up repeats rounds until its own table was served,
-and a rank that has none to make (it reached its backward, or has finished) takes part with an idle wish until all are
-idle. So a rank that never reads a table never blocks the rest, and evaluation on one rank is served by the others.
+and a rank that has none to make (it reached its backward, or has finished) takes part with an idle request until all
+are idle. So a rank that never reads a table never blocks the rest, and evaluation on one rank is served by the others.
 
-The header every rank sends to every other carries the wish, how many rows it wants of the receiver, whether their
+The header every rank sends to every other carries the request, how many rows it wants of the receiver, whether their
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
 their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
 tables nobody learns from, and leave them alone as one process does. More columns may ride on the headers, as many in
@@ -42,7 +42,7 @@ FIELDS = 5  # columns of a header
 STEP = 3  # which of them is the sender's step
 HEADER_BYTES = FIELDS * 8  # float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
-State = Literal["idle", "finished", "asking"]  # of a rank that wishes for no table
+State = Literal["idle", "finished", "asking"]  # of a rank that asks for no table
 _IDLE = 0
 _CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2}
 _DOING = {_IDLE: "run a backward", -1: "have finished", -2: "ask for a norm, sum or other value of a whole table"}
@@ -62,7 +62,7 @@ class LookupRequest(NamedTuple):
 
     table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), or "asking"
         (it wants a value of a whole table, of which every rank tells a part).
-    keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is wished for.
+    keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is asked for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     extra: (ranks, n) float64, what rides on the header to each rank.
     """
@@ -79,9 +79,9 @@ class LookupRequest(NamedTuple):
 class LookupRound(NamedTuple):
     """What came of it.
 
-    table: index of the table that was served, or None when no rank wished for one.
+    table: index of the table that was served, or None when no rank asked for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
-    weights: the weight each rank declared. flags: those of all ranks together, when no rank wished for a table.
+    weights: the weight each rank declared. flags: those of all ranks together, when no rank asked for a table.
     """
 
     table: int | None
@@ -98,21 +98,21 @@ def round_leg(rounds: float, topology: Topology, extra_bytes: int = 0) -> Leg:
     return Leg("everyone", rounds * nbytes * (topology.workers - 1), rounds)
 
 
-def look_up(wish: LookupRequest, tables: Sequence[LookupTable], place: RankInfo) -> Program[LookupRound]:
+def look_up(request: LookupRequest, tables: Sequence[LookupTable], place: RankInfo) -> Program[LookupRound]:
     """One round. All ranks must hold the same tables in the same order.
 
     Raises:
         RuntimeError: ranks are at different steps, or some have finished while others still train.
     """
-    code = _CODES[wish.table] if isinstance(wish.table, str) else wish.table + 1
-    asked = (wish.flags,) * place.workers
-    if isinstance(wish.table, int):
-        asked = tuple(tables[wish.table].ownership.counts(wish.keys))
+    code = _CODES[request.table] if isinstance(request.table, str) else request.table + 1
+    asked = (request.flags,) * place.workers
+    if isinstance(request.table, int):
+        asked = tuple(tables[request.table].ownership.counts(request.keys))
     mine = torch.tensor(
-        [[code, wish.needs_gradient, count, wish.step, wish.weight] for count in asked], dtype=torch.float64
+        [[code, request.needs_gradient, count, request.step, request.weight] for count in asked], dtype=torch.float64
     )
     ones = (1,) * place.workers
-    told = mine if wish.extra is None else torch.cat([mine, wish.extra], 1)
+    told = mine if request.extra is None else torch.cat([mine, request.extra], 1)
     heard = yield AllToAll(told, ones, ones, is_even=True)
     headers = heard[:, :FIELDS].tolist()
     columns = list(zip(*headers, strict=True))
@@ -120,12 +120,12 @@ def look_up(wish: LookupRequest, tables: Sequence[LookupTable], place: RankInfo)
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(step) for step in columns[STEP]])
         return LookupRound(None, None, False, False, columns[4], reduce(or_, map(int, columns[2])))
-    # Reads with and without gradient are served apart, so that a ticket speaks of one kind only.
+    # Reads with and without gradient are served apart, so that a route speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])
     served = tuple(int(header[2]) if (header[0], header[1]) == chosen else 0 for header in headers)
     asks = (headers[place.rank][0], headers[place.rank][1]) == chosen
-    keys, counts = (wish.keys, asked) if asks else (wish.keys[:0], (0,) * place.workers)
+    keys, counts = (request.keys, asked) if asks else (request.keys[:0], (0,) * place.workers)
     pulled = yield from table.exchange.pull(keys, counts, served, table.shard, table.ownership, place)
     return LookupRound(int(chosen[0]) - 1, pulled, asks, needs_gradient, columns[4])
 

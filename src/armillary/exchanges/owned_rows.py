@@ -109,12 +109,12 @@ def owned_rows(
         return Pulled(codes.rows.decode(coded, shard), OwnerRoute(asked, served, wanted))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
+        gradients: Sequence[Tensor], routes: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
-        payload, send = by_rank([ticket.asked for ticket in tickets], gradients)
-        receive = tuple(sum(sizes) for sizes in zip(*(ticket.served for ticket in tickets), strict=True))
+        payload, send = by_rank([route.asked for route in routes], gradients)
+        receive = tuple(sum(sizes) for sizes in zip(*(route.served for route in routes), strict=True))
         arrived = codes.gradients.decode((yield AllToAll(codes.gradients.encode(payload), send, receive)), payload)
-        rows, _ = by_rank([ticket.served for ticket in tickets], [ticket.served_rows for ticket in tickets])
+        rows, _ = by_rank([route.served for route in routes], [route.served_rows for route in routes])
         return merge_rows(rows, arrived)
 
     def row_bytes(traffic: RowTraffic) -> tuple[int, int]:
@@ -140,10 +140,10 @@ def _mechanisms(codes: RowCodes, pulled: int, pushed: int) -> dict[str, int]:
     return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
 
 
-def _part(ticket: OwnerRoute, said: Tensor, heard: Tensor) -> tuple[OwnerRoute, OwnerRoute]:
-    asked, served = _chosen(heard, ticket.asked), _chosen(said, ticket.served)
-    others = OwnerRoute(_less(ticket.asked, asked), _less(ticket.served, served), ticket.served_rows[~said])
-    return others, OwnerRoute(asked, served, ticket.served_rows[said])
+def _part(route: OwnerRoute, said: Tensor, heard: Tensor) -> tuple[OwnerRoute, OwnerRoute]:
+    asked, served = _chosen(heard, route.asked), _chosen(said, route.served)
+    others = OwnerRoute(_less(route.asked, asked), _less(route.served, served), route.served_rows[~said])
+    return others, OwnerRoute(asked, served, route.served_rows[said])
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:

@@ -77,17 +77,17 @@ def owned_rows_by_node(order: str = "modulo") -> RowExchange:
         return Pulled(answer, NodeRoute(hop_order, near_asked, near_served, slots, far_asked, far_served, wanted))
 
     def push(
-        gradients: Sequence[Tensor], tickets: Sequence[Any], owned: Ownership, place: RankInfo
+        gradients: Sequence[Tensor], routes: Sequence[Any], owned: Ownership, place: RankInfo
     ) -> Program[tuple[Tensor, Tensor]]:
-        ordered = [gradient[ticket.order] for gradient, ticket in zip(gradients, tickets, strict=True)]
-        payload, send = by_rank([ticket.near_asked for ticket in tickets], ordered)
-        arrived = yield AllToAll(payload, send, _total(ticket.near_served for ticket in tickets), "node")
+        ordered = [gradient[route.order] for gradient, route in zip(gradients, routes, strict=True)]
+        payload, send = by_rank([route.near_asked for route in routes], ordered)
+        arrived = yield AllToAll(payload, send, _total(route.near_served for route in routes), "node")
         # Give each look-up its own rows back, and merge them as its pull did.
-        by_ticket = _by_ticket(arrived, [ticket.near_served for ticket in tickets])
-        merged = [_merge(rows, ticket) for rows, ticket in zip(by_ticket, tickets, strict=True)]
-        payload, send = by_rank([ticket.far_asked for ticket in tickets], merged)
-        arrived = yield AllToAll(payload, send, _total(ticket.far_served for ticket in tickets), "rail")
-        rows, _ = by_rank([ticket.far_served for ticket in tickets], [ticket.served_rows for ticket in tickets])
+        by_route = _by_route(arrived, [route.near_served for route in routes])
+        merged = [_merge(rows, route) for rows, route in zip(by_route, routes, strict=True)]
+        payload, send = by_rank([route.far_asked for route in routes], merged)
+        arrived = yield AllToAll(payload, send, _total(route.far_served for route in routes), "rail")
+        rows, _ = by_rank([route.far_served for route in routes], [route.served_rows for route in routes])
         return merge_rows(rows, arrived)
 
     def legs(traffic: RowTraffic, skew: float, topology: Topology) -> Legs:
@@ -117,11 +117,11 @@ def _total(sizes: Any) -> Counts:
     return tuple(sum(column) for column in zip(*sizes, strict=True))
 
 
-def _merge(rows: Tensor, ticket: NodeRoute) -> Tensor:
-    return rows.new_zeros(sum(ticket.far_asked), *rows.shape[1:]).index_add_(0, ticket.slots, rows)
+def _merge(rows: Tensor, route: NodeRoute) -> Tensor:
+    return rows.new_zeros(sum(route.far_asked), *rows.shape[1:]).index_add_(0, route.slots, rows)
 
 
-def _by_ticket(joined: Tensor, sizes: Sequence[Counts]) -> list[Tensor]:
+def _by_route(joined: Tensor, sizes: Sequence[Counts]) -> list[Tensor]:
     """Undoes `by_rank`: from all pieces of a rank together to one tensor per look-up."""
     ranks, looks = len(sizes[0]), len(sizes)
     pieces = joined.split([sizes[look][rank] for rank in range(ranks) for look in range(looks)])

@@ -69,9 +69,9 @@ def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True)
         push = _requests(work.legs.push, work.even_legs.push, topology)
         index = index_seconds(work, case)
         before = index / 2 if pull else 0.0
-        ahead, foresee = _requests(work.ahead, work.even_ahead, topology), predict_seconds_of(work, case)
+        ahead, predict = _requests(work.ahead, work.even_ahead, topology), predict_seconds_of(work, case)
         after = index - before, row_update_seconds(work, case)
-        return Activities(headers, pull, before, 0.0, push, *after, ahead, foresee)
+        return Activities(headers, pull, before, 0.0, push, *after, ahead, predict)
     exchange = build_dense(choice.name, **choice.options)
     layout, due = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
     legs, sent = exchange.legs(layout, topology), exchange.sent_bytes(layout, topology)

@@ -17,9 +17,9 @@ from armillary.schedules.edge import IN_MEMORY_BYTES, SAME, Edge, EdgeCode, code
 from armillary.schedules.method import Method, ScheduleOptions
 from armillary.schedules.stage_load import StageLoad
 
-__all__ = ["EdgeWish", "EdgeWishes", "coding_seconds_of", "loads_with_edges", "notes_on_edges", "sent_over"]
+__all__ = ["EdgeRequest", "EdgeRequests", "coding_seconds_of", "loads_with_edges", "notes_on_edges", "sent_over"]
 
-EdgeWish = Choice | Mapping[int, Choice] | None  # of all edges, or by the stage below
+EdgeRequest = Choice | Mapping[int, Choice] | None  # of all edges, or by the stage below
 
 Passed = StageFact | StageLoad  # which say what they hand on
 
@@ -28,22 +28,23 @@ WORK_AT_PLACES = 3.0  # numbers read and written per value, to pick out those at
 
 
 @dataclass(frozen=True)
-class EdgeWishes:
+class EdgeRequests:
     """
     Raises:
         ValueError: something else than codecs, of all edges or by stage.
     """
 
-    edge: EdgeWish = None
-    edge_back: EdgeWish = None
+    edge: EdgeRequest = None
+    edge_back: EdgeRequest = None
 
     def __post_init__(self) -> None:
-        for name, wish in (("edge", self.edge), ("edge_back", self.edge_back)):
-            asked = wish if isinstance(wish, Mapping) else {0: wish}
+        for name, request in (("edge", self.edge), ("edge_back", self.edge_back)):
+            asked = request if isinstance(request, Mapping) else {0: request}
             strange = [key for key in asked if isinstance(key, bool) or not isinstance(key, int) or key < 0]
             if strange or any(not isinstance(one, Choice | None) for one in asked.values()):
                 raise ValueError(
-                    f"plan: {name} is {wish!r}; want a Choice of a codec, or a mapping from numbers of stages to such"
+                    f"plan: {name} is {request!r}; want a Choice of a codec, or a mapping from numbers of stages to "
+                    "such"
                 )
 
     def __bool__(self) -> bool:
@@ -61,7 +62,7 @@ class EdgeWishes:
             )
 
     def of(self, options: ScheduleOptions) -> ScheduleOptions:
-        """The options with every edge as it is wished.
+        """The options with every edge as it is asked for.
 
         Raises:
             ValueError: an edge that there is not, or that cannot be coded so.
@@ -75,10 +76,10 @@ class EdgeWishes:
         return replace(options, edges=tuple(Edge(on.get(j), back.get(j)) for j in range(last + 1)))
 
 
-def _by_stage(wish: EdgeWish, stages: int) -> Mapping[int, Choice]:
-    if wish is None:
+def _by_stage(request: EdgeRequest, stages: int) -> Mapping[int, Choice]:
+    if request is None:
         return {}
-    return wish if isinstance(wish, Mapping) else dict.fromkeys(range(stages - 1), wish)
+    return request if isinstance(request, Mapping) else dict.fromkeys(range(stages - 1), request)
 
 
 def sent_over(code: EdgeCode | None, below: Passed) -> float:

@@ -14,7 +14,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.candidates import Candidate, Question, allowed
 from armillary.planning.staged_plan import staged_ways
 
-__all__ = ["Menu", "NothingFits", "fit", "held_bytes", "menu", "refuse_misfit"]
+__all__ = ["Menu", "NothingFits", "fit", "held_bytes", "menu", "refuse_too_large"]
 
 Menu = Mapping[str, Sequence[Candidate]]
 
@@ -53,7 +53,7 @@ def fit(chosen: Mapping[str, Candidate], options: Menu, question: Question) -> d
         ValueError: even the smallest choice of every table does not fit; the message lists what would.
     """
     limit, fitted = question.case.topology.memory_bytes, dict(chosen)
-    refuse_misfit(smallest(options), question)
+    refuse_too_large(smallest(options), question)
     while memory_of(fitted, question) > limit:
         swaps = [
             ((way.forecast.seconds - fitted[name].forecast.seconds) / saved, name, way)
@@ -66,7 +66,7 @@ def fit(chosen: Mapping[str, Candidate], options: Menu, question: Question) -> d
     return fitted
 
 
-def refuse_misfit(chosen: Mapping[str, Candidate], question: Question) -> None:
+def refuse_too_large(chosen: Mapping[str, Candidate], question: Question) -> None:
     """
     Raises:
         ValueError: the choice does not fit; the message lists what would.

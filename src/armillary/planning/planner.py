@@ -26,10 +26,10 @@ from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, 
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
 from armillary.planning.constraints import Constraint, allows, names_of, resolve
-from armillary.planning.edges import EdgeWish
+from armillary.planning.edges import EdgeRequest
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts
-from armillary.planning.fitting import NothingFits, fit, menu, refuse_misfit
+from armillary.planning.fitting import NothingFits, fit, menu, refuse_too_large
 from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
@@ -39,7 +39,7 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.planning.savings import with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
-from armillary.planning.staged_wishes import staged_wishes
+from armillary.planning.staged_request import staged_request
 from armillary.planning.uncut_plan import plan_uncut
 from armillary.schedules.registry import SCHEDULES, read
 
@@ -63,8 +63,8 @@ def plan(
     micro_batches: int | None = None,
     allow: Collection[str] = (),
     rule: str = PRICE,
-    edge: EdgeWish = None,
-    edge_back: EdgeWish = None,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
 ) -> Plan:
     """The cheapest plan that fits; under another rule, the one that it makes.
 
@@ -107,7 +107,7 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
         by_row = {} if is_cut else {"constraints": request.constraints, "lazy": request.lazy}
         _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
-            asked = staged_wishes(case, request)
+            asked = staged_request(case, request)
             return with_expected(with_taken(plan_staged(case, schedule, *asked, request.edges)), case)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
@@ -175,7 +175,7 @@ def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerS
         else:
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
-    refuse_misfit(chosen, question)
+    refuse_too_large(chosen, question)
     made = _written(chosen, reasons, question, request.mean)
     made = replace(made, notes=(*made.notes, *(note(one, question) for one in searched.values())))
     return with_expected(with_prospect(made, case), case)
@@ -194,9 +194,9 @@ def explain(case: Case, request: PlanRequest) -> tuple[Verdict, ...]:
     return verdicts(free, fit(free, options, question), question)
 
 
-def _refuse_with_schedule(schedule: Choice, wishes: Mapping[str, Any]) -> None:
-    """wishes: name -> what was asked, empty where nothing was."""
-    if found := [name for name, asked in wishes.items() if asked]:
+def _refuse_with_schedule(schedule: Choice, wanted: Mapping[str, Any]) -> None:
+    """wanted: name -> what was asked, empty where nothing was."""
+    if found := [name for name, asked in wanted.items() if asked]:
         with_rows = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
         raise ValueError(
             f"plan: under schedule {schedule} nothing goes by row, nor by weight; {', '.join(found)} have no effect: "

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.planning.constraints import MAY_BE_ALLOWED, Constraint
-from armillary.planning.edges import EdgeWish, EdgeWishes
+from armillary.planning.edges import EdgeRequest, EdgeRequests
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.schedules.registry import SCHEDULES, owns_loop
 
@@ -35,8 +35,8 @@ class PlanRequest:
     micro_batches: int | None = None
     allow: Collection[str] = ()
     rule: str = PRICE
-    edge: EdgeWish = None
-    edge_back: EdgeWish = None
+    edge: EdgeRequest = None
+    edge_back: EdgeRequest = None
 
     def __post_init__(self) -> None:
         _refuse_misread(self.constraints, self.lazy, self.schedule)
@@ -53,8 +53,8 @@ class PlanRequest:
         self.edges.refuse_without_edges(self.schedule, SCHEDULES[self.schedule.name])
 
     @property
-    def edges(self) -> EdgeWishes:
-        return EdgeWishes(self.edge, self.edge_back)
+    def edges(self) -> EdgeRequests:
+        return EdgeRequests(self.edge, self.edge_back)
 
     @property
     def owns_loop(self) -> bool:
@@ -75,7 +75,7 @@ def _refuse_other_allowed(allow: object) -> None:
 
 
 def _refuse_misread(constraints: object, lazy: object, schedule: object) -> None:
-    """Wishes of another kind than is wanted, which would be taken for something else, or fail far from here.
+    """What is of another kind than is wanted, which would be taken for something else, or fail far from here.
 
     Raises:
         ValueError: one is; the message says how it is written.

@@ -24,16 +24,16 @@ def refuse_unknown_rule(rule: object) -> None:
         raise ValueError(f"plan: no rule {rule!r}; there are {', '.join(RULES)}{meant}")
 
 
-def refuse_with_rule(rule: str, wishes: Mapping[str, Any]) -> None:
+def refuse_with_rule(rule: str, wanted: Mapping[str, Any]) -> None:
     """
     Args:
-        wishes: name -> what was asked, empty where nothing was; of what only prices decide.
+        wanted: name -> what was asked, empty where nothing was; of what only prices decide.
 
     Raises:
         ValueError: there is no such rule, or one that asks no price is to honour what prices decide.
     """
     refuse_unknown_rule(rule)
-    if rule != PRICE and (found := [name for name, asked in wishes.items() if asked]):
+    if rule != PRICE and (found := [name for name, asked in wanted.items() if asked]):
         raise ValueError(
             f"plan: under rule {rule!r} no price decides, so {', '.join(found)} cannot be honoured; drop it, or take "
             f"rule {PRICE!r}"

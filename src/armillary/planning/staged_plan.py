@@ -18,14 +18,13 @@ from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
-from armillary.planning.edges import EdgeWishes, loads_with_edges, notes_on_edges, sent_over
+from armillary.planning.edges import EdgeRequests, loads_with_edges, notes_on_edges, sent_over
 from armillary.planning.pricing import Case, fill_seconds
 from armillary.planning.stage_groups import NO_WAYS, GroupPart, Ways, crossing, departures_of, parts_of_stage
-from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableWish, reduced_bytes, table_groups
+from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableRequest, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
 from armillary.schedules.edge import Edge, codes_of
-from armillary.schedules.loan import TOKENS
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.notes import notes_on
@@ -33,13 +32,14 @@ from armillary.schedules.registry import SCHEDULES, read
 from armillary.schedules.rows import refuse_rows
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
+from armillary.schedules.unsharded import TOKENS
 from armillary.schedules.weights_held import kept_copies
 
 __all__ = ["StagedWay", "plan_staged", "staged_ways"]
 
 ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
 RECOMPUTE = Choice("recompute")
-NO_EDGES = EdgeWishes()
+NO_EDGES = EdgeRequests()
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class _Subject:
 def plan_staged(
     case: Case,
     choice: Choice,
-    wished: Mapping[str, TableWish] = NO_TABLES,
+    asked: Mapping[str, TableRequest] = NO_TABLES,
     ways: Ways = NO_WAYS,
-    edges: EdgeWishes = NO_EDGES,
+    edges: EdgeRequests = NO_EDGES,
 ) -> Plan:
     """
     Args:
         choice: a schedule that cuts the model, with options if wanted (`ScheduleOptions`).
-        wished: the tables to keep by row, by name.
+        asked: the tables to keep by row, by name.
         ways: dense exchanges that are asked for, by parameter.
         edges: how what crosses between stages is coded.
 
@@ -73,14 +73,14 @@ def plan_staged(
     """
     topology, profile = case.topology, case.profile
     options = edges.of(read(choice, topology.workers))
-    refuse_rows(options, list(wished), topology.workers)
-    subject = _subject(case, options, wished)
+    refuse_rows(options, list(asked), topology.workers)
+    subject = _subject(case, options, asked)
     options = subject.options
     running, seconds = profile.running, [stage.seconds for stage in subject.stages]
     groups = tuple(
         group
         for j in range(options.stages)
-        for group in (*_by_row(j, subject, wished, case), *_dense(j, subject, ways, case))
+        for group in (*_by_row(j, subject, asked, case), *_dense(j, subject, ways, case))
     )
     return Plan(
         mesh=options.mesh(topology.workers),
@@ -138,8 +138,8 @@ def _held(subject: _Subject, case: Case) -> Iterator[float]:
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
-def _by_row(j: int, subject: _Subject, wished: Mapping[str, TableWish], case: Case) -> list[Group]:
-    return table_groups(TablePlan(j, subject.options, subject.schedule, case), subject.tables[j], wished)
+def _by_row(j: int, subject: _Subject, asked: Mapping[str, TableRequest], case: Case) -> list[Group]:
+    return table_groups(TablePlan(j, subject.options, subject.schedule, case), subject.tables[j], asked)
 
 
 def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]:
@@ -171,7 +171,7 @@ def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain
 
 
-def _subject(case: Case, options: ScheduleOptions, wished: Collection[str] = ()) -> _Subject:
+def _subject(case: Case, options: ScheduleOptions, asked: Collection[str] = ()) -> _Subject:
     profile = case.profile
     units = [stage for stage in profile.stages if stage.name]
     names = [unit.name for unit in units]
@@ -197,8 +197,8 @@ def _subject(case: Case, options: ScheduleOptions, wished: Collection[str] = ())
         if fact.requires_grad:
             _refuse_tie(fact, owner)
             parameters[owner[_stage_of(fact, profile)]].append(fact)
-    whole = tuple(tuple(fact for fact in facts if fact.name not in wished) for facts in parameters)
-    tables = tuple(tuple(fact for fact in facts if fact.name in wished) for facts in parameters)
+    whole = tuple(tuple(fact for fact in facts if fact.name not in asked) for facts in parameters)
+    tables = tuple(tuple(fact for fact in facts if fact.name in asked) for facts in parameters)
     loads = tuple(_load(part, facts, case) for part, facts in zip(parts, whole, strict=True))
     begins = tuple(part[0].name for part in parts)
     loads = loads_with_edges(loads, options, case)

@@ -24,17 +24,17 @@ from armillary.planning.traffic import busiest_share, merged_rows, traffic
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["NO_TABLES", "TablePlan", "TableWish", "reduced_bytes", "table_groups"]
+__all__ = ["NO_TABLES", "TablePlan", "TableRequest", "reduced_bytes", "table_groups"]
 
 
-class TableWish(NamedTuple):
+class TableRequest(NamedTuple):
     """How a table is to be kept by row."""
 
     choice: Choice
     is_lazy: bool
 
 
-NO_TABLES: Mapping[str, TableWish] = MappingProxyType({})
+NO_TABLES: Mapping[str, TableRequest] = MappingProxyType({})
 
 
 class TablePlan(NamedTuple):
@@ -51,12 +51,12 @@ class TablePlan(NamedTuple):
         return sum(ages[self.stage] > 0 for ages in self.schedule.staleness)
 
 
-def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mapping[str, TableWish]) -> list[Group]:
+def table_groups(under: TablePlan, facts: Sequence[ParameterFact], asked: Mapping[str, TableRequest]) -> list[Group]:
     """The groups of the tables that one stage reads."""
     topology, groups = under.case.topology, []
     for number, fact in enumerate(facts):
-        wish = wished[fact.name]
-        forecast = _forecast(fact, wish, under)
+        request = asked[fact.name]
+        forecast = _forecast(fact, request, under)
         if number == 0:  # the round that says what was learnt is one for all of them
             learnt = idle_leg(topology, len(facts))
             forecast += Forecast(learnt.link_bytes, 0.0, leg_seconds([learnt], topology))
@@ -64,9 +64,9 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mappi
             name=f"stage {under.stage}: {fact.name}",
             parameters=(fact.name,),
             layout="row_sharded",
-            exchange=wish.choice,
+            exchange=request.choice,
             stage=under.stage,
-            departures=("stale",) * (under.stale > 0) + ("lazy",) * wish.is_lazy,
+            departures=("stale",) * (under.stale > 0) + ("lazy",) * request.is_lazy,
             forecast=forecast,
             reason=f"read by stage {under.stage}; {under.stale} of {under.schedule.micro_batches} micro-batches read "
             f"rows one step old",
@@ -75,12 +75,12 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], wished: Mappi
     return groups
 
 
-def _forecast(fact: ParameterFact, wish: TableWish, under: TablePlan) -> Forecast:
+def _forecast(fact: ParameterFact, request: TableRequest, under: TablePlan) -> Forecast:
     """Bytes are the mean over workers, memory is the fullest one's."""
-    choice, options, case = wish.choice, under.options, under.case
+    choice, options, case = request.choice, under.options, under.case
     topology, slots, rows = case.topology, case.assumptions.optimizer_slots, fact.rows
     assert rows is not None, fact
-    work = row_work(fact, choice, wish.is_lazy, case)
+    work = row_work(fact, choice, request.is_lazy, case)
     all_read = options.method.axis == DATA  # else only the worker of that stage
     readers = topology.workers if all_read else 1
     exchange = build_row(choice.name, **choice.options)

@@ -57,7 +57,7 @@ class Pairwise:
         self.turn_bytes = turn_bytes
         self.tags: Counter[Any] = Counter()  # by group: ranks of another one need not have made as many requests
         self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.courier: threading.Thread | None = None
+        self.progress_thread: threading.Thread | None = None
 
     def all_to_all(
         self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Any, ranks: RankInfo
@@ -125,9 +125,9 @@ class Pairwise:
                 errors.append(error)
             over.set()
 
-        if self.courier is None:
-            self.courier = threading.Thread(target=self._see_to_turns, name="armillary-pairwise", daemon=True)
-            self.courier.start()
+        if self.progress_thread is None:
+            self.progress_thread = threading.Thread(target=self._see_to_turns, name="armillary-pairwise", daemon=True)
+            self.progress_thread.start()
         self.jobs.put(job)
 
         def wait() -> None:
@@ -138,9 +138,9 @@ class Pairwise:
         return wait
 
     @property
-    def is_courier(self) -> bool:
+    def is_progress_thread(self) -> bool:
         """Whether the one who asks is the thread that sees to turns: nobody is held up by what it waits for."""
-        return threading.current_thread() is self.courier
+        return threading.current_thread() is self.progress_thread
 
     def _see_to_turns(self) -> None:
         with torch.no_grad():
@@ -150,20 +150,20 @@ class Pairwise:
     def close(self) -> None:
         """What was asked for is still carried, unless a peer is gone."""
         self.tags.clear()
-        if self.courier is not None:
+        if self.progress_thread is not None:
             self.jobs.put(None)
-            self.courier.join(timeout=1.0)
-            self.courier = None
+            self.progress_thread.join(timeout=1.0)
+            self.progress_thread = None
 
     def give_up(self) -> None:
         """As `close`, but what was asked for and not begun is dropped, and nobody waits."""
         self.tags.clear()
-        if self.courier is not None:
+        if self.progress_thread is not None:
             with contextlib.suppress(Empty):
                 while True:
                     self.jobs.get_nowait()
             self.jobs.put(None)
-            self.courier = None
+            self.progress_thread = None
 
 
 class _Lane(NamedTuple):

@@ -169,7 +169,7 @@ class Transport:
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around every wait for other ranks; see `Watchdog.waiting`."""
-        return self.watchdog.waiting(what, is_held_up=not self.pairwise.is_courier)
+        return self.watchdog.waiting(what, is_held_up=not self.pairwise.is_progress_thread)
 
     def start(self, request: Request, label: str, parts: Sequence[Labelled] = ()) -> Wait:
         """Sends a request on its way; the function returned waits for it and gives the answer.

@@ -14,8 +14,8 @@ from typing import Literal
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
-from armillary.schedules.loan import TOKENS
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.unsharded import TOKENS
 
 __all__ = ["Batch", "Rule", "Setting", "flaw"]
 

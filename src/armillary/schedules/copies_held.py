@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.loan import TOKENS
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import home
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.unsharded import TOKENS
 
 __all__ = ["held_copies", "mean_copies"]
 

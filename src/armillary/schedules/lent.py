@@ -2,7 +2,7 @@
 
 A worker gets the weights of a stage before its forward (`UNSHARD`), and once more before its backward. It sends them on
 when the next one needs them, and lets go of them (`RESHARD`) when they were used and have been sent. The owner keeps a
-version until the last that is lent of it has left, and its own backward is done. See `loan.py`.
+version until the last that is lent of it has left, and its own backward is done. See `unsharded.py`.
 
 Some of a step's tokens leave before the step begins. If the run drains first, they are thrown away: the step reads
 newer weights than they are, and its owner sends them anew.
@@ -15,9 +15,9 @@ from armillary.schedules.action import Kind
 from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.loan import TOKENS, Loan, loans
 from armillary.schedules.messages import weight_path
 from armillary.schedules.schedule import Cell, Schedule
+from armillary.schedules.unsharded import TOKENS, Unshard, unshards
 from armillary.schedules.workers_list import WorkersList
 
 __all__ = ["Lent"]
@@ -27,7 +27,7 @@ class _Leave(NamedTuple):
     """A token that is to leave for a step of its receiver, at a tick or when it is there."""
 
     tick: int
-    loan: Loan
+    unshard: Unshard
     step: int
     sender: int
 
@@ -42,7 +42,7 @@ class Lent:
     def __init__(self, schedule: Schedule, clip: Clip | None, workers: WorkersList) -> None:
         self._schedule, self._workers = schedule, workers
         stages = range(schedule.stages)
-        self._loans = [loan for stage in stages for loan in loans(schedule, stage, clip)]
+        self._unshards = [unshard for stage in stages for unshard in unshards(schedule, stage, clip)]
         self._ways = [weight_path(schedule, stage) for stage in stages]
         self._newest = [0] * schedule.stages  # version, at the owner
         self._kept = [0] * schedule.stages  # the oldest version there
@@ -59,12 +59,12 @@ class Lent:
     def begin_step(self, step: int) -> None:
         """A step is handed in. Of the next one leaves what it needs at its very beginning."""
         opens = step == self._opened
-        for loan in self._loans:
-            if opens or loan.leaves >= 0:
-                sender = self._ways[loan.stage][0] if opens and loan.crosses else loan.sender
-                self._plan(loan, step, sender)
-            if loan.leaves < 0:
-                self._plan(loan, step + 1, loan.sender)
+        for unshard in self._unshards:
+            if opens or unshard.leaves >= 0:
+                sender = self._ways[unshard.stage][0] if opens and unshard.crosses else unshard.sender
+                self._plan(unshard, step, sender)
+            if unshard.leaves < 0:
+                self._plan(unshard, step + 1, unshard.sender)
 
     def made(self, stage: int, tick: int) -> None:
         """The owner has one version more."""
@@ -108,9 +108,9 @@ class Lent:
         self._drains.append(steps)
         self._opened = steps
 
-    def _plan(self, loan: Loan, step: int, sender: int) -> None:
-        tick = loan.leaves + step * self._schedule.period
-        heapq.heappush(self._waiting, _Leave(tick, loan, step, sender))
+    def _plan(self, unshard: Unshard, step: int, sender: int) -> None:
+        tick = unshard.leaves + step * self._schedule.period
+        heapq.heappush(self._waiting, _Leave(tick, unshard, step, sender))
 
     def _leave(self, tick: int) -> None:
         """All that is due by then and is there."""
@@ -124,29 +124,29 @@ class Lent:
                 self._late.append(one)
 
     def _is_there(self, one: _Leave) -> bool:
-        place = one.step, one.loan.receiver, one.loan.stage
-        if one.sender == self._ways[one.loan.stage][0]:
-            return self._newest[one.loan.stage] >= self._schedule.version(place, self._drains)
+        place = one.step, one.unshard.receiver, one.unshard.stage
+        if one.sender == self._ways[one.unshard.stage][0]:
+            return self._newest[one.unshard.stage] >= self._schedule.version(place, self._drains)
         return self._source(one) in self._held
 
     def _source(self, one: _Leave) -> Letter:
         """The token that a worker hands on, as it came to it."""
-        return self._letter(one.loan.kind, (one.step - one.loan.crosses, one.sender, one.loan.stage))
+        return self._letter(one.unshard.kind, (one.step - one.unshard.crosses, one.sender, one.unshard.stage))
 
     def _letter(self, kind: Kind, place: Cell) -> Letter:
         return Letter(TOKENS[kind], *place, self._schedule.version(place, self._drains))
 
     def _send(self, one: _Leave, tick: int) -> None:
-        stage, receiver, owner = one.loan.stage, one.loan.receiver, self._ways[one.loan.stage][0]
-        letter = self._letter(one.loan.kind, (one.step, receiver, stage))
+        stage, receiver, owner = one.unshard.stage, one.unshard.receiver, self._ways[one.unshard.stage][0]
+        letter = self._letter(one.unshard.kind, (one.step, receiver, stage))
         self._senders[letter] = one.sender
         self._workers.passes(letter, one.sender, receiver, tick)
         if one.sender != owner:
             source = self._source(one)
             self._gone.add(source)
             self._give_back(source, tick)
-        elif one.loan.sender == owner:
-            self._end_use(stage, one.step, receiver, one.loan.kind, tick)
+        elif one.unshard.sender == owner:
+            self._end_use(stage, one.step, receiver, one.unshard.kind, tick)
 
     def _take(self, letter: Letter, tick: int) -> None:
         self._workers.takes("UNSHARD", letter.micro_batch, tick, letter, self._senders.pop(letter))

@@ -65,7 +65,7 @@ class Lowering:
             self._around = Relay(schedule, ranks, clip, self._written)
         else:
             self._around = Chain(schedule, ranks, clip, self._written, served, reduces)
-        self._agenda = ActionQueue(schedule, range(schedule.workers))
+        self._queue = ActionQueue(schedule, range(schedule.workers))
 
     @property
     def owned(self) -> frozenset[int]:
@@ -86,7 +86,7 @@ class Lowering:
         """What is to be done when one more step is handed in."""
         self.steps += 1
         self._around.begin_step(self.steps - 1)
-        for due in self._agenda.next_step():
+        for due in self._queue.next_step():
             self._walk(due)
         self._around.end_step(self.steps)
         return self._written.taken()
@@ -105,7 +105,7 @@ class Lowering:
         return self._written.taken()
 
     def _finish(self) -> None:
-        for due in self._agenda.rest():
+        for due in self._queue.rest():
             self._walk(due)
         self._around.rest(self.steps, self.steps * self.schedule.period)
 

@@ -21,10 +21,10 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.handed_on import HandedOn
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
 from armillary.schedules.lent import Lent
-from armillary.schedules.loan import hop_ticks
 from armillary.schedules.messages import closing, home, sum_path
 from armillary.schedules.rank_list import RankList
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.unsharded import hop_ticks
 from armillary.schedules.workers_list import WorkersList
 
 __all__ = ["Relay"]

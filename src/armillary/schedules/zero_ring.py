@@ -6,9 +6,9 @@ Source: Fournier & Oyallon, 2024; sharded weights: ZeRO-3 (Rajbhandari et al., 2
 from armillary.facts.profile_table import bytes_text
 from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
-from armillary.schedules.loan import lent_messages
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.unsharded import lent_messages
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
-from armillary.session.decide import Wishes, open_transport
+from armillary.session.decide import JobRequest, open_transport
 from armillary.session.folder import kept_decision
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
@@ -18,8 +18,8 @@ __all__ = ["as_before"]
 
 def as_before(settings: Settings) -> Settings:
     """Collective. The settings with plan and profile of the run that is gone on with; the settings themselves where
-    anything is wished of the plan, or the job is of other workers or nodes."""
-    if not settings.resume or settings.wishes != Wishes():
+    anything is asked of the plan, or the job is of other workers or nodes."""
+    if not settings.resume or settings.request != JobRequest():
         return settings
     transport = open_transport()
     kept = by_rank_zero(transport, lambda: kept_decision(settings.folder))
@@ -30,4 +30,4 @@ def as_before(settings: Settings) -> Settings:
     plan, profile = Plan.from_json(kept["plan"]), Profile.from_json(kept["profile"])
     if (plan.workers, plan.workers_per_node) != (place.workers, place.workers_per_node):
         return settings
-    return replace(settings, wishes=Wishes(plan=plan, profile=profile))
+    return replace(settings, request=JobRequest(plan=plan, profile=profile))

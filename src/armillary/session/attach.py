@@ -34,7 +34,7 @@ from armillary.session.owned_validation import owned_misfit
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.units import units_of
-from armillary.session.validation import handed_in, misfit, other_workers, refuse_on_every_rank
+from armillary.session.validation import handed_in, other_workers, refuse_on_every_rank, why_unfit
 
 __all__ = ["attach", "attach_over", "begin_run"]
 
@@ -136,7 +136,7 @@ def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: b
     if not complaint:
         for one in members(optimizer):
             begin_optimizer_state(one)
-        complaint = misfit(plan, trainable, optimizer, transport.place.workers)
+        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers)
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -39,24 +39,24 @@ from armillary.session.rank_zero import by_rank_zero
 from armillary.session.validation import handed_in, refuse_unfit
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Subject", "Wishes", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
+__all__ = ["JobRequest", "Subject", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
 
 PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Wishes:
+class JobRequest:
     """What the user wants of the planning in a job.
 
     Args of note:
-        request: of the plan to make; what a rule searches is timed in this job.
+        wanted: of the plan to make; what a rule searches is timed in this job.
         plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
         autotune: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
             with a schedule that owns the loop is never timed.
         times_prefetch: whether plans that prefetch are among those timed, the loop being one over `run.batches` then.
     """
 
-    request: PlanRequest = field(default_factory=PlanRequest)
+    wanted: PlanRequest = field(default_factory=PlanRequest)
     plan: Plan | None = None
     topology: Topology | None = None
     profile: Profile | None = None
@@ -65,12 +65,12 @@ class Wishes:
 
     def __post_init__(self) -> None:
         priced = {"a plan that is given (--plan)": self.plan is not None, "autotune (--autotune)": self.autotune > 1}
-        refuse_with_rule(self.request.rule, priced)
+        refuse_with_rule(self.wanted.rule, priced)
 
     @property
     def owns_loop(self) -> bool:
         """Whether the plan, given or to be made, has a schedule that owns the loop."""
-        return self.request.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
+        return self.wanted.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
 
 
 def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> Transport:
@@ -105,31 +105,31 @@ def subject_of(workload: Workload, seed: int) -> Subject:
     return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
 
 
-def decide(subject: Subject, wishes: Wishes, process_group: Any = None, patience: Patience = PATIENCE) -> Decided:
+def decide(subject: Subject, request: JobRequest, process_group: Any = None, patience: Patience = PATIENCE) -> Decided:
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
-        ValueError: a wish cannot be granted, or nothing fits.
+        ValueError: what is asked cannot be granted, or nothing fits.
     """
     transport = open_transport(process_group, patience)
     with transport.within("the measuring and planning"):
-        decided = _decided(subject, wishes, transport)
+        decided = _decided(subject, request, transport)
     transport.close()
     return decided
 
 
-def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
+def _decided(subject: Subject, request: JobRequest, transport: Transport) -> Decided:
     refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
-    topology = wishes.topology or measure(transport)
-    found = wishes.profile or _profiled(subject, topology, transport)
+    topology = request.topology or measure(transport)
+    found = request.profile or _profiled(subject, topology, transport)
 
     def case() -> Case:
         return Case(found, topology, assumptions_of(subject.optimizer))
 
-    owners = timed_owners(transport, wishes.request, case)
+    owners = timed_owners(transport, request.wanted, case)
     plans = {
         name: Plan.from_json(text)
-        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, wishes, owners)).items()
+        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, request, owners)).items()
     }
     chosen = next(iter(plans.values()))
     if len(plans) > 1:
@@ -139,20 +139,20 @@ def _decided(subject: Subject, wishes: Wishes, transport: Transport) -> Decided:
 
 
 def _planned(
-    subject: Subject, found: Profile, topology: Topology, wishes: Wishes, owners: Mapping[str, OwnerSearch]
+    subject: Subject, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
 ) -> dict[str, str]:
     """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
     _refuse_other_model(found, subject.model)
-    if wishes.plan is not None:
-        return {CHOSEN: wishes.plan.to_json()}
-    case, request = Case(found, topology, assumptions_of(subject.optimizer)), wishes.request
-    if wishes.autotune < 2 or wishes.owns_loop:
-        is_by_run = request.steps_by_run and len(members(subject.optimizer)) == 1
-        return {CHOSEN: make_plan(case, replace(request, steps_by_run=is_by_run), owners).to_json()}
-    plans = alternatives(case, request)
-    if wishes.times_prefetch or request.prefetch is not False:
+    if request.plan is not None:
+        return {CHOSEN: request.plan.to_json()}
+    case, wanted = Case(found, topology, assumptions_of(subject.optimizer)), request.wanted
+    if request.autotune < 2 or request.owns_loop:
+        is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1
+        return {CHOSEN: make_plan(case, replace(wanted, steps_by_run=is_by_run), owners).to_json()}
+    plans = alternatives(case, wanted)
+    if request.times_prefetch or wanted.prefetch is not False:
         plans = with_prefetch(plans, case)
-    timed = at_once(best(plans, case, wishes.autotune), case)
+    timed = at_once(best(plans, case, request.autotune), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
 
 

@@ -12,7 +12,7 @@ from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
 from armillary.planning.constraints import Constraint, names_of, refuse_unknown
-from armillary.planning.edges import EdgeWish
+from armillary.planning.edges import EdgeRequest
 from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
@@ -23,7 +23,7 @@ from armillary.runtime.profiling.loop_watch import LoopWatch
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach, begin_run
-from armillary.session.decide import PROFILED_STEPS, Subject, Wishes, assumptions_of, decide, open_transport
+from armillary.session.decide import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
 from armillary.session.plain_loader import is_plain_loader
 from armillary.session.run import Run
@@ -59,8 +59,8 @@ def parallelize(
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
     rule: str = PRICE,
-    edge: EdgeWish = None,
-    edge_back: EdgeWish = None,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
     scaler: Any = None,
     report_after: float | None = 60.0,
     timeout: float = 600.0,
@@ -99,7 +99,7 @@ def parallelize(
         broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     if batches is None and loss is None:
-        return _watched(job, Wishes(request, autotune=autotune), Connecting(patience, check_order, process_group))
+        return _watched(job, JobRequest(request, autotune=autotune), Connecting(patience, check_order, process_group))
     if batches is None or loss is None:
         there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
         raise ValueError(
@@ -107,7 +107,7 @@ def parallelize(
             "plan from the first two steps of the loop"
         )
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
-    decided = decide(subject, Wishes(_over(request, batches), autotune=autotune), process_group, patience)
+    decided = decide(subject, JobRequest(_over(request, batches), autotune=autotune), process_group, patience)
     return attach(
         decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
         profile=decided.profile,
@@ -124,23 +124,23 @@ class Connecting(NamedTuple):
     process_group: Any
 
 
-def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
+def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     """Under the provisional plan."""
-    _refuse_unwatched(job.model, wishes)
-    request = wishes.request
+    _refuse_unwatched(job.model, request)
+    wanted = request.wanted
     alone = open_transport(connecting.process_group, connecting.patience)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
         topology = measure_links(alone)
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
-    names_of([*request.constraints, *request.lazy], seen.parameters)
-    plan = provisional_plan(seen, topology, request.mean, assumptions_of(job.optimizer))
+    names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
+    plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer))
     watch = LoopWatch(job.model)
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
-        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, request, topology), topology=topology))
+        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wanted, topology), topology=topology))
     except BaseException:
         watch.end()
         raise
@@ -148,16 +148,16 @@ def _watched(job: TrainJob, wishes: Wishes, connecting: Connecting) -> Run:
     return run
 
 
-def _refuse_unwatched(model: nn.Module, wishes: Wishes) -> None:
+def _refuse_unwatched(model: nn.Module, request: JobRequest) -> None:
     """What a loop's first steps cannot answer, and what they need not be waited for."""
-    request = wishes.request
-    for pattern, constraint in request.constraints.items():
+    wanted = request.wanted
+    for pattern, constraint in wanted.constraints.items():
         refuse_unknown(pattern, constraint)
     asked = {
-        f"schedule {request.schedule.name}": request.owns_loop,
-        "autotune": wishes.autotune > 1,
-        "steps_by_run": request.steps_by_run,
-        "micro_batches": request.micro_batches is not None,
+        f"schedule {wanted.schedule.name}": wanted.owns_loop,
+        "autotune": request.autotune > 1,
+        "steps_by_run": wanted.steps_by_run,
+        "micro_batches": wanted.micro_batches is not None,
         "a model on the meta device": any(one.is_meta for one in [*model.parameters(), *model.buffers()]),
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:
@@ -184,8 +184,8 @@ def auto_plan(
     micro_batches: int | None = None,
     allow: Sequence[str] = (),
     rule: str = PRICE,
-    edge: EdgeWish = None,
-    edge_back: EdgeWish = None,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
 ) -> Decided:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
     `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
@@ -212,7 +212,7 @@ def auto_plan(
         constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
-    return decide(subject, Wishes(_over(request, batches), autotune=autotune))
+    return decide(subject, JobRequest(_over(request, batches), autotune=autotune))
 
 
 def _over(request: PlanRequest, batches: Iterable[Any]) -> PlanRequest:

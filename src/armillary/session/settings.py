@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from armillary.session.decide import Wishes
+from armillary.session.decide import JobRequest
 from armillary.session.folder import CHECKPOINTS
 
 __all__ = ["GLANCES", "GLANCE_BATCHES", "PROGRESS_STEPS", "WATCHED_STEP", "Settings"]
@@ -33,13 +33,13 @@ class Settings:
     keep: int = 2
     resume: bool = False
     rebalance_every: int = 0
-    wishes: Wishes = field(default_factory=Wishes)
+    request: JobRequest = field(default_factory=JobRequest)
 
     def __post_init__(self) -> None:
         intervals = (self.every_steps, self.every_seconds, self.rebalance_every)
         if self.steps < 1 or self.keep < 1 or min(intervals) < 0:
             raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
-        if self.rebalance_every and self.wishes.owns_loop:
+        if self.rebalance_every and self.request.owns_loop:
             raise ValueError(
                 "train: under a schedule that owns the loop tables keep their owners, so rebalance_every has no "
                 "effect; drop it"

@@ -55,7 +55,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
     subject, settings = subject_of(workload, settings.seed), as_before(settings)
-    decided = decide(subject, replace(settings.wishes, times_prefetch=not settings.wishes.owns_loop))
+    decided = decide(subject, replace(settings.request, times_prefetch=not settings.request.owns_loop))
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(
         decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
@@ -254,7 +254,7 @@ class Training:
     def _rebalance(self) -> Iterator[Event]:
         """Before the checkpoint, which tells a resumed run whose the rows are."""
         began = time.perf_counter()
-        facts, wanted = self.decided, self.settings.wishes.request.constraints
+        facts, wanted = self.decided, self.settings.request.wanted.constraints
         event = self.run.rebalance(facts.profile, facts.topology, constraints=wanted)
         self.since += time.perf_counter() - began
         yield event
@@ -262,11 +262,11 @@ class Training:
 
     def _restore(self, owners: Mapping[str, Any] | None) -> Iterator[Event]:
         """Owners that an earlier part of this run moved tables to; a plan that the user gives is taken as it is."""
-        wishes, facts = self.settings.wishes, self.decided
-        if owners is None or wishes.plan is not None:
+        request, facts = self.settings.request, self.decided
+        if owners is None or request.plan is not None:
             return
         assert isinstance(self.job, UserLoop)
-        event = restore_owners(self.job, owners, facts.profile, facts.topology, wishes.request.constraints)
+        event = restore_owners(self.job, owners, facts.profile, facts.topology, request.wanted.constraints)
         if event is not None:
             yield event
             yield from self._moved(event, set(owners["tables"]))

@@ -21,16 +21,16 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 __all__ = [
     "handed_in",
-    "misfit",
     "other_job",
     "other_workers",
     "refuse_on_every_rank",
     "refuse_unfit",
     "row_complaints",
+    "why_unfit",
 ]
 
 
-def misfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
+def why_unfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
     """The first thing that speaks against it, with its remedy; empty if there is none."""
     return next(_complaints(plan, trainable, optimizer, workers), "")
 

@@ -23,7 +23,7 @@ from armillary.facts.plan import Choice, Plan
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.schedules.registry import owns_loop
 from armillary.session.attach import attach
-from armillary.session.decide import Wishes, decide, subject_of
+from armillary.session.decide import JobRequest, decide, subject_of
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.forced import forced
 from armillary.session.in_double import InDouble
@@ -46,7 +46,7 @@ def verify_workload(
     *,
     steps: int = 5,
     seed: int = 0,
-    wishes: Wishes | None = None,
+    request: JobRequest | None = None,
     exchanges: Sequence[str] | Literal["every"] = "every",
     global_batch: Workload | None = None,
     every_bit: bool | None = None,
@@ -55,7 +55,7 @@ def verify_workload(
 
 
     Args:
-        wishes: of the plan, as in training.
+        request: of the plan, as in training.
         exchanges: to force besides; "every" exact one. One that carries nothing otherwise than an earlier plan is left
             out.
         global_batch: the same workload with a batch of all workers together. Given, the one process takes steps on
@@ -64,10 +64,10 @@ def verify_workload(
             MKL's reproducible mode is set on every rank.
 
     Raises:
-        ValueError: a wish cannot be granted.
+        ValueError: what is asked cannot be granted.
     """
     double = InDouble(workload)
-    decided = decide(subject_of(double, seed), wishes or Wishes())
+    decided = decide(subject_of(double, seed), request or JobRequest())
     if owns_loop(decided.plan.schedule):
         if global_batch is not None:
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")

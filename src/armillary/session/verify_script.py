@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
 from armillary.planning.constraints import Constraint
-from armillary.planning.edges import EdgeWish
+from armillary.planning.edges import EdgeRequest
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.runtime.profiling.probe import Loss
-from armillary.session.decide import Wishes, open_transport
+from armillary.session.decide import JobRequest, open_transport
 from armillary.session.feed import alike_ranks
 from armillary.session.script import Script
 from armillary.session.source import leaves
@@ -34,8 +34,8 @@ def verify(
     lazy: Sequence[str] = (),
     schedule: Choice = SIMULTANEOUS,
     rule: str = PRICE,
-    edge: EdgeWish = None,
-    edge_back: EdgeWish = None,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
     steps: int = 5,
     seed: int = 0,
     exchanges: Sequence[str] | Literal["every"] = "every",
@@ -51,7 +51,7 @@ def verify(
         exchanges: to be forced besides, one after the other; () for none.
 
     Raises:
-        ValueError: too few batches, ranks with other batches, or a plan or wish that does not fit.
+        ValueError: too few batches, ranks with other batches, or a plan or something asked that does not fit.
     """
     if plan is not None and (edge or edge_back):
         raise ValueError("plan: a plan that is given says its own edges; edit its stages, or drop edge and edge_back")
@@ -68,4 +68,4 @@ def verify(
         )
     next(script.batches("train", steps * workers - 1, workers, seed))  # the last: too few are told of on every rank
     request = PlanRequest(constraints, lazy, schedule=schedule, rule=rule, edge=edge, edge_back=edge_back)
-    return verify_workload(script, steps=steps, seed=seed, wishes=Wishes(request, plan), exchanges=exchanges)
+    return verify_workload(script, steps=steps, seed=seed, request=JobRequest(request, plan), exchanges=exchanges)

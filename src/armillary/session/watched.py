@@ -39,7 +39,7 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.units import units_of
-from armillary.session.validation import misfit, refuse_on_every_rank
+from armillary.session.validation import refuse_on_every_rank, why_unfit
 
 __all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
 
@@ -133,7 +133,7 @@ class Watched:
         if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
             return False
         seen = blank_profile(parameter_facts(loop.model), self.topology)
-        return not any(loop.transport.share(_misfit(plan, loop))) and _is_asked(plan, request, seen)
+        return not any(loop.transport.share(_why_unfit(plan, loop))) and _is_asked(plan, request, seen)
 
 
 def _is_asked(plan: Plan, request: PlanRequest, seen: Profile) -> bool:
@@ -152,14 +152,14 @@ def _is_asked(plan: Plan, request: PlanRequest, seen: Profile) -> bool:
     return True
 
 
-def _misfit(plan: Plan, loop: UserLoop) -> str:
+def _why_unfit(plan: Plan, loop: UserLoop) -> str:
     trainable = {name: p for name, p in loop.model.named_parameters() if p.requires_grad}
-    return misfit(plan, trainable, loop.optimizer, loop.workers)
+    return why_unfit(plan, trainable, loop.optimizer, loop.workers)
 
 
 def _move(loop: UserLoop, plan: Plan) -> None:
     """Collective, between two steps."""
-    refuse_on_every_rank("parallelize", plan, _misfit(plan, loop), loop.transport, loop.job.options)
+    refuse_on_every_rank("parallelize", plan, _why_unfit(plan, loop), loop.transport, loop.job.options)
     by_row = [group.parameters[0] for group in plan.groups if group.own_exchange.name in row_exchanges()]
     parameters = dict(loop.model.named_parameters())
     gradients = {name: parameters[name].grad for name in by_row}  # a step leaves them until the loop drops them

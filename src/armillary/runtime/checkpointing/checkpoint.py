@@ -110,7 +110,7 @@ def mark(folder: Path, marker: Marker) -> None:
     Raises:
         OSError: a file is missing or short, or the marker cannot be written.
     """
-    fault = _misfit(folder, marker)
+    fault = _why_unfit(folder, marker)
     if fault:
         raise OSError(f"{fault}; every worker must see {folder.parent} as the same folder (a shared file system)")
     draft = folder / (MARKER + ".draft")
@@ -134,7 +134,7 @@ def read_marker(folder: Path) -> Marker:
         raise ValueError(f"checkpoint: {folder} has no {MARKER}: it is not a whole checkpoint; {remedy}")
     try:
         marker = Marker.from_json((folder / MARKER).read_text())
-        fault = _misfit(folder, marker)
+        fault = _why_unfit(folder, marker)
     except (ValueError, KeyError, TypeError) as error:
         fault = f"{folder / MARKER} is no marker ({type(error).__name__}: {error})"
     if fault:
@@ -144,7 +144,7 @@ def read_marker(folder: Path) -> Marker:
     return marker
 
 
-def _misfit(folder: Path, marker: Marker) -> str:
+def _why_unfit(folder: Path, marker: Marker) -> str:
     """What is wrong with the sizes of a folder's files; empty if nothing."""
     for record in marker.files:
         path = folder / record.name
@@ -221,7 +221,7 @@ def _survey(parent: Path) -> tuple[list[tuple[int, Path]], dict[Path, str]]:
         except (ValueError, TypeError, KeyError) as error:
             broken[folder] = str(error)
             continue
-        fault = _misfit(folder, marker)
+        fault = _why_unfit(folder, marker)
         if fault:
             broken[folder] = fault
         else:

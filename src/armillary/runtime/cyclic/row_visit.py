@@ -35,7 +35,7 @@ class _LookUp:
     table: int
     keys: Tensor
     rows: Tensor | None
-    ticket: Any
+    route: Any
     gradient: Tensor | None = None
 
 
@@ -113,7 +113,7 @@ class Visit:
         with torch.no_grad():
             pulled = self.pull(table, asked)
         rows = pulled.rows
-        self.look_ups.append(_LookUp(table, asked, None if keys is None else rows.requires_grad_(), pulled.ticket))
+        self.look_ups.append(_LookUp(table, asked, None if keys is None else rows.requires_grad_(), pulled.route))
         return rows
 
     def _repeated(self, table: int, name: str, keys: Tensor) -> Tensor:

@@ -188,17 +188,17 @@ class StageTables:
 
     def _push(self, number: int, visits: Sequence[Visit]) -> Program[tuple[Tensor, Tensor]]:
         table = self.owned[number].table
-        gradients, tickets = [], []
+        gradients, routes = [], []
         for visit in visits:
             for one in visit.of_table(number):
                 none = table.shard.new_zeros((len(one.keys), *table.shape[1:]))
                 gradients.append(none if one.gradient is None else one.gradient)
-                tickets.append(one.ticket)
-        return table.exchange.push(gradients, tickets, table.ownership, table.place)
+                routes.append(one.route)
+        return table.exchange.push(gradients, routes, table.ownership, table.place)
 
-    def _round(self, wish: LookupRequest) -> LookupRound:
-        label = self._served[wish.table].name if isinstance(wish.table, int) else "tables"
-        found: LookupRound = self._carried(look_up(wish, self._served, self._rank), label)
+    def _round(self, request: LookupRequest) -> LookupRound:
+        label = self._served[request.table].name if isinstance(request.table, int) else "tables"
+        found: LookupRound = self._carried(look_up(request, self._served, self._rank), label)
         return found
 
     def _carried(self, program: Program[Any], label: str) -> Any:

@@ -213,10 +213,10 @@ class Executor:
         if not table.pending:
             return _nothing(), 0
         look_ups = table.pending
-        gradients, tickets = table.take_gradients(self.scale * self.part)
+        gradients, routes = table.take_gradients(self.scale * self.part)
         self.on_own([table.name] * len(gradients), gradients)
-        gradients, tickets = self.prefetch.hold(table, look_ups, gradients, tickets)
-        push = table.exchange.push(gradients, tickets, table.ownership, table.place)
+        gradients, routes = self.prefetch.hold(table, look_ups, gradients, routes)
+        push = table.exchange.push(gradients, routes, table.ownership, table.place)
         return push, table.exchange.push_requests
 
     def settle(self) -> None:

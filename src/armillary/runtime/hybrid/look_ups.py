@@ -89,7 +89,7 @@ class LookUps:
             return self._pull(table, keys, needs_gradient)
         pulled = self._read_copy(table, keys)
         if needs_gradient:
-            table.pending.append(LookUp(pulled.rows, pulled.ticket))
+            table.pending.append(LookUp(pulled.rows, pulled.route))
         return pulled.rows
 
     def _refuse_out_of_range(self, table: RowTable, ids: Tensor) -> None:
@@ -122,20 +122,20 @@ class LookUps:
         """This rank did not read the table: it joins the push with no rows, for those that did."""
         if not table.is_pulled and not table.pending:
             keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
-            table.pending.append(LookUp(None, self._read_copy(table, keys).ticket))
+            table.pending.append(LookUp(None, self._read_copy(table, keys).route))
 
     def _pull(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
-        wish = LookupRequest(self.pulled.index(table), keys, needs_gradient, self.transport.step)
+        request = LookupRequest(self.pulled.index(table), keys, needs_gradient, self.transport.step)
         while True:
-            outcome = self._round(wish)
+            outcome = self._round(request)
             if outcome.mine:
                 assert outcome.pulled is not None
                 rows: Tensor = outcome.pulled.rows
                 return rows
 
-    def _round(self, wish: LookupRequest) -> LookupRound:
-        rider = self.prefetch.ride(isinstance(wish.table, str))
-        program = look_up(wish._replace(extra=rider.columns), self.served, self.transport.place)
+    def _round(self, request: LookupRequest) -> LookupRound:
+        rider = self.prefetch.ride(isinstance(request.table, str))
+        program = look_up(request._replace(extra=rider.columns), self.served, self.transport.place)
         opening = InFlight(program, "look-ups", 0)
         start_coalesced([opening, *rider.flights], self.transport)
         assert opening.wait is not None
@@ -144,15 +144,15 @@ class LookUps:
         self.prefetch.hear(headers[:, FIELDS:], headers[:, STEP].tolist() if wanted else ())
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: LookupRound = self.transport.complete(program, label, headers)
-        self._remember(outcome, wish)
+        self._remember(outcome, request)
         return outcome
 
-    def _remember(self, outcome: LookupRound, wish: LookupRequest) -> None:
-        """Every rank keeps the ticket of every look-up whose gradients will come back, in the same order."""
+    def _remember(self, outcome: LookupRound, request: LookupRequest) -> None:
+        """Every rank keeps the route of every look-up whose gradients will come back, in the same order."""
         if outcome.table is None or outcome.pulled is None or not outcome.needs_gradient:
             return
-        rows = outcome.pulled.rows if outcome.mine and wish.needs_gradient else None
-        self.pulled[outcome.table].pending.append(LookUp(rows, outcome.pulled.ticket))
+        rows = outcome.pulled.rows if outcome.mine and request.needs_gradient else None
+        self.pulled[outcome.table].pending.append(LookUp(rows, outcome.pulled.route))
 
     def _await_gradient(self, table: RowTable, waiting: LookUp) -> Tensor:
         rows = waiting.rows
@@ -203,9 +203,9 @@ class LookUps:
             self.weights = outcome.weights
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
-    def _serve(self, wish: LookupRequest) -> LookupRound:
-        """Rounds until no rank wishes for a table."""
+    def _serve(self, request: LookupRequest) -> LookupRound:
+        """Rounds until no rank asks for a table."""
         with torch.no_grad():
-            while (outcome := self._round(wish)).table is not None:
+            while (outcome := self._round(request)).table is not None:
                 pass
         return outcome

@@ -67,9 +67,9 @@ class Prefetch(Protocol):
         """The first push of a backward is about to leave."""
 
     def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
     ) -> tuple[list[Tensor], list[Any]]:
-        """Of a table's gradients, those that leave now, with their tickets. The others follow later."""
+        """Of a table's gradients, those that leave now, with their routes. The others follow later."""
 
     def end_push(self) -> None:
         """Everything a backward pushed has arrived."""
@@ -124,9 +124,9 @@ class NoPrefetch:
         pass
 
     def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
     ) -> tuple[list[Tensor], list[Any]]:
-        return gradients, tickets
+        return gradients, routes
 
     def end_push(self) -> None:
         pass

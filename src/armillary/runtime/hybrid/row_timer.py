@@ -49,4 +49,4 @@ def _there_and_back(table: LookupTable, keys: torch.Tensor, place: RankInfo) -> 
     outcome = yield from look_up(LookupRequest(0, keys, True, 0), [table], place)
     assert outcome.pulled is not None
     pulled = outcome.pulled
-    return (yield from table.exchange.push([pulled.rows], [pulled.ticket], table.ownership, place))
+    return (yield from table.exchange.push([pulled.rows], [pulled.route], table.ownership, place))

@@ -31,7 +31,7 @@ class LookUp:
     """One look-up of this step. rows: leaf of the autograd graph, or None where this rank only served others."""
 
     rows: Tensor | None
-    ticket: Any
+    route: Any
     has_gradient: bool = False
     is_pushed: bool = False  # its gradients have left; more of them could not follow
 
@@ -195,18 +195,18 @@ class RowTable:
         self.pending = [look_up for look_up in self.pending if not look_up.is_pushed]
 
     def take_gradients(self, scale: float) -> tuple[list[Tensor], list[Any]]:
-        """Gradients and tickets of the waiting look-ups, in the order every rank made them; forgets them."""
+        """Gradients and routes of the waiting look-ups, in the order every rank made them; forgets them."""
         empty = self.shard.new_empty((0, *self.shape[1:]))
-        gradients, tickets = list[Tensor](), list[Any]()
+        gradients, routes = list[Tensor](), list[Any]()
         for look_up in self.pending:
             gradient = empty
             if look_up.rows is not None:
                 grad = look_up.rows.grad
                 gradient = torch.zeros_like(look_up.rows) if grad is None else grad.mul_(scale) if scale != 1 else grad
             gradients.append(gradient)
-            tickets.append(look_up.ticket)
+            routes.append(look_up.route)
         self.forget(self.pending)
-        return gradients, tickets
+        return gradients, routes
 
     def deal_anew(self, exchange: RowExchange, shard: Tensor, gradient: Tensor | None) -> None:
         """Other owners from here on; between two steps. The optimizer keeps its parameter.

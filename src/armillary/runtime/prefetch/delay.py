@@ -22,9 +22,9 @@ class Delay(Protocol):
     def is_holding(self, table: RowTable) -> bool: ...
 
     def split(
-        self, table: RowTable, gradients: list[Tensor], tickets: list[Any], unused: Sequence[Unused | None]
+        self, table: RowTable, gradients: list[Tensor], routes: list[Any], unused: Sequence[Unused | None]
     ) -> tuple[list[Tensor], list[Any]]:
-        """unused: by ticket; None where nobody told."""
+        """unused: by route; None where nobody told."""
 
     def arrive(self) -> None:
         """What is under way lands and is stepped. Asks nobody."""
@@ -53,9 +53,9 @@ class NoDelay:
         return False
 
     def split(
-        self, table: RowTable, gradients: list[Tensor], tickets: list[Any], unused: Sequence[Unused | None]
+        self, table: RowTable, gradients: list[Tensor], routes: list[Any], unused: Sequence[Unused | None]
     ) -> tuple[list[Tensor], list[Any]]:
-        return gradients, tickets
+        return gradients, routes
 
     def arrive(self) -> None:
         pass

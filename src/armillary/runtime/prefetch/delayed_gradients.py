@@ -87,19 +87,19 @@ class DelayedGradients:
         self.stopped |= self.names
 
     def split(
-        self, table: RowTable, gradients: list[Tensor], tickets: list[Any], unused: Sequence[Unused | None]
+        self, table: RowTable, gradients: list[Tensor], routes: list[Any], unused: Sequence[Unused | None]
     ) -> tuple[list[Tensor], list[Any]]:
         told = [one for one in unused if one is not None]
         may_wait = len(told) == len(unused) and table.name not in self.unstepped and self.delays(table)
         self.unstepped.add(table.name)
-        return self._split(table, gradients, tickets, told) if may_wait else (gradients, tickets)
+        return self._split(table, gradients, routes, told) if may_wait else (gradients, routes)
 
     def _split(
-        self, table: RowTable, gradients: Sequence[Tensor], tickets: Sequence[Any], unused: Sequence[Unused]
+        self, table: RowTable, gradients: Sequence[Tensor], routes: Sequence[Any], unused: Sequence[Unused]
     ) -> tuple[list[Tensor], list[Any]]:
         """Keeps what may wait of the gradients of these look-ups, all of the table's; returns what may not."""
         assert table.exchange.part is not None and table.exchange.push_requests == 1, table.name
-        parts = [table.exchange.part(ticket, *of_it) for ticket, of_it in zip(tickets, unused, strict=True)]
+        parts = [table.exchange.part(route, *of_it) for route, of_it in zip(routes, unused, strict=True)]
         later = [gradient[heard] for gradient, (_, heard) in zip(gradients, unused, strict=True)]
         now = [gradient[~heard] for gradient, (_, heard) in zip(gradients, unused, strict=True)]
         push = table.exchange.push(later, [waiting for _, waiting in parts], table.ownership, table.place)

@@ -101,7 +101,7 @@ class PrefetchedLookup:
             self.pulled, self.flight.result = self.flight.finish(transport), None
         return self.pulled
 
-    def ticket_of(self, has_come: Sequence[bool]) -> Program[Pulled]:
+    def route_of(self, has_come: Sequence[bool]) -> Program[Pulled]:
         """A pull by those ranks alone that made the look-up; the rows that come with it are theirs already."""
         asks, table = has_come[self.table.place.rank], self.table
         keys, asked = (self.keys, self.asked) if asks else (self.keys[:0], (0,) * len(has_come))

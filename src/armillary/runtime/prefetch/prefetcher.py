@@ -252,23 +252,23 @@ class Prefetcher:
         self.now.is_closed = True
         made = self.heard[:, MADE].long().tolist()
         for one in self.now.look_ups:
-            ticket, has_come = one.finish(self.transport).ticket, tuple(bool(mask >> one.bit & 1) for mask in made)
+            route, has_come = one.finish(self.transport).route, tuple(bool(mask >> one.bit & 1) for mask in made)
             one.pulled = None
             table = one.table
             if not any(has_come):
                 table.pending = [look_up for look_up in table.pending if look_up is not one.look_up]
             elif has_come == one.planned:
-                one.look_up.ticket = ticket
+                one.look_up.route = route
             else:
                 one.unused = None
-                one.look_up.ticket = self.transport.complete(one.ticket_of(has_come), table.name).ticket
+                one.look_up.route = self.transport.complete(one.route_of(has_come), table.name).route
 
     def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], tickets: list[Any]
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
     ) -> tuple[list[Tensor], list[Any]]:
         telling = {one.look_up: one.unused for one in self.now.of(table) if one.unused is not None}
         unused = [telling[one].finish(self.transport) if one in telling else None for one in look_ups]
-        return self.delay.split(table, gradients, tickets, unused)
+        return self.delay.split(table, gradients, routes, unused)
 
     def begin_push(self) -> None:
         self.delay.begin_push()

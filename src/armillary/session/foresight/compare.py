@@ -145,7 +145,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
     plan: Plan = _file(folder, "plan", Plan)
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
-    foreseen = _foreseen(folder, plan, summary.steps)
+    forecasts = _forecasts(folder, plan, summary.steps)
     _refuse_other_plan(folder, plan, trace, summary)
     edges = _edges_in(trace, plan)
     spent = _seconds(trace, plan, edges)
@@ -154,21 +154,21 @@ def compare_run(folder: Path, band: Band) -> Compared:
         name, held = line["group"], Forecast(**line["measured"])
         middle = spent.get(name, Middle.of([]))
         measured = replace(held, seconds=middle.median)
-        seen.append(ComparedLine(name, line["exchange"], foreseen.groups.get(name), measured, (), middle))
+        seen.append(ComparedLine(name, line["exchange"], forecasts.groups.get(name), measured, (), middle))
     sent_bytes = sum(line.measured.sent_bytes for line in seen if line.forecast is not None)
     whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
-    expected = Forecast(foreseen.step.sent_bytes, summary.forecast.memory_bytes, foreseen.step.seconds)
+    expected = Forecast(forecasts.step.sent_bytes, summary.forecast.memory_bytes, forecasts.step.seconds)
     seen[len(plan.groups) : len(plan.groups)] = [
         ComparedLine(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
-        for edge, forecast in sorted(foreseen.edges.items(), key=lambda one: EdgeLabels.order(one[0]))
+        for edge, forecast in sorted(forecasts.edges.items(), key=lambda one: EdgeLabels.order(one[0]))
         for found in [edges.get(edge, SeenEdge({}, 0.0))]
         for middle in [Middle.of([*found.seconds.values()])]
     ]
     seen.append(ComparedLine(STEP, "", expected, whole, ()))
-    decided = {group.name for group in plan.groups if _is_decided(group.exchange)} | foreseen.decided
+    decided = {group.name for group in plan.groups if _is_decided(group.exchange)} | forecasts.decided
     decided |= {STEP} if decided else set()
     lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
-    if foreseen.edges:
+    if forecasts.edges:
         lines = [line if line.group == STEP else _without_memory(line) for line in lines]
     process = ComparedLine(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
     return Compared(band, (*lines, process))
@@ -199,7 +199,7 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
 
 
 @dataclass(frozen=True)
-class _Foreseen:
+class _Forecasts:
     """By group and by edge, and of the step. decided: where the data decide how much an edge sends."""
 
     groups: dict[str, Forecast]
@@ -208,7 +208,7 @@ class _Foreseen:
     decided: frozenset[str] = frozenset()
 
 
-def _foreseen(folder: Path, plan: Plan, steps: range) -> _Foreseen:
+def _forecasts(folder: Path, plan: Plan, steps: range) -> _Forecasts:
     """
     Raises:
         ValueError: the plan's schedule is not played.
@@ -222,10 +222,10 @@ def _foreseen(folder: Path, plan: Plan, steps: range) -> _Foreseen:
     sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
     forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
-    return _Foreseen(forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds))
+    return _Forecasts(forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds))
 
 
-def _foreseen_by_edge(plan: Plan, played: Simulation) -> _Foreseen:
+def _foreseen_by_edge(plan: Plan, played: Simulation) -> _Forecasts:
     """Groups as the plan has them, in flight as played; edges as played."""
     names, edges = EdgeLabels(plan), dict[str, Forecast]()
     flown = dict.fromkeys((group.name for group in plan.groups), 0.0)
@@ -238,7 +238,7 @@ def _foreseen_by_edge(plan: Plan, played: Simulation) -> _Foreseen:
     codes = codes_of(options_of(plan).edges)
     decided = frozenset(f"{what} of stage {stage}" for (what, stage), code in codes.items() if not code.is_fixed)
     decided |= {names.group_of(edge) for edge in decided}
-    return _Foreseen(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
+    return _Forecasts(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
 
 
 def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:

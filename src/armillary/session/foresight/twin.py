@@ -53,7 +53,7 @@ def twin(
         told: hears every look at the losses, as it is taken.
 
     Raises:
-        ValueError: too few batches, or a wish that cannot be granted; nothing was trained then.
+        ValueError: too few batches, or something asked that cannot be granted; nothing was trained then.
         RuntimeError: the loss writes into its batch.
     """
     asked = AskedTraining(topology, steps, seeds, PlanRequest(constraints, allow=allow))

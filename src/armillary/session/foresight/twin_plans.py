@@ -1,7 +1,7 @@
 """The two plans that are trained side by side, for one model on one kind of machines: the exact one and its twin.
 
-The exact one is planned by price under those wishes that are exact. The twin's honours all of them. Both are played
-against a clock, which gives their seconds.
+The exact one is planned by price under those constraints that are exact. The twin's honours all of them. Both are
+played against a clock, which gives their seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +46,9 @@ class AskedTraining(NamedTuple):
 
     def words(self) -> str:
         """By which one training is told from another; seeds are not, since each is a training of its own."""
-        wishes = [f"{wish}={pattern}" for pattern, wish in self.request.constraints.items()]
-        wishes += [f"allow {departure}" for departure in self.request.allow]
-        return f"{', '.join(wishes)}; {self.topology.workers} workers, {self.steps} steps"
+        words = [f"{way}={pattern}" for pattern, way in self.request.constraints.items()]
+        words += [f"allow {departure}" for departure in self.request.allow]
+        return f"{', '.join(words)}; {self.topology.workers} workers, {self.steps} steps"
 
     def refuse(self) -> None:
         """
@@ -104,7 +104,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     """Profiles the model here, as a worker of one core, and plans and simulates both.
 
     Raises:
-        ValueError: a wish cannot be granted on this model and these machines.
+        ValueError: what is asked cannot be granted on this model and these machines.
     """
     seen, threads = min(asked.topology.workers, PROFILED_WORKERS), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,7 +114,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     finally:
         torch.set_num_threads(threads)
     case = Case(found, asked.topology, assumptions_of(subject.optimizer))
-    exactly = {pattern: wish for pattern, wish in asked.request.constraints.items() if not _departs(wish)}
+    exactly = {pattern: way for pattern, way in asked.request.constraints.items() if not _departs(way)}
     plans = [make_plan(case, one) for one in (PlanRequest(exactly), asked.request)]
     departing = tuple(_departing(plans[1]))
     named = {name for group in departing for name in group.parameters}
@@ -129,8 +129,8 @@ def _side(plan: Plan, case: Case) -> Side:
     return Side(", ".join(dict.fromkeys(ways)), played.step_seconds, sum(played.sent_bytes.values()))
 
 
-def _departs(wish: Constraint) -> bool:
-    choice, entries = Choice(wish) if isinstance(wish, str) else wish, dense_exchanges()
+def _departs(way: Constraint) -> bool:
+    choice, entries = Choice(way) if isinstance(way, str) else way, dense_exchanges()
     if choice.name in row_exchanges():
         return bool(build_row(choice.name, **choice.options).codes.departs)
     return choice.name in entries and bool(entries[choice.name].departs)

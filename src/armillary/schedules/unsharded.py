@@ -22,13 +22,13 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.messages import Content, Message, closing, gradient_messages, weight_path
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["TOKENS", "Loan", "Token", "hop_ticks", "lent_messages", "loans"]
+__all__ = ["TOKENS", "Token", "Unshard", "hop_ticks", "lent_messages", "unshards"]
 
 Token = Content  # of the keys of TOKENS
 TOKENS: dict[Kind, Token] = {"F": "forward weights", "B": "backward weights"}
 
 
-class Loan(NamedTuple):
+class Unshard(NamedTuple):
     """One token's way from one worker to the next, in every step.
 
     leaves, used: ticks, counted in the receiver's step.
@@ -49,7 +49,7 @@ def hop_ticks(schedule: Schedule) -> int:
     return max(1, schedule.period // max(schedule.workers, schedule.stages))
 
 
-def loans(schedule: Schedule, stage: int, clip: Clip | None = None) -> Iterator[Loan]:
+def unshards(schedule: Schedule, stage: int, clip: Clip | None = None) -> Iterator[Unshard]:
     """Of one stage.
 
     Raises:
@@ -66,7 +66,7 @@ def loans(schedule: Schedule, stage: int, clip: Clip | None = None) -> Iterator[
             before = ages[receiver] if sender == way[0] else crosses
             has = (made if sender == way[0] else starts[sender]) - before * schedule.period
             used = starts[receiver]
-            yield Loan(max(has, used - hop_ticks(schedule)), used, kind, stage, sender, receiver, crosses)
+            yield Unshard(max(has, used - hop_ticks(schedule)), used, kind, stage, sender, receiver, crosses)
 
 
 def lent_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
@@ -78,6 +78,6 @@ def lent_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]
     found = [
         Message(one.leaves % schedule.period, one.used - one.leaves, one.sender, one.receiver, TOKENS[one.kind], stage)
         for stage in range(schedule.stages)
-        for one in loans(schedule, stage, clip)
+        for one in unshards(schedule, stage, clip)
     ]
     return sorted([*found, *gradient_messages(schedule, clip)])

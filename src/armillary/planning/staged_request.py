@@ -13,21 +13,21 @@ from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.stage_groups import Ways
-from armillary.planning.staged_tables import TableWish
+from armillary.planning.staged_tables import TableRequest
 from armillary.schedules.method import Method
 from armillary.schedules.registry import SCHEDULES
 
-__all__ = ["StagedWishes", "staged_wishes"]
+__all__ = ["StagedRequest", "staged_request"]
 
 
-class StagedWishes(NamedTuple):
+class StagedRequest(NamedTuple):
     """tables: to be kept by row. ways: dense exchanges, by parameter."""
 
-    tables: Mapping[str, TableWish]
+    tables: Mapping[str, TableRequest]
     ways: Ways
 
 
-def staged_wishes(case: Case, request: PlanRequest) -> StagedWishes:
+def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
     """
     Raises:
         ValueError: a constraint names no parameter, or what the schedule cannot do; or a lazy table that is not kept by
@@ -35,7 +35,7 @@ def staged_wishes(case: Case, request: PlanRequest) -> StagedWishes:
     """
     schedule, quiet = request.schedule, names_of(request.lazy, case.profile.parameters)
     method = SCHEDULES[schedule.name]
-    tables: dict[str, TableWish] = {}
+    tables: dict[str, TableRequest] = {}
     ways: dict[str, Choice] = {}
     for name, demanded in resolve(request.constraints, case.profile, case.topology).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
@@ -45,7 +45,7 @@ def staged_wishes(case: Case, request: PlanRequest) -> StagedWishes:
                     f"plan: {name!r} is to be {demanded}, but under schedule {schedule.name} rows of several versions "
                     f"cross, and those travel as they are: leave the codes out, or take it without a schedule"
                 )
-            tables[name] = TableWish(choice, name in quiet)
+            tables[name] = TableRequest(choice, name in quiet)
         elif reason := _why_not(choice, schedule, method):
             raise ValueError(f"plan: {name!r} is to be {demanded}, but {reason}")
         else:
@@ -55,7 +55,7 @@ def staged_wishes(case: Case, request: PlanRequest) -> StagedWishes:
             f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
             f"'row_sharded', or drop lazy"
         )
-    return StagedWishes(tables, ways)
+    return StagedRequest(tables, ways)
 
 
 def _why_not(choice: Choice, schedule: Choice, method: Method) -> str:

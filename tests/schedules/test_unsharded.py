@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.loan import TOKENS, hop_ticks, lent_messages, loans
 from armillary.schedules.messages import closing, gradient_messages, home, ring_messages
+from armillary.schedules.unsharded import TOKENS, hop_ticks, lent_messages, unshards
 
 cost = st.fractions(Fraction(1, 4), 4, max_denominator=4)
 rings = st.builds(
@@ -28,7 +28,7 @@ def test_every_worker_gets_before_every_use_the_version_it_is_to_read(made):
     for stage in range(made.stages):
         owner, made_at = home(made, stage), closing(made, stage).tick
         for kind in TOKENS:
-            mine = [one for one in loans(made, stage) if one.kind == kind]
+            mine = [one for one in unshards(made, stage) if one.kind == kind]
             assert {one.receiver for one in mine} == {*range(made.workers)} - {owner}
             for one in mine:
                 version = made.version((3, one.receiver, stage))
