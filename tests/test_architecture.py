@@ -358,7 +358,6 @@ REACHES_INSIDE = {
         "facts.collectives", "runtime.cyclic.shared", "schedules.cyclic_pipeline", "schedules.gpipe",
         "schedules.schedule", "schedules.shared",
     },
-    "cyclic_zero": BY_HAND,
     "edges": {"reference.cyclic", "reference.edges", "schedules.edge", "schedules.registry"},
     "lossy": {
         "exchanges.exchange", "reference.replicas", "session.decide", "session.evaluate", "session.events",

@@ -33,7 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="a round; of 6, 3 devices of a stage run equally many")
-    parser.add_argument("--name", default="latest_checkpoint")
+    parser.add_argument("--name", default="latest")
     options = parser.parse_args()
     begun, cells = time.monotonic(), []
     for workers in map(int, options.workers.split(",")):

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import chain, cut
-from armillary.runtime.transport import Transport
-from armillary.schedules.cyclic import cyclic
+import armillary
 from benchmarks.cyclic_ring.modes import Waiting
 from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
 from benchmarks.measuring.record import machine
@@ -32,83 +27,79 @@ from benchmarks.netlab import counted_bytes
 LAYERS, WIDTH = 16, 800  # 41 MB of weights; a stage and an FSDP2 unit is a layer
 WARM_STEPS = 2
 
+Batch = tuple[Tensor, Tensor]
 Step = Callable[[], Tensor]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=("fsdp2", "zero_ring", "ring"), required=True)
-    parser.add_argument("--slack", type=int, required=True)
+    parser.add_argument("--plan", type=Path, help="of ours; without it FSDP2")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--waiting-seconds", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    transport = Transport()
-    transport.open_lanes()
+    dist.init_process_group("gloo")
+    plan = None if options.plan is None else armillary.Plan.load(options.plan)
     return_freed_memory()
     bare = pss_bytes()
-    step, settle = _made(options.mode, options.slack, options.waiting_seconds, transport)
+    model, batch = waiting_model(options.waiting_seconds), batch_of(dist.get_rank())
+    step, end = _fsdp2(model, batch) if plan is None else _ours(plan, model, batch)
     for _ in range(WARM_STEPS):
         step()
     return_freed_memory()
     level, counted, begun = begin_watch(), counted_bytes(), time.perf_counter()
     for _ in range(options.steps):
-        loss = step()
-    seconds = (time.perf_counter() - begun) / options.steps
+        step()
     mine = {
-        "step_seconds": seconds,
+        "step_seconds": (time.perf_counter() - begun) / options.steps,
         "sent_bytes": (counted_bytes() - counted).sent_bytes / options.steps,
         "peak_bytes": peak_bytes(level) - bare,
-        "loss": float(loss),
     }
-    settle()
-    everyones: list[dict[str, Any]] = transport.share(mine)
-    if transport.place.rank == 0:
+    end()
+    everyones: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, mine)
+    if dist.get_rank() == 0:
         weights = LAYERS * (WIDTH + 1) * WIDTH * 4
         options.out.write_text(json.dumps({"machine": machine(), "weight_bytes": weights, "ranks": everyones}) + "\n")
-    transport.barrier()
-    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _made(mode: str, slack: int, waiting_seconds: float, transport: Transport) -> tuple[Step, Callable[[], object]]:
-    """A training step of this worker, and what finishes everything on its way."""
+def waiting_model(waiting_seconds: float) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Waiting(waiting_seconds / LAYERS, WIDTH) for _ in range(LAYERS)))
-    stream = torch.Generator().manual_seed(transport.place.rank)
-    batch = torch.randn(2, 1, WIDTH, generator=stream)
-    if mode == "fsdp2":
-        mesh = init_device_mesh("cpu", (transport.place.workers,))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = _momentum(model)
-        return partial(_step, model, optimizer, batch), dist.barrier
-    optimizer = _momentum(model)
-    stages = cut(model, chain(model), range(1, LAYERS))
-    schedule = cyclic(transport.place.workers, slack=slack, costs=[(1, 2)] * LAYERS)
-    spec = TrainSpec(schedule, _loss, lends=mode == "zero_ring")
-    ring = Interpreter(stages, optimizer, spec, in_a_row(schedule, transport.place.rank, transport))
-    return partial(_ring_step, ring, batch), ring.drain
+    return nn.Sequential(*(Waiting(waiting_seconds / LAYERS, WIDTH) for _ in range(LAYERS)))
 
 
-def _ring_step(ring: Interpreter, batch: Tensor) -> Tensor:
-    """The loss of this step or, on all ranks but the first, of the one before."""
-    known = ring.step([(batch[0], batch[1])])
-    return known[-1].losses[0] if known else torch.zeros(())
+def batch_of(rank: int) -> Batch:
+    samples = torch.randn(2, 1, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return samples[0], samples[1]
 
 
-def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+def _fsdp2(model: nn.Sequential, batch: Batch) -> tuple[Step, Callable[[], object]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return partial(_step, model, momentum(model), batch), dist.barrier
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+def _ours(plan: armillary.Plan, model: nn.Module, batch: Batch) -> tuple[Step, Callable[[], object]]:
+    run = armillary.attach(plan, model, momentum(model), loss=loss_of, example=batch)
+    return partial(run.step, [batch]), partial(run.close, gather=False)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
     """The user's plain loop, once."""
-    loss = _loss(model(batch[0].clone().requires_grad_()), batch[1])
+    loss = loss_of(model, (batch[0].clone().requires_grad_(), batch[1]))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

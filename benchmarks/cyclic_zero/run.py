@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import armillary
+from benchmarks.cyclic_zero.job import LAYERS, batch_of, loss_of, momentum, waiting_model
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
-MODES = {"fsdp2": ("fsdp2", 0), "zero_ring, slack 0": ("zero_ring", 0), "zero_ring, slack 1": ("zero_ring", 1)}
+SLACK = {"fsdp2": None, "zero_ring, slack 0": 0, "zero_ring, slack 1": 1}
 
 
 def main() -> None:
@@ -27,15 +29,15 @@ def main() -> None:
     parser.add_argument(
         "--waiting-seconds", type=float, default=0.4, help="of a step: forward and backward of all layers"
     )
-    parser.add_argument("--name", default="latest_checkpoint")
+    parser.add_argument("--name", default="latest")
     options = parser.parse_args()
     begun, cells = time.monotonic(), []
     for workers in map(int, options.workers.split(",")):
         with Lab(workers, 0) as lab:
             for mbit in map(float, options.mbit.split(",")):
                 lab.shape(mbit)
-                for name in MODES:
-                    cell = _cell(lab, name, options.steps, options.waiting_seconds)
+                for name, slack in SLACK.items():
+                    cell = _cell(lab, mbit, slack, options.steps, options.waiting_seconds)
                     cells.append({"mode": name, "workers": workers, "mbit": mbit, **cell})
                     print(cells[-1]["mode"], workers, mbit, f"{time.monotonic() - begun:.0f} s so far", flush=True)
     record = {"waiting_seconds": options.waiting_seconds, "steps": options.steps, "cells": cells}
@@ -44,12 +46,24 @@ def main() -> None:
     print(table(record))
 
 
-def _cell(lab: Lab, name: str, steps: int, waiting_seconds: float) -> dict[str, Any]:
-    mode, slack = MODES[name]
+def planned(workers: int, mbit: float, slack: int, waiting_seconds: float) -> armillary.Plan:
+    """A layer a stage, as a layer is a unit of FSDP2."""
+    link = armillary.Link(3e-4, mbit * 1e6 / 8)
+    topology = armillary.Topology(workers, 1, link, link, 8 << 30)
+    model, batches = waiting_model(waiting_seconds), [batch_of(rank) for rank in range(workers)]
+    facts = armillary.profile(model, batches, loss_of, workers=workers)
+    way = {"slack": slack, "stages": LAYERS, "points": [str(layer) for layer in range(1, LAYERS)]}
+    held = armillary.assumptions_of(momentum(model))
+    return armillary.plan(facts, topology, assumptions=held, schedule=armillary.Choice("zero_ring", way))
+
+
+def _cell(lab: Lab, mbit: float, slack: int | None, steps: int, waiting_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "cell.json"
-        words = ["--mode", mode, "--slack", str(slack), "--steps", str(steps), "--out", str(out)]
-        words += ["--waiting-seconds", str(waiting_seconds)]
+        words = ["--steps", str(steps), "--out", str(out), "--waiting-seconds", str(waiting_seconds)]
+        if slack is not None:
+            planned(lab.hosts, mbit, slack, waiting_seconds).save(Path(folder) / "plan.json")
+            words += ["--plan", str(Path(folder) / "plan.json")]
         lab.run(
             [sys.executable, "-W", "ignore", "-m", "benchmarks.cyclic_zero.job", *words], timeout_seconds=200, pin=True
         )
