@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import armillary
 from benchmarks.breakdown.stand_in import carry_only
 from benchmarks.measuring.model import Sizes
 from benchmarks.peers import cases, planning
-from benchmarks.peers.case import Case, Step
-from benchmarks.peers.contenders import alone, ours
+from benchmarks.peers.case import Case, Step, plain_loop
+from benchmarks.peers.contenders import alone
 
 LEFT_OUT = ("nothing", "rounds", "messages")  # what is carried, see `stand_in.py`
+OWNED = {"*": armillary.Choice("owned_rows")}
 WARM_STEPS = 10  # prefetch has learned by then
 SMALL = Sizes(vocabulary=20_000, features=64, hidden=8, projection=4, sentences=2, words=4, negatives=1024)
 
@@ -60,7 +62,7 @@ def _all_of_them(case: Case) -> dict[str, Step]:
     """
     steps: dict[str, Step] = {"alone": _warm(alone.train_sparse(case))}
     for carried in (*LEFT_OUT, "everything"):
-        steps[carried] = _warm(ours.train_ahead(case))
+        steps[carried] = _warm(_ours(case))
         plan = planning.OPEN[-1].plan
         if not plan.looks_ahead:
             exchanges = {group.name: str(group.exchange) for group in plan.groups}
@@ -72,6 +74,14 @@ def _all_of_them(case: Case) -> dict[str, Step]:
             carry_only(planning.OPEN[-1]._transport, carried)
             _warm(steps[carried])
     return steps
+
+
+def _ours(case: Case) -> Step:
+    """Every worker owns rows of either table: what is made up in another's place must mean a row here."""
+    model = case.model()
+    optimizer = case.optimizer(model.parameters())
+    run = planning.parallelize(model, optimizer, case.few(), case.loss, prefetch=True, constraints=OWNED)
+    return plain_loop(case, model, optimizer, run.batches(case.batches()))
 
 
 def _warm(step: Step) -> Step:

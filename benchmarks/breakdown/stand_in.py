@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllGather, AllToAll, Request
+from armillary.facts.collectives import AllGather, AllToAll, Labelled, Request
 from armillary.runtime.transport import Transport, Wait
 
 __all__ = ["SHORT", "carry_only"]
@@ -29,10 +29,8 @@ def carry_only(transport: Transport, what: str) -> None:
     transport.start = partial(_start, transport, what)  # type: ignore[method-assign]
 
 
-def _start(
-    transport: Transport, what: str, request: Request, label: str, parts: Sequence[tuple[Request, str]] = ()
-) -> Wait:
-    answer = _made_up(request, transport.place.workers)
+def _start(transport: Transport, what: str, request: Request, label: str, parts: Sequence[Labelled] = ()) -> Wait:
+    answer = _made_up(request, [part.request for part in parts] or [request], transport.place.workers)
     is_round = isinstance(request, AllToAll) and request.is_even
     if what == "nothing" or (what == "rounds" and not is_round):
         return lambda: answer
@@ -45,11 +43,11 @@ def _start(
     return waited
 
 
-def _made_up(request: Request, ranks: int) -> Tensor:
+def _made_up(request: Request, parts: Sequence[Request], ranks: int) -> Tensor:
     tensor = request.tensor.detach().contiguous()
     if isinstance(request, AllGather):
         return tensor.expand(ranks, *tensor.shape).contiguous()
-    if isinstance(request, AllToAll) and sum(request.receive) != len(tensor):
+    if isinstance(request, AllToAll) and any(part.send != part.receive for part in parts):  # type: ignore[union-attr]
         return tensor.new_zeros((sum(request.receive), *tensor.shape[1:]))
     return tensor
 

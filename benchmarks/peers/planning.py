@@ -24,16 +24,16 @@ def forget() -> None:
 
 
 def parallelize(
-    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, prefetch: bool = False
+    model: nn.Module, optimizer: Optimizer, batches: Iterable[Any], loss: Loss, prefetch: bool = False, **asked: Any
 ) -> armillary.Run:
     """As `armillary.parallelize`."""
     if not KEPT:
-        KEPT.append(armillary.auto_plan(model, optimizer, batches, loss))
+        KEPT.append(armillary.auto_plan(model, optimizer, batches, loss, **asked))
     found = KEPT[0]
     plan = found.plan
     if prefetch:
         held = armillary.assumptions_of(optimizer)
-        plan = armillary.plan(found.profile, found.topology, assumptions=held, prefetch=True)
+        plan = armillary.plan(found.profile, found.topology, assumptions=held, prefetch=True, **asked)
     run = armillary.attach(plan, model, optimizer, topology=found.topology)
     OPEN.append(run)
     return run
