@@ -17,7 +17,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.schedules.edge import NEVER
-from armillary.session import verify_schedule
+from armillary.session import schedule_truth
 from armillary.session.decide import JobRequest
 from armillary.session.engines import cut
 from armillary.session.verify import verify_workload
@@ -208,9 +208,9 @@ def never_coded():
     def resting(*given):
         return {way: code._replace(warm_up=NEVER) for way, code in was(*given).items()}
 
-    cut.codes_of = verify_schedule.codes_of = resting
+    cut.codes_of = schedule_truth.codes_of = resting
     yield
-    cut.codes_of = verify_schedule.codes_of = was
+    cut.codes_of = schedule_truth.codes_of = was
 
 
 def test_verify_shortens_a_warm_up_and_counts_what_edges_did(crew):

@@ -13,11 +13,17 @@ from typer.testing import CliRunner
 import armillary
 from armillary import Choice, Link, Topology
 from armillary.cli.main import app
-from armillary.codecs.codec import build_codec
+from armillary.codecs.codec import build_codec, codec
 from armillary.exchanges.coded import coded
-from armillary.exchanges.exchange import build_row, dense_exchange
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchange
+from armillary.reference.crossing import Crossing
+from armillary.reference.cyclic import Reference
+from armillary.reference.cyclic_workers import WorkersReference
+from armillary.reference.edges import Edges
 from armillary.reference.replicas import Replicas
 from armillary.reference.rows import Meanings
+from armillary.schedules.edge import Edge, at_eval, codes_of
+from armillary.schedules.registry import read
 from contracts.journey import registered
 
 PAGE = 100
@@ -183,7 +189,7 @@ REFUSED = {
     "only one worker": ({"topology": FOUR.of(1)}, "with 1 worker nothing crosses"),
     "no step": ({"steps": 0}, "want at least 1 of steps, got 0"),
     "no seed": ({"seeds": 0}, "want at least 1 of seeds, got 0"),
-    "too few batches": ({"steps": 13}, "batches gave 56; 13 steps of 4 workers and 8 batches held out take 60"),
+    "too few batches": ({"steps": 13}, "batches gave 56; 13 steps of 4 batches, and 8 held out, take 60"),
     "nothing asked": ({"constraints": {}}, "nothing is asked to differ"),
     "no such parameter": ({"constraints": {"emb.*": "one_bit"}}, "'emb.*' names no parameter"),
     "no such exchange": ({"constraints": {"*": "quantise"}}, "no exchange"),
@@ -267,3 +273,182 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
         warnings.simplefilter("always")
         files = twin_of("one_bit", steps=2, seeds=1).save(tmp_path)
     assert [path.name for path in files] == ["twin.json"] and "not drawn" in str(seen[0].message)
+
+
+TWO = FOUR.of(2)
+CHAIN = "gpipe(stages=2, micro_batches=3, points=['2'])"
+REPLICAS = "one_f_one_b(stages=2, micro_batches=2, points=['2'])"
+
+
+def layers(dtype=torch.float32):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 1)).to(dtype)
+
+
+def staged_batches(dtype=torch.float32, steps=6, total=3, epoch=6):
+    """epoch: after so many steps the same samples come again."""
+    draw = torch.Generator().manual_seed(4)
+    inputs = [torch.randn(8, 16, generator=draw).to(dtype) for _ in range(epoch * total + 8)]
+    inputs = [inputs[number % (epoch * total)] for number in range(steps * total)] + inputs[-8:]
+    return [(one, one[:, :1].sin()) for one in inputs]
+
+
+def read_choice(text):
+    return Choice.parse(text) if isinstance(text, str) else text
+
+
+def staged_twin(schedule, edge=None, back=None, topology=TWO, batches=None, dtype=torch.float32, **more):
+    model = layers(dtype)
+    edges = {"edge": read_choice(edge), "edge_back": read_choice(back)}
+    asked = {"topology": topology, "steps": 6, "seeds": 1, "schedule": Choice.parse(schedule), **edges, **more}
+    given = staged_batches(dtype) if batches is None else batches
+    return armillary.twin(model, torch.optim.SGD(model.parameters(), lr=0.1), given, square, **asked)
+
+
+def the_truth(schedule, coded, batches, exchange=None):
+    """The last held-out loss by the schedule's reference, whose stages are cut here."""
+    model, workers = layers(), 2 if exchange is None else 4
+    stages, optimizer = [model[:2], model[2:]], torch.optim.SGD(model.parameters(), lr=0.1)
+    table = read(Choice.parse(schedule), workers).schedule()
+
+    def difference(value, wanted):
+        return (value - wanted).square().mean()
+
+    if exchange is None:
+        truth = Reference(stages, optimizer, table, difference)
+    else:
+        truth = WorkersReference(stages, optimizer, table, difference, {})
+        named = [dict(stage.named_parameters()) for stage in stages]
+        truth.crossings = [Crossing(tuple(one), [*one.values()], codec_exchange(exchange), 2) for one in named]
+    truth.edges = Edges(codes_of([coded]), 0, 2)
+    for step in range(6):
+        if exchange is None:
+            truth.step(batches[3 * step : 3 * step + 3])
+        else:
+            truth.step([batches[4 * step : 4 * step + 2], batches[4 * step + 2 : 4 * step + 4]])
+    return judged(model, batches, at_eval(coded, 6))
+
+
+def codec_exchange(text):
+    choice = Choice.parse(text)
+    return build_dense(choice.name, **choice.options)
+
+
+def judged(model, batches, codec):
+    """The mean held-out loss, of what decoding gives in the middle."""
+    losses = []
+    with torch.no_grad():
+        for inputs, wanted in batches[-8:]:
+            value = model[:2](inputs)
+            value = value if codec is None else codec.meaning(value.reshape(-1), None).view(value.shape)
+            losses.append(float((model[2:](value) - wanted).square().mean()))
+    return sum(losses) / 8
+
+
+@pytest.mark.parametrize(("schedule", "topology", "total"), [(CHAIN, TWO, 3), (REPLICAS, FOUR, 4)])
+def test_under_a_schedule_exact_beside_exact_has_a_gap_of_0_exactly(schedule, topology, total):
+    more = {"constraints": {"*": "all_reduce"}} if topology is FOUR else {"edge": "quantize(bits=8, warm_up=99)"}
+    found = staged_twin(schedule, topology=topology, batches=staged_batches(total=total), **more)
+    assert found.sides.exact.losses == found.sides.other.losses and len(set(found.sides.exact.losses[0])) == 7
+    assert {gap.gap for gap in found.sides.at_steps} == {0.0}
+
+
+def test_an_edge_coded_to_its_own_dtype_has_a_gap_of_0_exactly():
+    found = staged_twin(CHAIN, "lower_precision(dtype='bfloat16')", "same", dtype=torch.bfloat16)
+    assert found.sides.exact.losses == found.sides.other.losses
+    assert found.sides.other.name == "edge lower_precision(dtype=bfloat16), edge back same"
+
+
+@pytest.mark.parametrize(
+    ("edge", "back"),
+    [
+        ("quantize(bits=4)", "quantize(bits=8)"), ("threshold(sparsity=0.5)", "same"),
+        ("hadamard(quantize(bits=4))", None), ("aq_sgd(quantize(bits=2))", "quantize(bits=8)"),
+        ("quantize(bits=2, at_eval=off)", None),
+    ],
+)  # fmt: skip
+def test_a_coded_edge_is_trained_as_its_codec_means_bit_for_bit(edge, back):
+    batches = staged_batches(epoch=2 if "aq_sgd" in edge else 6)
+    found = staged_twin(CHAIN, edge, back, batches=batches)
+    coded = Edge(read_choice(edge), read_choice(back))
+    assert found.sides.other.losses[0][-1] == the_truth(CHAIN, coded, batches)
+    assert found.sides.other.losses != found.sides.exact.losses and found.sides.faster > 1
+    assert found.sides.exact.losses == staged_twin(CHAIN, "one_bit", batches=batches).sides.exact.losses
+    assert f"edge {edge}" in found.sides.other.name and "lossy: NOT exact" in " ".join(str(found).split())
+
+
+def test_codes_between_replicas_and_between_stages_are_trained_together_bit_for_bit():
+    """DCT as published is both at once."""
+    among, batches = "threshold(sparsity=0.5, small=0)", staged_batches(total=4)
+    wished = {"*": Choice.parse(among)}
+    found = staged_twin(REPLICAS, "threshold(sparsity=0.5)", "same", FOUR, batches, constraints=wished)
+    coded = Edge(Choice.parse("threshold(sparsity=0.5)"), Choice("same"))
+    assert found.sides.other.losses[0][-1] == the_truth(REPLICAS, coded, batches, among)
+    assert among in found.sides.other.name and "what is sent is forecast, not counted" in " ".join(str(found).split())
+
+
+def test_a_bad_code_of_an_edge_shows_a_gap():
+    """Planted: what arrives at the next stage has the wrong sign while it trains."""
+    good = build_codec("lower_precision")
+
+    def turned_round():
+        return good._replace(meaning=lambda values, draw: good.meaning(-values, draw))
+
+    with registered(codec(), turned_round):
+        bad, fair = (staged_twin(CHAIN, f"{name}(at_eval=off)") for name in ("turned_round", "lower_precision"))
+    assert bad.sides.at_steps[-1].gap > 10 * abs(fair.sides.at_steps[-1].gap) > 0
+
+
+def test_gradients_that_come_back_are_coded_too():
+    """Planted: they arrive as zeros, so the stage below stays as it was."""
+    good, seen = build_codec("lower_precision"), []
+
+    def lost():
+        return good._replace(meaning=lambda values, draw: seen.append(values) or torch.zeros_like(values))
+
+    with registered(codec(), lost):
+        found = staged_twin(CHAIN, back="lost")
+    assert len(seen) == 18 and found.sides.other.losses[0][0] == found.sides.exact.losses[0][0]
+    assert found.sides.other.losses[0][-1] > found.sides.exact.losses[0][-1]
+
+
+def test_an_edge_that_remembers_samples_says_when_none_comes_again():
+    with pytest.warns(UserWarning, match="none of 144 samples came a second time"):
+        found = staged_twin(CHAIN, "aq_sgd(quantize(bits=2))")
+    assert found.sides.exact.losses == found.sides.other.losses  # each crossed whole
+
+
+NO_EDGES = {
+    "no stages": ("simultaneous", {"edge": Choice("one_bit")}, "Name a pipeline as the schedule"),
+    "weights go round": ("ring", {"edge": Choice("one_bit")}, "under ring weights and gradients go"),
+    "a schedule alone": (CHAIN, {}, "nothing is asked to differ"),
+    "the last stage": (CHAIN, {"edge": {1: Choice("one_bit")}}, "stage 1 hands nothing on"),
+    "as nothing": (CHAIN, {"edge_back": Choice("same")}, "name the edge's codec too"),
+    "sums go round": ("ring", {"constraints": {"*": "one_bit"}}, "carries gradients from rank to rank itself"),
+    "too few": (CHAIN, {"edge": Choice("one_bit"), "steps": 7}, "7 steps of 3 batches, and 8 held out, take 29"),
+}
+
+
+@pytest.mark.parametrize("case", NO_EDGES)
+def test_edges_that_cannot_be_compared_are_refused_before_the_first_step(case):
+    schedule, asked, why = NO_EDGES[case]
+    steps = []
+    with pytest.raises(ValueError, match=re.escape(why)):
+        staged_twin(schedule, told=steps.append, **asked)
+    assert steps == []
+
+
+def test_the_command_codes_edges_and_knows_the_training_again(told, tmp_path):
+    asked = ("line.py", "--workers", 2, "--schedule", "gpipe(micro_batches=2)",
+             "--edge", "hadamard(quantize(bits=4))=0", "--edge-back", "quantize(bits=8)",
+             "--steps", 4, "--gbit", 0.001)  # fmt: skip
+    code, out, err = told(*asked, "--seeds", 1)
+    assert code == 0, err
+    said = " ".join(out.split())
+    words = "gpipe(micro_batches=2), edge hadamard(quantize(bits=4))=0, edge back quantize(bits=8); 2 workers, 4 steps"
+    assert words in said and "both are trained under gpipe" in said
+    assert told(*asked, "--seeds", 2, "--resume")[0] == 0
+    code, _, err = told(*asked[:-6], "--steps", 4, "--resume")
+    assert code == 2 and "drop --resume" in err
+    code, _, err = told("line.py", "--edge", "one_bit")
+    assert code == 2 and "Name a pipeline as the schedule" in err

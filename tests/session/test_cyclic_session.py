@@ -172,15 +172,15 @@ def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_e
 
 def verify_against_another_rule(rank, world, wish):
     """The reference is told another slack than the run."""
-    real = cyclic_verify._reference
+    real = cyclic_verify.ScheduleTruth
     late = Choice(wish.name, {**wish.options, "slack": 1})
-    cyclic_verify._reference = lambda case, *given: real(
-        case._replace(plan=dataclasses.replace(case.plan, schedule=late)), *given
+    cyclic_verify.ScheduleTruth = lambda workload, plan, *given: real(
+        workload, dataclasses.replace(plan, schedule=late), *given
     )
     try:
         return verify_job(rank, world, [(VIT, wish)])[0]
     finally:
-        cyclic_verify._reference = real
+        cyclic_verify.ScheduleTruth = real
 
 
 @pytest.mark.parametrize(("processes", "wish"), [(1, ONE), (2, UP), (2, ROUND), (2, ZERO), (3, SHARED)])

@@ -19,7 +19,7 @@ from armillary.runtime.checkpointing.saved import REST
 from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
-from armillary.session import verify_schedule
+from armillary.session import schedule_truth, verify_schedule
 from armillary.session.attach import attach
 from armillary.session.decide import JobRequest
 from armillary.session.events import Ended, Resumed, Saved
@@ -140,9 +140,9 @@ def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_
 
 def verify_against_another_rule(rank, world, rule):
     """The reference is told another rule than the run."""
-    kept = verify_schedule._truths, verify_schedule.WorkersReference
+    kept = verify_schedule._truths, schedule_truth.WorkersReference
     if rule == "fresh":
-        verify_schedule.WorkersReference = FreshReference
+        schedule_truth.WorkersReference = FreshReference
     else:
         verify_schedule._truths = lambda case: kept[0](
             case._replace(plan=dataclasses.replace(case.plan, schedule=LATE))
@@ -150,7 +150,7 @@ def verify_against_another_rule(rank, world, rule):
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
     finally:
-        verify_schedule._truths, verify_schedule.WorkersReference = kept
+        verify_schedule._truths, schedule_truth.WorkersReference = kept
 
 
 class FreshReference(WorkersReference):

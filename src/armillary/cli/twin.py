@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from rich.live import Live
 
-from armillary.cli.granted import constraints_of, workload_of
+from armillary.cli.granted import constraints_of, edge_request, schedule_of, workload_of
 from armillary.cli.machines import machines, said_of
 from armillary.cli.options import AskedWorkload
 from armillary.cli.page import console_here, put
@@ -35,6 +35,9 @@ class AskedTwin:
 
     exchanges: Sequence[str]
     allow: Sequence[str]
+    schedule: str
+    edges: Sequence[str]
+    edge_backs: Sequence[str]
     topology_file: Path | None
     workers: int | None
     gbit: float
@@ -61,8 +64,14 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         refuse_unwritable(out)
         links = machines(typed.topology_file, typed.gbit, typed.latency_us)
         count = typed.workers or (links.workers if typed.topology_file else WORKERS)
-        constraints = constraints_of(typed.exchanges)
-        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, PlanRequest(constraints, allow=typed.allow))
+        request = PlanRequest(
+            constraints_of(typed.exchanges),
+            schedule=schedule_of(typed.schedule, count),
+            allow=typed.allow,
+            edge=edge_request("--edge", typed.edges),
+            edge_back=edge_request("--edge-back", typed.edge_backs),
+        )
+        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, request)
         asked.refuse()
         settings = "".join(f" {name}={value}" for name, value in sorted(subject.settings.items()))
         words = f"{subject.name}{' small' if subject.is_small else ''}{settings}: {asked.words()}"

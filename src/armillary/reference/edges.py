@@ -6,6 +6,7 @@ random numbers are drawn, `schedules/edge.py` says. An edge that remembers sampl
 that arrived. By which samples are known again, `schedules/sample_keys.py` says.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,12 +37,14 @@ class Edges:
     """
     Args:
         codes: none: every value crosses as it is. seed: of the run. stages: of the model.
+        samples: how many crossed so far where some are remembered, "whole" and as a "change".
     """
 
     codes: Codes = field(default_factory=dict)
     seed: int = 0
     stages: int = 1
     held: dict[tuple[int, int, int], dict[bytes, Tensor]] = field(default_factory=dict)  # by replica, stage and leaf
+    samples: Counter[str] = field(default_factory=Counter)
 
     def crossed(self, value: Any, came: Any, place: Cell, read: Any, replica: int = 0) -> Any:
         """What the next stage gets of a value.
@@ -95,6 +98,7 @@ class Edges:
         def arrived(values: Tensor) -> Tensor:
             found, most = values.clone(), max(1, cache_bytes // max(1, values[0].numel() * values.itemsize))
             known = [number for number, key in enumerate(keys) if key in held]
+            self.samples.update(whole=len(keys) - len(known), change=len(known))
             if known:
                 old = torch.stack([held[keys[number]] for number in known])
                 found[known] = old + meaning(values[known] - old)

@@ -7,29 +7,19 @@ where tables are kept by row, the two are compared to rounding instead; so they 
 whatever the address (`session/kernel_mode.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Plan
-from armillary.reference.crossing import Crossing
-from armillary.reference.cyclic import Reference
-from armillary.reference.cyclic_workers import WorkersReference
-from armillary.reference.edges import Edges
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.attach import attach
-from armillary.session.cyclic.split_loss import SplitLoss
-from armillary.session.cyclic.stages import stages_of
-from armillary.session.cyclic.tables import table_groups
-from armillary.session.cyclic.whole import Whole
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
@@ -37,6 +27,7 @@ from armillary.session.mechanisms import Acts, acts_of, edge_acts, watched
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
+from armillary.session.schedule_truth import ScheduleTruth
 from armillary.session.truths import ROUNDING, departing
 from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.workload import Batch, Workload
@@ -179,90 +170,18 @@ def _truths(case: _Case) -> _Truths:
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
     feeds = [case.feed(micro_batch) for micro_batch in range(case.micro_batches)]
-    reference, input_of = _reference(case, model, optimizer)
+    truth = ScheduleTruth(case.workload, case.plan, model, optimizer, case.seed)
     norms: dict[str, float] = {}
     optimizer.register_step_pre_hook(lambda *_: norms.update(_larger(norms, model)))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
     for step in range(case.steps):
         if step == case.half + 1:
-            reference.drain()
-        given = [(input_of(batch), batch) for batch in (next(feed) for feed in feeds)]
-        if isinstance(reference, WorkersReference):
-            count = reference.schedule.micro_batches
-            reference.step([given[first : first + count] for first in range(0, len(given), count)])
-        else:
-            reference.step(given)
+            truth.drain()
+        truth.step([next(feed) for feed in feeds])
         scheduler.step()
     limit = ROUNDING * max(norms.values())
     quiet = frozenset(name for name, norm in norms.items() if norm <= limit)
-    if not reference.buffers:
-        return _Truths([dict(_state(model))], quiet)
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    truths = []
-    for own in reference.buffers:
-        truth = dict(_state(model))
-        for stage, buffers in zip(reference.stages, own, strict=True):
-            local = dict(stage.named_buffers())
-            truth |= {names[id(local[name])]: buffer for name, buffer in buffers.items() if id(local[name]) in names}
-        truths.append(truth)
-    return _Truths(truths, quiet)
-
-
-def _reference(
-    case: _Case, model: nn.Module, optimizer: Optimizer
-) -> tuple[Reference | WorkersReference, Callable[[Batch], Any]]:
-    """The truth at its start, and what its first stage reads of a batch."""
-    options = case.options
-    copies = range(options.micro_batches)
-    stages, loss, input_of = _cut(case, model) if options.method.is_cut else _left_whole(case, model)
-    named = dict(model.named_parameters())
-    tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(case.plan)}
-    workers, edges = options.replicas(case.plan.workers), Edges(codes_of(options.edges), case.seed, options.stages)
-    if tables or workers > 1:
-        schedule = options.schedule()
-        side_by_side = WorkersReference(stages, optimizer, schedule, loss, tables, case.seed, options.clip)
-        side_by_side.crossings = _crossings(case.plan, named, workers)
-        side_by_side.edges = edges
-        return side_by_side, input_of
-    own = copies if options.method.keeps_own_statistics else None
-    reference = Reference(stages, optimizer, options.schedule(), loss, case.seed, own, options.clip)
-    reference.edges = edges
-    reference.corrections = options.built_corrections()
-    reference.objectives = options.method.objectives(options)
-    return reference, input_of
-
-
-def _crossings(plan: Plan, named: Mapping[str, nn.Parameter], workers: int) -> list[Crossing]:
-    """Of the groups whose exchange is not exact."""
-    found = []
-    for group, choice in departing(plan):
-        members = [named[name] for name in group.parameters]
-        found.append(Crossing(group.parameters, members, build_dense(choice.name, **choice.options), workers))
-    return found
-
-
-class _Cut(NamedTuple):
-    """Stages, what the last one's loss is, what the first one reads of a batch."""
-
-    stages: Sequence[nn.Module]
-    loss: Callable[[Any, Any], Tensor]
-    input_of: Callable[[Batch], Any]
-
-
-def _cut(case: _Case, model: nn.Module) -> _Cut:
-    example = next(Feed(case.workload, (0, case.micro_batches), case.seed))
-    split = SplitLoss(case.workload.loss, model, example)
-    stages = stages_of(model, split.input_of(example), case.options.points)
-    return _Cut([stage.module for stage in stages], split.of_output, split.input_of)
-
-
-def _left_whole(case: _Case, model: nn.Module) -> _Cut:
-    return _Cut([Whole(model, case.workload.loss)], _given, lambda batch: batch)
-
-
-def _given(loss: Tensor, batch: Batch) -> Tensor:
-    """The loss of a loss."""
-    return loss
+    return _Truths([dict(_state(model)) | buffers for buffers in truth.own_buffers() or [{}]], quiet)
 
 
 def _larger(norms: Mapping[str, float], model: nn.Module) -> dict[str, float]:

@@ -13,15 +13,19 @@ from armillary.cli.options import (
     AskedWorkload,
     Corpus,
     Data,
+    EdgeBacks,
+    Edges,
     Exchanges,
     Gbit,
     IsSmall,
     LatencyUs,
+    Schedule,
     Set,
     TopologyFile,
     WorkloadName,
 )
 from armillary.cli.refusal import refusing
+from armillary.facts.plan import SIMULTANEOUS
 
 __all__ = ["twin_command"]
 
@@ -58,6 +62,9 @@ def twin_command(
     data: Data = "",
     exchange: Exchanges = [],  # noqa: B006
     allow: Allow = [],  # noqa: B006
+    schedule: Schedule = SIMULTANEOUS.name,
+    edge: Edges = [],  # noqa: B006
+    edge_back: EdgeBacks = [],  # noqa: B006
     topology_file: TopologyFile = None,
     workers: Count = None,
     gbit: Gbit = 1.0,
@@ -68,7 +75,7 @@ def twin_command(
     resume: Resume = False,
     json: AsJson = False,
 ) -> None:
-    """Train WORKLOAD exactly and by --exchange side by side, in this one process, and show the gap in the loss.
+    """Train WORKLOAD exactly and by --exchange or --edge side by side, in this one process; show the gap in the loss.
 
     Both take the same batches. The gap is shown at equal steps and at equal forecast seconds on these links, with the
     point where the curves cross. The links are those of --topology, or assumed. Workers are simulated.
@@ -77,6 +84,7 @@ def twin_command(
         task = AskedWorkload(workload, options, corpus, small, data)
     from armillary.cli.twin import AskedTwin, twin_asked
 
-    twin_asked(
-        task, AskedTwin(exchange, allow, topology_file, workers, gbit, latency_us, steps, seeds), out, resume, json
+    typed = AskedTwin(
+        exchange, allow, schedule, edge, edge_back, topology_file, workers, gbit, latency_us, steps, seeds
     )
+    twin_asked(task, typed, out, resume, json)

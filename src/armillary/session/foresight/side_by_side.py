@@ -2,15 +2,16 @@
 
 The workers are simulated. Exchanges that depart run the programs that ranks would run, in lockstep, so their bytes are
 counted. Rows that travel in code are encoded and decoded, as ranks would. What is exact is averaged exactly, on both
-sides by the same sums. So two exact plans come out alike bit for bit, and a gap in the loss is the exchanges' doing.
+sides by the same sums. Under a schedule that owns the loop both sides are that schedule's truth. So two exact plans
+come out alike bit for bit, and a gap in the loss is the doing of what is coded.
 """
 
-import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.dense import DenseExchange
@@ -21,6 +22,7 @@ from armillary.reference.replicas import Replicas
 from armillary.session.evaluate import evaluating
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.foresight.gap import knots
+from armillary.session.foresight.trainee import Trainee, of_replicas, under_schedule
 from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses
 from armillary.session.source import leaves
 from armillary.session.truths import SeededBatch, seeded_loss
@@ -61,12 +63,15 @@ def trained(
     def optimizer(mine: nn.Module) -> Optimizer:
         return workload.optimizer(mine.parameters())
 
-    def loss(net: nn.Module, batch: SeededBatch) -> Tensor:
-        return seeded_loss(workload, net, batch)
-
-    exact = Replicas(model, optimizer, workers, ())
-    sides = (exact, Replicas(model, optimizer, workers, both.departing, answer, both.rows))
-    feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
+    if both.plans:
+        sides = [under_schedule(workload, plan, model, optimizer, seed) for plan in both.plans]
+    else:
+        pair = (
+            Replicas(model, optimizer, workers, ()),
+            Replicas(model, optimizer, workers, both.departing, answer, both.rows),
+        )
+        sides = [of_replicas(workload, one) for one in pair]
+    feeds = [Feed(workload, (number, asked.batches), seed) for number in range(asked.batches)]
     losses: tuple[list[float], list[float]] = ([], [])
     looks = set(knots(asked.steps))
     for step in range(asked.steps + 1):
@@ -79,23 +84,19 @@ def trained(
         batches = [SeededBatch(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
         versions = _versions(batches)
         for side in sides:
-            side.step(batches, loss)
+            side.step(batches)
         if versions != _versions(batches):
             raise RuntimeError(
                 f"twin: the loss of {workload.name} writes into its batch, which both sides take; let it clone it first"
             )
+    for complaint in filter(None, (side.complaint() for side in sides)):
+        warnings.warn(f"twin: {complaint}", stacklevel=2)
     return Losses(tuple(losses[0]), tuple(losses[1]), answer.sent_bytes / asked.steps)
 
 
-def _judged(workload: Workload, side: Replicas, held_out: Sequence[Batch]) -> float:
-    """The mean loss of what evaluation would show: where workers' weights differ, of their mean."""
-    shown = side.models[0]
-    if any(model is not shown for model in side.models):
-        shown = copy.deepcopy(shown)
-        with torch.no_grad():
-            for name, value in side.consensus().items():
-                shown.get_parameter(name).copy_(value)
-    with evaluating(shown), torch.no_grad():
+def _judged(workload: Workload, side: Trainee, held_out: Sequence[Batch]) -> float:
+    """The mean loss of what evaluation would show."""
+    with side.shown() as shown, evaluating(shown), torch.no_grad():
         seeded = [SeededBatch(place, batch) for place, batch in enumerate(held_out)]
         losses = [float(seeded_loss(workload, shown, one)) for one in seeded]
     return sum(losses) / len(losses)

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.facts.plan import SIMULTANEOUS, Choice
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import Constraint
+from armillary.planning.edges import EdgeRequest
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.foresight.side_by_side import HELD_OUT, Told, trained
@@ -34,6 +36,9 @@ def twin(
     topology: Topology,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     allow: Collection[str] = (),
+    schedule: Choice = SIMULTANEOUS,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
     steps: int = 300,
     seeds: int = 3,
     told: Told = _silent,
@@ -44,26 +49,29 @@ def twin(
 
     Args:
         batches: at least steps x workers, each one worker's batch of one step, and 8 more, by which both are judged.
+            Under a schedule that owns the loop each is a micro-batch, and a step takes those of all workers.
             They are drawn once and kept. Under seed 0 they are taken in their order, under others shuffled; initial
             values are the model's under every seed.
         loss: loss(model, batch) -> scalar tensor, the mean over the batch.
         topology: the machines: measured (`measure`), read (`Topology.load`) or given by hand; its workers are
             simulated. `topology.of(n)` is the same with n workers.
         constraints, allow: as in `plan`. The exact side honours those of them that are exact.
+        schedule, edge, edge_back: likewise. Both sides take the schedule, the twin alone codes what crosses its edges.
         told: hears every look at the losses, as it is taken.
 
     Raises:
         ValueError: too few batches, or something asked that cannot be granted; nothing was trained then.
         RuntimeError: the loss writes into its batch.
     """
-    asked = AskedTraining(topology, steps, seeds, PlanRequest(constraints, allow=allow))
+    request = PlanRequest(constraints, schedule=schedule, allow=allow, edge=edge, edge_back=edge_back)
+    asked = AskedTraining(topology, steps, seeds, request)
     asked.refuse()
-    wanted = steps * topology.workers
+    wanted = steps * asked.batches
     drawn = list(islice(batches, wanted + HELD_OUT))
     if len(drawn) < wanted + HELD_OUT:
         raise ValueError(
-            f"twin: batches gave {len(drawn)}; {steps} steps of {topology.workers} workers and {HELD_OUT} batches held "
-            f"out take {wanted + HELD_OUT}; give more, or ask for fewer steps"
+            f"twin: batches gave {len(drawn)}; {steps} steps of {asked.batches} batches, and {HELD_OUT} held out, take "
+            f"{wanted + HELD_OUT}; give more, or ask for fewer steps"
         )
 
     def script(seed: int) -> Script:

@@ -27,10 +27,13 @@ from armillary.planning.simulator import simulate
 from armillary.reference.replicas import SharedGroup
 from armillary.reference.rows import Meanings
 from armillary.runtime.profiling.profiler import profile
+from armillary.schedules.registry import read
 from armillary.session.decide import assumptions_of, subject_of
+from armillary.session.edge_labels import way_of
 from armillary.session.foresight.gap import Side, Sides, knots
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.twin_page import Sent, Twin
+from armillary.session.truths import departing
 from armillary.session.workload import Workload
 
 __all__ = ["AskedTraining", "Both", "Losses", "planned"]
@@ -48,7 +51,20 @@ class AskedTraining(NamedTuple):
         """By which one training is told from another; seeds are not, since each is a training of its own."""
         words = [f"{way}={pattern}" for pattern, way in self.request.constraints.items()]
         words += [f"allow {departure}" for departure in self.request.allow]
+        if self.request.owns_loop:
+            words.append(str(self.request.schedule))
+        for name, asked in (("edge", self.request.edge), ("edge back", self.request.edge_back)):
+            of_stages = (
+                [("", asked)] if isinstance(asked, Choice) else [(f"={j}", one) for j, one in (asked or {}).items()]
+            )
+            words += [f"{name} {choice}{stage}" for stage, choice in of_stages]
         return f"{', '.join(words)}; {self.topology.workers} workers, {self.steps} steps"
+
+    @property
+    def batches(self) -> int:
+        """Of a step, those of all workers."""
+        workers = self.topology.workers
+        return read(self.request.schedule, workers).total(workers) if self.request.owns_loop else workers
 
     def refuse(self) -> None:
         """
@@ -60,10 +76,11 @@ class AskedTraining(NamedTuple):
         for name, value in (("steps", self.steps), ("seeds", self.seeds)):
             if value < 1:
                 raise ValueError(f"twin: want at least 1 of {name}, got {value}")
-        if not (self.request.constraints or self.request.allow):
+        if not (self.request.constraints or self.request.allow or self.request.edges):
             raise ValueError(
                 "twin: nothing is asked to differ from the exact plan; name an exchange that does (--exchange "
-                "'CHOICE=*', or constraints={'*': Choice.parse('CHOICE')}), or allow lossy ones (--allow lossy)"
+                "'CHOICE=*', or constraints={'*': Choice.parse('CHOICE')}), code the edges of a pipeline (--edge, or "
+                "edge=), or allow lossy exchanges (--allow lossy)"
             )
 
 
@@ -79,7 +96,8 @@ class Both(NamedTuple):
     """The two plans for the same machines, as sides without losses yet; and the twin's exchanges that depart.
 
     rows: by table of the twin whose rows are coded, what arrives of these. departing_bytes: of the exchanges, as
-    forecast. departures: in what the twin is not exact.
+    forecast. departures: in what the twin is not exact. plans: where a schedule owns the loop, the exact one's and the
+    twin's; else none.
     """
 
     exact: Side
@@ -88,15 +106,20 @@ class Both(NamedTuple):
     rows: Mapping[str, Meanings]
     departing_bytes: float
     departures: tuple[str, ...]
+    plans: tuple[Plan, ...] = ()
 
     def twin(self, subject: str, asked: AskedTraining, losses: Sequence[Losses], notes: Sequence[str] = ()) -> Twin:
         """With the losses of every seed. subject: in words, what was trained and how."""
-        sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if self.departing else None
+        is_counted = bool(self.departing) and not self.plans
+        sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if is_counted else None
         exact = replace(self.exact, losses=tuple(one.exact for one in losses))
         other = replace(self.other, losses=tuple(one.other for one in losses))
         said = [f"{word}: {DEPARTURES[word]}" for word in self.departures]
         if self.rows:
             said.append(f"rows of {', '.join(self.rows)} are read in code; their bytes are forecast, not counted")
+        if self.plans:
+            schedule = self.plans[0].schedule.name
+            said.append(f"both are trained under {schedule}, in one process; what is sent is forecast, not counted")
         return Twin(subject, asked.topology.workers, Sides(exact, other, knots(asked.steps)), sent, (*said, *notes))
 
 
@@ -115,17 +138,22 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
         torch.set_num_threads(threads)
     case = Case(found, asked.topology, assumptions_of(subject.optimizer))
     exactly = {pattern: way for pattern, way in asked.request.constraints.items() if not _departs(way)}
-    plans = [make_plan(case, one) for one in (PlanRequest(exactly), asked.request)]
-    departing = tuple(_departing(plans[1]))
-    named = {name for group in departing for name in group.parameters}
+    exact_request = replace(asked.request, constraints=exactly, allow=(), edge=None, edge_back=None)
+    plans = tuple(make_plan(case, one) for one in (exact_request, asked.request))
+    shared = tuple(_departing(plans[1]))
+    named = {name for group in shared for name in group.parameters}
     nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))
     exact, other = (_side(one, case) for one in plans)
-    return Both(exact, other, departing, _coded_rows(plans[1]), nbytes, plans[1].departures)
+    kept = plans if asked.request.owns_loop else ()
+    return Both(exact, other, shared, _coded_rows(plans[1]), nbytes, plans[1].departures, kept)
 
 
 def _side(plan: Plan, case: Case) -> Side:
-    played, departing = simulate(plan, case), plan.departures
-    ways = [str(group.exchange) for group in plan.groups if group.departures or not departing]
+    played, departs = simulate(plan, case), plan.departures
+    ways = [way_of(plan, group) for group in plan.groups if group.departures or not departs]
+    for stage in plan.stages:
+        coded = (("edge", stage.edge), ("edge back", stage.edge_back))
+        ways += [f"{name} {choice}" for name, choice in coded if choice is not None]
     return Side(", ".join(dict.fromkeys(ways)), played.step_seconds, sum(played.sent_bytes.values()))
 
 
@@ -137,20 +165,17 @@ def _departs(way: Constraint) -> bool:
 
 
 def _departing(plan: Plan) -> list[SharedGroup]:
-    entries, found = dense_exchanges(), []
-    for group in plan.groups:
-        choice = group.own_exchange
-        if choice.name in entries and entries[choice.name].departs:
-            found.append(SharedGroup(group.parameters, build_dense(choice.name, **choice.options)))
-    return found
+    return [
+        SharedGroup(group.parameters, build_dense(choice.name, **choice.options)) for group, choice in departing(plan)
+    ]
 
 
 def _coded_rows(plan: Plan) -> dict[str, Meanings]:
     """By table: its rows and gradients are encoded and decoded, as on their way between ranks."""
     found = {}
     for group in plan.groups:
-        if group.own_exchange.name in row_exchanges():
-            codes = build_row(group.own_exchange.name, **group.own_exchange.options).codes
+        if group.exchange is not None and group.exchange.name in row_exchanges():
+            codes = build_row(group.exchange.name, **group.exchange.options).codes
             if codes.departs:
                 found[group.parameters[0]] = Meanings(*(partial(_crossed, code) for code in codes))
     return found
