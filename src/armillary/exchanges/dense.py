@@ -93,6 +93,7 @@ class DenseExchange(NamedTuple):
     align: tensors begin at a multiple of so many numbers.
     refuses(layout): why it cannot carry such a group; empty where it can.
     density(layout, state): the share of the values that the last push sent.
+    takes_rows: whether a gradient may come as rows (`Parcel.rows`); the result is rows where every rank gave rows.
     says: what its options come to, where they do not say it themselves.
     mechanisms(workers): what it does among so many, in words; what never acts where it is verified is not called
         verified.
@@ -114,6 +115,7 @@ class DenseExchange(NamedTuple):
     counts: Mapping[str, Callable[[Shape], int]] = MappingProxyType({})
     refuses: Callable[[Layout], str] = _nothing_refused
     density: Callable[[Layout, State], float] = _all_sent
+    takes_rows: bool = False
     says: str = ""
     mechanisms: Callable[[int], Mechanisms] = _exchanged
 

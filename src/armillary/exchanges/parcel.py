@@ -4,18 +4,34 @@ The tail is kept apart because it must arrive exactly, whatever is done to the v
 and, where an exchange keeps state, a sick flag. Its sums say which parameters no rank used (their gradient stays None)
 and how many ranks hold numbers that are not finite. Weights of batches are not in it: all ranks know their sum before
 the values leave, which are then parts of the mean already.
+
+Of a large tensor a gradient may be known by its rows alone. Then only those are kept.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from armillary.facts.layout import Layout
 
-__all__ = ["Parcel", "State", "parted"]
+__all__ = ["Parcel", "Rows", "State", "parted"]
 
 State = dict[str, Tensor]  # by entry: flat, parameter after parameter (`DenseExchange.span`)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one tensor; all others are zero.
+
+    Args:
+        numbers: (n,) int64, ascending, each once.
+        values: (n, *row).
+    """
+
+    numbers: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +43,8 @@ class Parcel:
         tail: (layout.tail,) float64, whole numbers; as a result, their sums over ranks.
         whole: (layout.numel + layout.tail,): values and tail in the dtype of the values, where they lie so already.
         scale: by which a GradScaler multiplied the values, the same on every rank; states are kept without it.
+        rows: of tensors that are known by their rows, by number; `values` are zero there. Only for an exchange that
+            `takes_rows`.
     """
 
     values: Tensor
@@ -34,6 +52,7 @@ class Parcel:
     layout: Layout
     whole: Tensor | None = None
     scale: float = 1.0
+    rows: Mapping[int, Rows] = field(default_factory=dict)
 
     @property
     def used(self) -> Tensor:
@@ -53,9 +72,9 @@ class Parcel:
         """
         return torch.cat([self.values, self.tail.to(self.values)]) if self.whole is None else self.whole
 
-    def answered(self, values: Tensor, tail: Tensor) -> "Parcel":
+    def answered(self, values: Tensor, tail: Tensor, rows: Mapping[int, Rows] | None = None) -> "Parcel":
         """A result."""
-        return Parcel(values, tail, self.layout)
+        return Parcel(values, tail, self.layout, rows=rows or {})
 
 
 def parted(total: Tensor, layout: Layout) -> Parcel:

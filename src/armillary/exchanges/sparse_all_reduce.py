@@ -1,14 +1,15 @@
 """Gradients of which most rows are zero, summed on every worker: only rows that some worker touched cross the links.
 
-Values decide how much is sent, never what arrives: a row that is not sent is zero. Where so many rows are touched that
-one all-reduce of everything sends less, that is made, on all workers alike. So it is exact for any parameter, and asks
-nobody how the parameter is read: what a run takes while it does not know that yet.
+A gradient that lists its rows sends those, of any other the values decide. They decide how much is sent, never what
+arrives: a row that is not sent is zero. Where every rank listed its rows, so does the result. Where so many
+rows are touched that one all-reduce of everything sends less, that is made, on all workers alike. So it is exact for
+any parameter, and asks nobody how the parameter is read: what a run takes while it does not know that yet.
 
 Source: SparCML (Renggli et al., SC 2019), sparse all-reduce that turns dense. Departure: rows, not single numbers, and
 one gather to all instead of recursive doubling.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.owned_rows import merge_rows
+from armillary.exchanges.parcel import Parcel, Rows, State
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program
 from armillary.facts.layout import Layout
@@ -27,13 +29,16 @@ from armillary.facts.topology import Topology
 __all__ = ["sparse_all_reduce"]
 
 NUMBER_BYTES = 8  # of a number in the header
+OWN_NUMBERS = 3  # in the header, before the tail
 ID_BYTES = 4
 BLOCK_ROWS = 4096
 
 
 class _Table(NamedTuple):
-    """The place of one tensor of a layout: its numbers [begin, end), and its first row among the rows of all."""
+    """The place of a tensor in a layout: its number there, its values [begin, end), its first row among the rows of
+    all."""
 
+    number: int
     begin: int
     end: int
     first_row: int
@@ -53,53 +58,68 @@ def sparse_all_reduce() -> DenseExchange:
 
     def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         values, layout = parcel.values, parcel.layout
-        ids, rows = _touched(values, layout)
-        mine = torch.tensor([len(ids), len(rows)], dtype=torch.float64)
+        ids, rows = _touched(parcel)
+        is_listed = all(table.number in parcel.rows for table in _tables(layout))
+        mine = torch.tensor([len(ids), len(rows), is_listed], dtype=torch.float64)
         everyones = yield AllGather(torch.cat([mine, parcel.tail.cpu()]))
-        tail = everyones[:, 2:].sum(0).to(parcel.tail)
-        counts = [(int(one), int(other)) for one, other in everyones[:, :2].tolist()]
+        tail = everyones[:, OWN_NUMBERS:].sum(0).to(parcel.tail)
+        counts = [(int(one), int(other)) for one, other, _ in everyones[:, :OWN_NUMBERS].tolist()]
         sizes = tuple(count * ID_BYTES + numbers * values.element_size() for count, numbers in counts)
         if max(sizes) * place.workers > 2 * values.nbytes:
+            for number, listed in parcel.rows.items():
+                begin, end = layout.spans[number]
+                values[begin:end].view(layout.shapes[number])[listed.numbers] = listed.values
             total = yield AllReduce(values)
             return parcel.answered(total, tail), state
         message = torch.cat([ids.to(torch.int32).view(torch.uint8), rows.view(torch.uint8)])
         send = (len(message),) * place.workers
         gathered = yield AllToAll(message.repeat(place.workers), send, sizes)
-        for table, local, _ in _parts(ids, rows, layout):
-            table.of(values)[local] = 0
+        everyones_rows = []
         for piece, (count, _) in zip(gathered.split(sizes), counts, strict=True):  # in the order of ranks
             theirs, numbers = piece.split([count * ID_BYTES, len(piece) - count * ID_BYTES])
             theirs, numbers = theirs.clone().view(torch.int32).long(), numbers.clone().view(values.dtype)
-            for table, local, added in _parts(theirs, numbers, layout):
+            everyones_rows.append(list(_parts(theirs, numbers, layout)))
+        if bool(everyones[:, OWN_NUMBERS - 1].all()):
+            return parcel.answered(values, tail, _merged(everyones_rows, layout)), state
+        for table, local, _ in _parts(ids, rows, layout):
+            table.of(values)[local] = 0
+        for parts in everyones_rows:
+            for table, local, added in parts:
                 table.of(values).index_add_(0, local, added)
         return parcel.answered(values, tail), state
 
     def most_bytes(layout: Layout, topology: Topology) -> list[float]:
-        header = (topology.workers - 1) * (2 + layout.tail) * NUMBER_BYTES
+        header = (topology.workers - 1) * (OWN_NUMBERS + layout.tail) * NUMBER_BYTES
         return [header + 2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
 
     def legs(layout: Layout, topology: Topology) -> list[Leg]:
         others = topology.workers - 1
-        header = Leg("slowest", others * (2 + layout.tail) * NUMBER_BYTES, others, "AllGather")
+        header = Leg("slowest", others * (OWN_NUMBERS + layout.tail) * NUMBER_BYTES, others, "AllGather")
         whole = Leg("slowest", 2 * others / topology.workers * layout.nbytes, 2 * others, "AllReduce")
         return [header, whole]
 
-    return DenseExchange(push, 2, most_bytes, legs, most_bytes=most_bytes)
+    return DenseExchange(push, 2, most_bytes, legs, most_bytes=most_bytes, takes_rows=True)
 
 
 def _tables(layout: Layout) -> Iterator[_Table]:
     first = 0
-    for (begin, end), shape in zip(layout.spans, layout.shapes, strict=True):
+    for number, ((begin, end), shape) in enumerate(zip(layout.spans, layout.shapes, strict=True)):
         if end > begin:
             rows = shape[0] if shape else 1
-            yield _Table(begin, end, first, rows)
+            yield _Table(number, begin, end, first, rows)
             first += rows
 
 
-def _touched(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Numbers of the rows that are not all zero, through all tensors, and what they hold, flat."""
+def _touched(parcel: Parcel) -> tuple[Tensor, Tensor]:
+    """Numbers of the rows that are listed, or not all zero, through all tensors, and what they hold, flat."""
+    values = parcel.values
     ids, rows = [torch.empty(0, dtype=torch.int64, device=values.device)], [values[:0]]
-    for table in _tables(layout):
+    for table in _tables(parcel.layout):
+        if table.number in parcel.rows:
+            listed = parcel.rows[table.number]
+            ids.append(listed.numbers + table.first_row)
+            rows.append(listed.values.flatten())
+            continue
         blocks = table.of(values).split(BLOCK_ROWS)
         local = torch.cat([(block != 0).any(1) for block in blocks]).nonzero().flatten()
         ids.append(local + table.first_row)
@@ -116,3 +136,13 @@ def _parts(ids: Tensor, rows: Tensor, layout: Layout) -> Iterator[tuple[_Table, 
         width = (table.end - table.begin) // table.rows
         yield table, local, rows[begin : begin + len(local) * width].view(-1, width)
         begin += len(local) * width
+
+
+def _merged(everyones: Sequence[Sequence[tuple[_Table, Tensor, Tensor]]], layout: Layout) -> Mapping[int, Rows]:
+    """The sum over ranks, of every tensor as rows."""
+    found = {}
+    for parts in zip(*everyones, strict=True):
+        table = parts[0][0]
+        numbers, sums = merge_rows(torch.cat([local for _, local, _ in parts]), torch.cat([one for *_, one in parts]))
+        found[table.number] = Rows(numbers, sums.view(-1, *layout.shapes[table.number][1:]))
+    return found

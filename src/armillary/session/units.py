@@ -11,7 +11,8 @@ from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Plan
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
-from armillary.runtime.hybrid.row_update import Held
+from armillary.runtime.hybrid.optimizers import holder
+from armillary.runtime.hybrid.row_update import Held, options_of, takes_listed_rows
 from armillary.runtime.transport import Transport
 from armillary.session.finite import FiniteCheck
 from armillary.session.first_batches import FirstBatches
@@ -60,7 +61,8 @@ def units_of(
         else:
             members = {name: trainable[name] for name in group.parameters}
             exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
-            units.append(dense_unit(group.name, members, exchange, transport.place))
+            listable = [name for name in group.parameters if exchange.takes_rows and _lists(job, trainable[name])]
+            units.append(dense_unit(group.name, members, exchange, transport.place, listable))
     scaler = job.scaler
     scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
     prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], job.optimizer, transport)
@@ -69,3 +71,10 @@ def units_of(
         finite = FiniteCheck(transport)
         executor.on_own, executor.on_settled = finite.look, finite.and_then(first.compare)
     return Units(executor, held, handles)
+
+
+def _lists(job: TrainJob, parameter: nn.Parameter) -> bool:
+    """Whether its optimizer takes its gradient as rows."""
+    optimizer = holder(job.optimizer, parameter)
+    options = None if optimizer is None else options_of(optimizer, parameter)
+    return optimizer is not None and options is not None and takes_listed_rows(optimizer, options)

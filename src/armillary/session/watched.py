@@ -175,6 +175,7 @@ def _show(table: RowTable, gradient: Tensor | None) -> None:
     if gradient is None or table.has_window:
         return
     is_owner = table.place.rank in table.ownership.owners
+    gradient = gradient.to_dense()  # of a watched step it may list its rows
     mine = table.ownership.ids(table.place.rank) if is_owner else torch.empty(0, dtype=torch.int64)
     table.show_gradient(gradient[mine] if table.is_pulled else gradient.clone())
 

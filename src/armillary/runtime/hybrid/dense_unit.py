@@ -5,7 +5,7 @@ alike. Where some rank's numbers are not finite, no state moves on any rank: gra
 GradScaler then skips the step on all ranks), weights stay. Where no rank used a parameter, its state stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,11 +110,18 @@ class DenseUnit:
         return kept
 
 
-def dense_unit(name: str, members: dict[str, nn.Parameter], exchange: DenseExchange, place: RankInfo) -> DenseUnit:
+def dense_unit(
+    name: str,
+    members: dict[str, nn.Parameter],
+    exchange: DenseExchange,
+    place: RankInfo,
+    listable: Collection[str] = (),
+) -> DenseUnit:
     """Args:
     members: of one dtype and device, by name, with the values that training begins with.
+    listable: names of those whose optimizer takes a gradient as rows.
     """
     layout = layout_beside(list(members.values()), list(members), exchange.align, exchange.is_guarded)
-    unit = DenseUnit(name, Bucket(list(members.values()), layout), exchange)
+    unit = DenseUnit(name, Bucket(list(members.values()), layout, listable if exchange.takes_rows else ()), exchange)
     unit.begin_anew(place)
     return unit

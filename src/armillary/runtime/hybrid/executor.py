@@ -203,7 +203,7 @@ class Executor:
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
             parcel = unit.bucket.seal(self.scale, self.counts, self.part)
-            self.on_own(unit.bucket.layout.names, unit.bucket.views)
+            self.on_own(unit.bucket.layout.names, unit.bucket.own)
             if unit.exchange.is_guarded:
                 parcel = replace(parcel, scale=self.loss_scale())
             return unit.push(parcel, self.transport.place), unit.exchange.requests

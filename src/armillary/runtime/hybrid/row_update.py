@@ -20,7 +20,7 @@ from armillary.runtime.hybrid.table import RowTable
 
 __all__ = [
     "Held", "close_window", "leaves_untouched_rows", "open_window", "options_of", "replace_parameter", "steps_by_row",
-    "twin",
+    "takes_listed_rows", "twin",
 ]  # fmt: skip
 
 Held = dict[str, Tensor]  # optimizer state of a whole shard: name -> (local rows, *row shape)
@@ -181,6 +181,26 @@ def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     ]
     split = [torch.cat([piece[""] for piece in step]) for step in zip(*pieces, strict=True)]
     return all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(whole, split, strict=True))
+
+
+def takes_listed_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a gradient that lists its rows moves a matrix as the plain dense one does, and all state is dense."""
+    weight, gradient, other = _matrices()
+    gradient[:3] = other[2:4] = 0
+    try:
+        listed, plain = (
+            _trial(optimizer, group, weight, gradients)
+            for gradients in ([gradient.to_sparse(1), other.to_sparse(1)], [gradient, other])
+        )
+    except ValueError:
+        return False
+    return all(
+        one.keys() == two.keys()
+        and all(
+            not one[name].is_sparse and torch.allclose(one[name], two[name], rtol=1e-12, atol=1e-14) for name in one
+        )
+        for one, two in zip(listed, plain, strict=True)
+    )
 
 
 def leaves_untouched_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:

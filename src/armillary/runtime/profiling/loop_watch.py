@@ -58,7 +58,8 @@ class Told:
 
     Args of note:
         arrivals: names of parameters in the order in which their gradients became final.
-        activation_bytes: of storages that forward made and that were still there when backward began; the most.
+        activation_bytes: of storages that forward made and that were still there when backward began; the most of the
+            first step. The second is watched for its times.
     """
 
     seen: Mapping[str, SeenParameter]
@@ -82,7 +83,6 @@ class LoopWatch(TorchDispatchMode):
         self.steps: list[SeenStep] = []
         self.arrivals: dict[str, None] = {}
         self.activation_bytes = 0
-        self.left: dict[str, Tensor] = {}  # rows of a step's gradients, which the next ones may be added to
         self._begin_step()
         self._undo = [
             when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
@@ -97,6 +97,7 @@ class LoopWatch(TorchDispatchMode):
         self.is_backward = False
         self.arrived = 0.0  # when the last gradient became final
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # storages of this forward
+        self.left: dict[str, Tensor] | None = None  # rows of gradients that were there before this step's are added
 
     def begin(self) -> None:
         self._stance = torch.compiler.set_stance("force_eager")
@@ -128,10 +129,13 @@ class LoopWatch(TorchDispatchMode):
         """The optimizer has stepped."""
         self._turn_to(False)
         self.steps.append(SeenStep(self.reads.take(), self.forward, self.backward))
+        self._begin_step()
+
+    def _left(self) -> dict[str, Tensor]:
+        """By table: where the loop drops gradients before it, as most do, there are none to look at."""
         by_row = {name: one for name, one in self.reads.readings.items() if one.gathers and not one.dense}
         gradients = {name: one.parameter.grad for name, one in by_row.items()}
-        self.left = {name: touched_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
-        self._begin_step()
+        return {name: touched_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -139,14 +143,18 @@ class LoopWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         is_backward = torch._C._current_graph_task_id() != -1
         is_step = (is_backward or torch.is_grad_enabled()) and not self.is_paused
-        if not is_step or os.getpid() != self.process:
+        if not is_step:
             return func(*args, **kwargs)
-        is_turn = is_backward is not self.is_backward or self.since is None
-        if is_turn and (is_backward or self.reads.touches((args, kwargs))):  # a forward begins with the first parameter
-            self._turn_to(is_backward)
+        is_reader = self.reads.touches((args, kwargs))
+        is_turn = (is_backward is not self.is_backward or self.since is None) and (is_backward or is_reader)
+        is_kept = self.since is not None and not is_backward and not self.steps and not func.is_view
+        if not (is_reader or is_turn or is_kept) or os.getpid() != self.process:
+            return func(*args, **kwargs)
+        if is_turn:
+            self._turn_to(is_backward)  # a forward begins with the first parameter
         self.reads.counts_lookups = not is_backward
-        result = self.reads.__torch_dispatch__(func, types, args, kwargs)
-        if self.since is not None and not is_backward and not func.is_view:
+        result = self.reads.noted(func, args, kwargs) if is_reader else func(*args, **kwargs)
+        if is_kept or (is_turn and not is_backward and not self.steps and not func.is_view):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                     storage = leaf.untyped_storage()
@@ -156,6 +164,8 @@ class LoopWatch(TorchDispatchMode):
     def _turn_to(self, is_backward: bool) -> None:
         """Another pass begins, or the step is over. What runs between a backward and the next forward is neither."""
         now = time.perf_counter()
+        if is_backward and self.left is None:
+            self.left = self._left()
         if self.since is not None and self.is_backward:
             self.backward += max(0.0, self.arrived - self.since)
         elif self.since is not None and is_backward:
@@ -169,7 +179,7 @@ class LoopWatch(TorchDispatchMode):
         self.arrivals.pop(name, None)  # the last time counts
         self.arrivals[name] = None
         reading = self.reads.readings[name]
-        rows = self.left.get(name, NO_LOOKUPS.rows)
+        rows = (self.left or {}).get(name, NO_LOOKUPS.rows)
         left = replace(NO_LOOKUPS, rows=rows, counts=torch.zeros_like(rows))
         if has_unseen_reader(reading, merged([left, *reading.pending])):
             reading.dense.add(UNSEEN)

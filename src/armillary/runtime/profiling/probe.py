@@ -115,7 +115,7 @@ def has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
 def touched_rows(gradient: Tensor) -> Tensor:
     """Numbers of the rows that are not zero, on the CPU; of one that lists its rows, those listed."""
     if gradient.is_sparse:
-        return gradient.coalesce().indices()[0].cpu()
+        return gradient._indices()[0].cpu()  # equal ones are still to be merged
     touched = gradient.flatten(1).count_nonzero(1) if gradient.dim() > 1 else gradient
     return touched.nonzero().flatten().cpu()
 

@@ -122,8 +122,10 @@ class WatchReads(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.touches((args, kwargs)):
-            return func(*args, **kwargs)
+        return self.noted(func, args, kwargs) if self.touches((args, kwargs)) else func(*args, **kwargs)
+
+    def noted(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation that touches a parameter."""
         self._note(func, _bound(func, args, kwargs))
         result = func(*args, **kwargs)
         is_alias = func is aten.detach.default and args[0] not in self.views
@@ -174,8 +176,15 @@ class WatchReads(TorchDispatchMode):
         return True
 
     def touches(self, arguments: object) -> bool:
-        """Whether a tensor among them shares memory with a parameter."""
-        return any(self._touched(leaf) for leaf in tree_leaves(arguments))
+        """Whether a tensor among them shares memory with a parameter. Asked at every operation, so without torch's own
+        walk, which takes as long as a small operation."""
+        if isinstance(arguments, Tensor):
+            return bool(self._touched(arguments))
+        if isinstance(arguments, dict):
+            arguments = arguments.values()
+        elif not isinstance(arguments, (tuple, list)):
+            return False
+        return any(map(self.touches, arguments))
 
     def _touched(self, leaf: object) -> list[str]:
         """The parameters whose memory a tensor shares."""
