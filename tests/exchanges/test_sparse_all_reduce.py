@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import Parcel
+from armillary.exchanges.parcel import Parcel, Rows
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 
 LAYOUT = Layout(("table", "bias", "image", "none"), ((500, 4), (), (3, 2, 2), (0, 7)), "float64")
-HEADER_BYTES = 8 * (2 + len(LAYOUT.names))
+HEADER_BYTES = 8 * (3 + len(LAYOUT.names))
 
 
 def parcels_for(touched):
@@ -67,3 +67,43 @@ def test_what_is_not_a_number_arrives():
     parcels[2].values[3 * 4] = float("inf")
     for result, _ in pushed(parcels)[0]:
         assert result.values[8].isnan() and result.values[12].isinf()
+
+
+ROWS = Layout(("table", "other"), ((500, 4), (300, 2)), "float64")
+
+
+def listed_for(touched, listing):
+    """As rows for the ranks in `listing`, flat for the others: the same values."""
+    found = []
+    for rank, rows in enumerate(touched):
+        generator = torch.Generator().manual_seed(rank)
+        numbers, other = torch.tensor(rows, dtype=torch.int64), torch.tensor([rank])
+        values = torch.randn(len(rows), 4, generator=generator, dtype=torch.float64)
+        tail, flat = torch.ones(2, dtype=torch.float64), torch.zeros(ROWS.numel, dtype=torch.float64)
+        one = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
+        rows_of = {0: Rows(numbers, values), 1: Rows(other, one)}
+        if rank not in listing:
+            flat[:2000].view(500, 4)[numbers], flat[2000:].view(300, 2)[other] = values, one
+        found.append(Parcel(flat, tail, ROWS, rows=rows_of if rank in listing else {}))
+    return found
+
+
+def whole(parcel):
+    values = parcel.values.clone()
+    for number, rows in parcel.rows.items():
+        begin, end = ROWS.spans[number]
+        values[begin:end].view(ROWS.shapes[number])[rows.numbers] = rows.values
+    return values
+
+
+@pytest.mark.parametrize("listing", [(0, 1, 2), (1,), ()])
+@pytest.mark.parametrize("touched", TOUCHED.values(), ids=TOUCHED)
+def test_what_lists_its_rows_arrives_as_what_does_not_and_lists_them_where_all_do(touched, listing):
+    wanted = torch.zeros(ROWS.numel, dtype=torch.float64)
+    for parcel in listed_for(touched, listing):
+        wanted += whole(parcel)
+    answers, sent = pushed(listed_for(touched, listing))
+    for result, _ in answers:
+        torch.testing.assert_close(whole(result), wanted, rtol=0, atol=0)
+        assert set(result.rows) == ({0, 1} if len(listing) == 3 and len(touched[0]) < 100 else set())
+    assert sent == pushed(listed_for(touched, ()))[1]
