@@ -48,6 +48,14 @@ class _Table(NamedTuple):
         return values[self.begin : self.end].view(self.rows, -1)
 
 
+class _Part(NamedTuple):
+    """Rows of one tensor: their numbers, (n,), and what they hold, (n, width)."""
+
+    table: _Table
+    numbers: Tensor
+    rows: Tensor
+
+
 def _on_demand(fact: ParameterFact, topology: Topology) -> Sequence[dict[str, Any]]:
     return []
 
@@ -127,22 +135,22 @@ def _touched(parcel: Parcel) -> tuple[Tensor, Tensor]:
     return torch.cat(ids), torch.cat(rows)
 
 
-def _parts(ids: Tensor, rows: Tensor, layout: Layout) -> Iterator[tuple[_Table, Tensor, Tensor]]:
-    """Of every tensor, its row numbers among these, and what they hold: (n,), (n, width)."""
+def _parts(ids: Tensor, rows: Tensor, layout: Layout) -> Iterator[_Part]:
+    """Of every tensor, those among these."""
     begin = 0
     for table in _tables(layout):
         is_here = (ids >= table.first_row) & (ids < table.first_row + table.rows)
         local = ids[is_here] - table.first_row
         width = (table.end - table.begin) // table.rows
-        yield table, local, rows[begin : begin + len(local) * width].view(-1, width)
+        yield _Part(table, local, rows[begin : begin + len(local) * width].view(-1, width))
         begin += len(local) * width
 
 
-def _merged(everyones: Sequence[Sequence[tuple[_Table, Tensor, Tensor]]], layout: Layout) -> Mapping[int, Rows]:
+def _merged(everyones: Sequence[Sequence[_Part]], layout: Layout) -> Mapping[int, Rows]:
     """The sum over ranks, of every tensor as rows."""
     found = {}
     for parts in zip(*everyones, strict=True):
-        table = parts[0][0]
-        numbers, sums = merge_rows(torch.cat([local for _, local, _ in parts]), torch.cat([one for *_, one in parts]))
+        table = parts[0].table
+        numbers, sums = merge_rows(torch.cat([one.numbers for one in parts]), torch.cat([one.rows for one in parts]))
         found[table.number] = Rows(numbers, sums.view(-1, *layout.shapes[table.number][1:]))
     return found
