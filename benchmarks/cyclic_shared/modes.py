@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.collectives import AllReduce, Message
 from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.seat import Seat, in_a_row
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
@@ -136,10 +135,11 @@ def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     return stage, replica(stage, optimizer, loss, transport)
 
 
-def _shared(transport: Transport, sizes: Sizes) -> tuple[Stage, Shared]:
+def _shared(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     schedule, rank = cyclic(sizes.workers, slack=sizes.slack), transport.place.rank
     own, optimizer = _own(Sharing(schedule).stage_of(rank), sizes)
-    return own, Shared(_with_others(own, sizes.workers), optimizer, TrainSpec(schedule, loss), transport, rank)
+    seat = Seat(rank, Sharing(schedule), transport)
+    return own, Interpreter(_with_others(own, sizes.workers), optimizer, TrainSpec(schedule, loss), seat)
 
 
 def _pipeline(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:

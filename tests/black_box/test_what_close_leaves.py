@@ -184,7 +184,6 @@ def test_a_report_has_every_group_with_forecast_and_measured(crew, name):
     plan = plan_of(name)
     answers = crew(EVERY[name][0]).run(reported, name, plan)
     assert len(set(answers)) == 1 and "2 steps" in answers[0]
-    together = plan.schedule.name == "shared_stages"  # whose own engine carries all groups together
-    assert all(line in answers[0] for line in (["all groups"] if together else [group.name for group in plan.groups]))
-    is_on_edges = not together and any(group.exchange is None for group in plan.groups) and plan.workers > 1
+    assert all(group.name in answers[0] for group in plan.groups)
+    is_on_edges = any(group.exchange is None for group in plan.groups) and plan.workers > 1
     assert ("of which, by edge" in answers[0]) == is_on_edges

@@ -198,11 +198,7 @@ def test_shared_stages_are_planned_for_devices_that_are_not_here_and_other_numbe
     assert code == 2 and "wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got 4; take 3 or 6" in err
 
 
-def test_simulate_plays_a_ring_that_keeps_no_weights(armillary):
-    code, out, err = armillary("simulate", *VISION, "--workers", "2", "--schedule", "zero_ring(stages=2)")
+@pytest.mark.parametrize(("workers", "text"), [("2", "zero_ring(stages=2)"), ("3", "shared_stages")])
+def test_simulate_plays_stages_on_several_ranks(armillary, workers, text):
+    code, out, err = armillary("simulate", *VISION, "--workers", workers, "--schedule", text)
     assert (code, err) == (0, "") and "step" in out
-
-
-def test_simulate_says_what_it_does_not_play(armillary):
-    code, out, err = armillary("simulate", *VISION, "--workers", "3", "--schedule", "shared_stages")
-    assert (code, out) == (2, "") and "schedule is shared_stages, which is not played yet" in err

@@ -7,13 +7,12 @@ from torch import nn, optim
 from armillary.reference.cyclic import Reference
 from armillary.reference.edges import Edges
 from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.seat import Seat, in_a_row
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.layout import plain
-from armillary.schedules.shared import devices_for
+from armillary.schedules.shared import Sharing, devices_for
 from channels import in_threads
 from staged_models import as_stages, same, squared_error, weights
 
@@ -115,11 +114,13 @@ def shared(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
         optimizer = optimizer_of(stages.parameters())
-        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
+        sharing = Sharing(schedule)
+        spec, seat = TrainSpec(schedule, squared_error), Seat(rank, sharing, channel)
+        run = Interpreter(as_stages(stages), optimizer, spec, seat)
         for batches in data(dtype):
             run.step(batches)
         run.settle()
-        return run.part.index, weights(stages[run.part.index])
+        return sharing.stage_of(rank), weights(stages[sharing.stage_of(rank)])
 
     found = dict(in_threads(devices_for(WORKERS), alone))
     return [weight for stage in sorted(found) for weight in found[stage]]

@@ -7,15 +7,11 @@ import torch
 from torch import nn
 
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import corrected_step, shared_stage
+from armillary.runtime.cyclic import corrected_step
 from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.delayed_step import options_of, step_with
-from armillary.runtime.cyclic.home import Home
 from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.replica import Replica
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.shared import Shared
-from armillary.runtime.cyclic.shared_stage import SharedStage
+from armillary.runtime.cyclic.seat import Seat, in_a_row
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.train_spec import TrainSpec
@@ -126,7 +122,9 @@ def shared(schedule):
         channel.board.timeout_seconds = WAIT_SECONDS
         stages = stages_of(schedule.stages, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
+        sharing = Sharing(schedule)
+        spec, seat = TrainSpec(schedule, squared_error), Seat(rank, sharing, channel)
+        run = Interpreter(as_stages(stages), optimizer, spec, seat)
         scheduler = drop(optimizer, DROP)
         for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
             if step == DRAIN:
@@ -134,7 +132,7 @@ def shared(schedule):
             run.step(batches)
             scheduler.step()
         run.settle()
-        return run.part.index, weights(stages[run.part.index])
+        return sharing.stage_of(rank), weights(stages[sharing.stage_of(rank)])
 
     found = in_threads(devices_for(schedule.workers), alone)
     first = dict(reversed(found))
@@ -218,7 +216,6 @@ def forgets_one(self, step, came):
 
 
 _join, _mean = StageSums.join, StageSums.mean
-_home_means = Home.means
 
 
 def sum_for_mean(self, step):
@@ -230,11 +227,6 @@ def reads_on(self, flats):
     """A version that arrives is counted, and the one before is read on."""
     self.newest += 1
     self._versions[self.newest] = self._versions[self.newest - 1]
-
-
-def undivided(self, stage, total, workers):
-    """The home steps with the sum instead of the mean."""
-    return _home_means(self, stage, total, 1)
 
 
 def token_of_the_step_before(self, letter):
@@ -261,23 +253,12 @@ def another_home(schedule, stage):
 
 
 _home = messages.home
-_rank_of, _shared_add = Sharing.rank_of, SharedStage.add
+_last = Sharing.last
 
 
-def counted_anew(self, place):
-    """The device of a micro-batch is found by its number within the step instead of through all steps."""
-    return _rank_of(self, (0, *place[1:]))
-
-
-def without_one(self, place, gradients):
-    """One device hands on the sum without its own part."""
-    _shared_add(self, place, {} if self.rank == 1 else gradients)
-
-
-def keeps_its_version(self, weights):
-    """A device counts a version that arrives and goes on reading the one before."""
-    self.newest += 1
-    self._versions[self.newest] = self._versions[self.newest - 1]
+def counted_anew(self, step, stage):
+    """An owner looks for every sum on the device that finished the first step's."""
+    return _last(self, 0, stage)
 
 
 EVERYWHERE = [
@@ -306,11 +287,8 @@ ZEROS = [
     (Borrowed, "flats_for", backward_by_others),
 ]
 SHARES = [
-    (shared_stage, "options_of", lambda optimizer: [{**group, "lr": 0.01} for group in options_of(optimizer)]),
-    (Sharing, "rank_of", counted_anew),
-    (SharedStage, "add", without_one),
-    (Replica, "arrive", keeps_its_version),
-    (Home, "means", undivided),
+    *(fault for fault in RINGS if fault[2] is not another_home),
+    (Sharing, "last", counted_anew),
 ]
 OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong
 CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode.split(",")[0], STORES)]

@@ -11,7 +11,8 @@ from torch import nn
 
 from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.shared import Shared
+from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.runtime.cyclic.seat import Seat
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
@@ -60,23 +61,29 @@ def truth(schedule, optimizer="momentum", dtype=torch.float64, drains=(), clip=N
     return [weights(stage) for stage in stages], [list(stage.buffers()) for stage in stages], losses
 
 
+def shared(stages, optimizer, spec, channel, rank, rule="gloo"):
+    seat = Seat(rank, Sharing(spec.schedule), channel, one_queue=rule == "nccl")
+    return Interpreter(as_stages(stages), optimizer, spec, seat)
+
+
 def one_device(rank, channel, schedule, optimizer="momentum", dtype=torch.float64, drains=(), settles=(), **options):
     """Trains on device `rank`; returns its stage's weights and buffers, losses, what it was seen to do, its states."""
     recompute, clip = options.pop("recompute", frozenset()), options.pop("clip", None)
+    rule = options.pop("rule", "gloo")
     autocast = options.pop("autocast", False)
     stages = stages_of(schedule.stages, dtype, **options)
     made = OPTIMIZERS[optimizer](stages.parameters())
     seen, held = [], []
 
     def observe(due, version, places):
-        seen.append((due.tick, due.kind, due.place, version))
+        seen.append((due.tick, due.op, due.place, version))
         held.append(len(places))
 
     spec = TrainSpec(schedule, squared_error, recompute=recompute, clip=clip, observe=observe)
-    run = Shared(as_stages(stages), made, spec, channel, rank)
+    run = shared(stages, made, spec, channel, rank, rule)
     finished = loop(run, drop(made, DROP), schedule, dtype, drains, settles, autocast)
     finished += run.settle()
-    mine = stages[run.part.index]
+    mine = stages[Sharing(schedule).stage_of(rank)]
     return weights(mine), list(mine.buffers()), [x for one in finished for x in one.losses], seen, held, len(made.state)
 
 
@@ -120,7 +127,7 @@ def holds(schedule, options, answers):
         assert seen == sorted(planned) and len(seen) == len(done)
         assert held == [1, 0] * (len(seen) // 2)  # the activations of one micro-batch from F to B, and none after
         if options.get("optimizer", "momentum") != "sgd":
-            assert states == (len(final[stage]) if rank == sharing.home(stage) else 0)
+            assert states == (len(final[stage]) if rank == sharing.owner(stage) else 0)
 
 
 def compare(crew, cases):
@@ -193,13 +200,8 @@ def test_under_autocast_the_weights_are_the_references(crew):
 def sent_in_training(rank, channel, schedule, clip):
     """What a device sends in steps in which everybody knows the forms: (receiver, bytes) of each message."""
     stages = stages_of(schedule.stages, dropout=0.0)
-    run = Shared(
-        as_stages(stages),
-        OPTIMIZERS["sgd"](stages.parameters()),
-        TrainSpec(schedule, squared_error, clip=clip),
-        channel,
-        rank,
-    )
+    spec = TrainSpec(schedule, squared_error, clip=clip)
+    run = shared(stages, OPTIMIZERS["sgd"](stages.parameters()), spec, channel, rank)
     batches, known = data(LAST, schedule.workers), 0
     for step, one in enumerate(batches):
         if step == FIRST:
@@ -250,19 +252,34 @@ def test_nothing_depends_on_who_is_late(clip):
     holds(schedule, options, answers)
 
 
+@pytest.mark.parametrize("clip", [None, Clip(TIGHT, "previous"), Clip(LOOSE)], ids=str)
+def test_messages_in_one_queue_per_pair_as_nccl_has_them_do_not_hang(clip):
+    schedule = cyclic(3, slack=1)
+    options = {"dropout": 0.0, "clip": clip, "norm": nn.BatchNorm1d, "settles": (2,), "drains": (3,)}
+
+    def late(rank, channel):
+        return one_device(rank, Late(channel, rank), schedule, **options, rule="nccl")
+
+    holds(schedule, options, in_threads(6, late, rule="nccl"))
+
+
 def test_devices_of_a_stage_agree_at_every_look():
     schedule = cyclic(3)
+    sharing = Sharing(schedule)
 
     def alone(rank, channel):
         stages = stages_of(3, dropout=0.0)
         optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        run = Shared(as_stages(stages), optimizer, TrainSpec(schedule, squared_error), channel, rank)
+        run, index = (
+            shared(stages, optimizer, TrainSpec(schedule, squared_error), channel, rank),
+            sharing.stage_of(rank),
+        )
         looks = []
         for batches in data(STEPS, 3):
             run.step(batches)
             run.settle()
-            looks.append(weights(stages[run.part.index]))
-        return run.part.index, looks
+            looks.append(weights(stages[index]))
+        return index, looks
 
     answers = in_threads(6, alone)
     for stage, looks in answers:
@@ -274,11 +291,11 @@ def test_what_cannot_be_shared_is_refused():
     stages = stages_of(3)
     channel, optimizer = ThreadChannel(None, 0), OPTIMIZERS["sgd"](stages.parameters())
     with pytest.raises(ValueError, match="as many equal stages as micro-batches"):
-        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(2, 3), squared_error), channel, 0)
-    with pytest.raises(ValueError, match="3 stages and 6 devices; got 3 stages, device 6"):
-        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error), channel, 6)
+        shared(stages, optimizer, TrainSpec(cyclic(2, 3), squared_error), channel, 0)
+    with pytest.raises(ValueError, match="cyclic has 2 stages, the model is cut into 3"):
+        shared(stages, optimizer, TrainSpec(cyclic(2), squared_error), channel, 0)
     with pytest.raises(ValueError, match="cannot clip by the global norm"):
-        Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error, clip=Clip(1.0)), channel, 0)
-    run = Shared(as_stages(stages), optimizer, TrainSpec(cyclic(3), squared_error), channel, 2)
+        shared(stages, optimizer, TrainSpec(cyclic(3), squared_error, clip=Clip(1.0)), channel, 0)
+    run = shared(stages, optimizer, TrainSpec(cyclic(3), squared_error), channel, 2)
     with pytest.raises(ValueError, match="got 2 micro-batches, want 3"):
         run.step(data(1, 2)[0])

@@ -20,6 +20,8 @@ from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing
+from armillary.schedules.shared_messages import shared_messages
 from armillary.schedules.simultaneous import simultaneous
 from armillary.schedules.unsharded import lent_messages
 from staged_models import rings
@@ -33,14 +35,16 @@ RINGS = [
     *(one for n in (2, 3, 4) for one in rings(n)[n % 3 :: 3]),
     *(cyclic(5, 3, 2), simultaneous(3, 2), delayed_all_reduce(3, 2)),
 ]
+SHARED = [cyclic(n, slack=slack) for n in (1, 2, 3, 4) for slack in sorted({0, 1, n})]
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
-def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False):
+def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False, shares=False, buffered=()):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
-    found, ranks = [], range(schedule.workers)
-    for rank in ranks:
-        lowering = Lowering(schedule, rank, ranks, clip, served, wires=Wires(one_queue, lends=lends))
+    found, ranks = [], Sharing(schedule) if shares else range(schedule.workers)
+    for rank in range(ranks.devices) if shares else ranks:
+        wires = Wires(one_queue, lends=lends, buffered=buffered)
+        lowering = Lowering(schedule, rank, ranks, clip, served, wires=wires)
         does = {"t": lowering.next_step, "s": lowering.rest, "d": lowering.drain}
         found.append([one for call in calls for one in does[call]()])
     return found
@@ -55,9 +59,9 @@ def places(made, *ops):
     return [place for place, one in enumerate(made) if one.op in ops]
 
 
-def in_time(schedule, clip):
+def in_time(schedule, clip, shares=False):
     try:
-        refuse_late_norm(schedule, range(schedule.workers), clip)
+        refuse_late_norm(schedule, Sharing(schedule) if shares else range(schedule.workers), clip)
     except ValueError:
         return False
     return True
@@ -85,6 +89,33 @@ def test_weights_that_are_lent_are_there_when_they_are_read_and_gone_after_a_dra
                 made, where = lists(schedule, calls, clip, lends=True), setting(schedule, calls, clip)
                 assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
                 assert flaw(lists(schedule, calls, clip, one_queue=False, lends=True), where, "gloo") == ""
+
+
+@pytest.mark.parametrize("schedule", SHARED, ids=lambda s: f"{s.stages}-{s.stale_share:.1f}")
+def test_stages_by_turns_neither_hang_nor_read_what_is_not_there(schedule):
+    """Ranks change from step to step, so it is played for more steps than it takes them to come round."""
+    clips = [None if clip is None else clip.over(schedule.stages) for clip in CLIPS]
+    for clip, between, place in product(clips, ("", "s", "d"), range(3)):
+        if in_time(schedule, clip, shares=True):
+            calls = "t" * (place + 1) + between + "t" * (5 - place) + "st"
+            own, where = {"shares": True, "buffered": range(schedule.stages)}, setting(schedule, calls, clip)
+            made = lists(schedule, calls + "s", clip, **own)
+            assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
+            assert flaw(lists(schedule, calls + "d", clip, one_queue=False, **own), where, "gloo") == ""
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+def test_the_letters_of_stages_by_turns_are_the_schedules_messages_step_by_step(clip):
+    for schedule in (s for s in SHARED[3:] if in_time(s, clip, shares=True)):
+        sharing, steps = Sharing(schedule), 6
+        sent = Counter(
+            (rank, one.peer, "norm" if "norm" in one.letter.what else one.letter.what, one.stage)
+            for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip, shares=True))
+            for one in made
+            if one.op == "SEND"
+        )
+        messages = (m for step in range(steps) for m in shared_messages(sharing, step, clip))
+        assert sent == Counter((m.sender, m.receiver, m.content, m.stage) for m in messages)
 
 
 @pytest.mark.parametrize("served", [{0}, {2}, {0, 1, 2}])

@@ -125,7 +125,7 @@ def test_weights_visit_every_device_of_a_stage_once_and_reach_it_before_it_reads
     sent = shared_messages(sharing, step)
     for stage in range(sharing.schedule.stages):
         path = sharing.weight_path(step + 1, stage)
-        assert sorted(path) == list(sharing.ranks(stage)) and path[0] == sharing.home(stage)
+        assert sorted(path) == list(sharing.ranks(stage)) and path[0] == sharing.owner(stage)
         ways = [(m.sender, m.receiver) for m in sent if (m.content, m.stage) == ("weights", stage)]
         assert sorted(ways) == sorted(pairwise(path))
         for rank, tick in sharing.readers(step + 1, stage).items():
@@ -165,7 +165,7 @@ def test_the_hop_without_slack_is_none_where_the_home_does_not_change(workers, s
         first, tick = min(sharing.readers(step + 1, stage).items(), key=lambda pair: pair[1])
         assert first == sharing.last(step, stage) and tick == sharing.complete(step, stage) + 1
         if workers % (workers - stage) == 0:
-            assert first == sharing.home(stage)
+            assert first == sharing.owner(stage)
 
 
 def test_counts_of_devices():

@@ -104,8 +104,6 @@ class _Play:
             )
         if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
             raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
-        if not options_of(plan).method.is_lowered:  # carried out by an engine of its own
-            raise _not_played(plan)
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))
@@ -129,7 +127,7 @@ class _Play:
         lowering = Lowering(
             schedule,
             rank,
-            self._played if len(self._played) > 1 else [rank] * schedule.workers,
+            self.options.ranks(self._played) if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
             reduces=self.replicas > 1,
             wires=Wires(self.case.topology.backend != "gloo", self.codes, self.options.method.lends),
@@ -300,13 +298,6 @@ class _Play:
             "backward weights": stage.weight_bytes,
         }
         return bytes_of.get(letter.what, NORM_BYTES)
-
-
-def _not_played(plan: Plan) -> ValueError:
-    return ValueError(
-        f"simulate: the plan's schedule is {plan.schedule}, which is not played yet; its forecast and picture stand in "
-        "what armillary plan prints"
-    )
 
 
 def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage]:

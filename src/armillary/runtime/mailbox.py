@@ -76,33 +76,21 @@ class _AsItIs:
 AS_IT_IS: Writing = _AsItIs()
 
 
-class _Line(NamedTuple):
-    """A peer, and the route where routes are apart."""
-
-    peer: int
-    route: str
-
-
 class Mailbox:
     """
     Args:
         device: on which letters arrive.
         one_queue: whether messages to a peer wait for those of the peer that are expected before them.
-        is_lowered: whether `expect` is called in the order of the sends, over all that comes from a peer; if not, it is
-            for each edge.
     """
 
-    def __init__(
-        self, channel: Channel, device: torch.device, one_queue: bool = False, is_lowered: bool = True
-    ) -> None:
-        self._channel, self._device = channel, device
-        self._one_queue, self._is_lowered = one_queue, is_lowered
+    def __init__(self, channel: Channel, device: torch.device, one_queue: bool = False) -> None:
+        self._channel, self._device, self._one_queue = channel, device, one_queue
         self._sent_forms: dict[tuple[int, str], Form] = {}  # by peer and edge
         self._forms: dict[tuple[int, str], Form] = {}
-        self._expected: dict[_Line, deque[Letter]] = defaultdict(deque)  # for which no room is made yet
-        self._lengths: dict[_Line, tuple[Pending, Tensor]] = {}  # of the first of them: of its form, or of its tensors
+        self._expected: dict[int, deque[Letter]] = defaultdict(deque)  # for which no room is made yet
+        self._lengths: dict[int, tuple[Pending, Tensor]] = {}  # of the first of them: of its form, or of its tensors
         self._writing: dict[Letter, Writing] = {}  # of all that is to come
-        self._line_of: dict[Letter, _Line] = {}  # of all that is to come
+        self._peer_of: dict[Letter, int] = {}  # of all that is to come
         self._posted: dict[Letter, Parts] = {}
         self._under_way: dict[Letter, Parts] = {}
 
@@ -112,15 +100,15 @@ class Mailbox:
         Raises:
             RuntimeError: its form differs from that of the edge's first. TypeError: a form that text cannot say.
         """
-        line, edge = self._line(letter, peer), (peer, letter.edge)
-        while self._one_queue and self._expected[line]:
-            self._learn(line)
+        edge = peer, letter.edge
+        while self._one_queue and self._expected[peer]:
+            self._learn(peer)
         form, message = writing.form(leaves, spec), list[tuple[Pending, Tensor]]()
         if edge not in self._sent_forms:
             text = torch.frombuffer(bytearray(form.to_json().encode()), dtype=torch.uint8)
             message += [
-                self._start(letter, line, torch.tensor([text.numel()], dtype=torch.int32), LENGTH),
-                self._start(letter, line, text, FORM),
+                self._start(letter, peer, torch.tensor([text.numel()], dtype=torch.int32), LENGTH),
+                self._start(letter, peer, text, FORM),
             ]
             self._sent_forms[edge] = form
         if form != self._sent_forms[edge]:
@@ -132,36 +120,30 @@ class Mailbox:
         written = writing.write(form, [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
         if varying := writing.varying(form):
             lengths = torch.tensor([written[number].numel() for number in varying])
-            message.append(self._start(letter, line, lengths, LENGTHS))
-        self._under_way[letter] = message + [self._start(letter, line, tensor) for tensor in written]
+            message.append(self._start(letter, peer, lengths, LENGTHS))
+        self._under_way[letter] = message + [self._start(letter, peer, tensor) for tensor in written]
 
     def over(self, letter: Letter) -> None:
         """Waits until the peer has a letter, and lets go of its tensors."""
         for pending, _ in self._under_way.pop(letter):
             pending.wait()
 
-    def all_over(self) -> None:
-        """The same for everything sent so far."""
-        for letter in list(self._under_way):
-            self.over(letter)
-
     def expect(self, letter: Letter, peer: int, writing: Writing = AS_IT_IS) -> None:
         """Makes room for the next letter that the peer sends."""
-        line = self._line(letter, peer)
-        self._line_of[letter], self._writing[letter] = line, writing
-        self._expected[line].append(letter)
-        self._post(line)
+        self._peer_of[letter], self._writing[letter] = peer, writing
+        self._expected[peer].append(letter)
+        self._post(peer)
 
     def take(self, letter: Letter) -> tuple[list[Any], TreeSpec]:
         """Waits for an expected letter. Tensors that asked for a gradient on the other side ask here."""
-        line = self._line_of.pop(letter)
+        peer = self._peer_of.pop(letter)
         while letter not in self._posted:
-            self._learn(line)
+            self._learn(peer)
         tensors = []
         for pending, tensor in self._posted.pop(letter):
             pending.wait()
             tensors.append(tensor)
-        form = self._forms[line.peer, letter.edge]
+        form = self._forms[peer, letter.edge]
         arrived = iter(self._writing.pop(letter).read(form, tensors))
         leaves = [
             next(arrived).requires_grad_(leaf.asks) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves
@@ -173,47 +155,44 @@ class Mailbox:
         for parts in (*self._posted.values(), *self._under_way.values()):
             yield from (tensor for _, tensor in parts)
 
-    def _line(self, letter: Letter, peer: int) -> _Line:
-        return _Line(peer, "" if self._is_lowered else letter.edge)
-
-    def _post(self, line: _Line) -> None:
+    def _post(self, peer: int) -> None:
         """Makes room for what is expected, as far as forms and lengths are known."""
-        expected = self._expected[line]
-        while expected and line not in self._lengths:
+        expected = self._expected[peer]
+        while expected and peer not in self._lengths:
             letter = expected[0]
-            form = self._forms.get((line.peer, letter.edge))
+            form = self._forms.get((peer, letter.edge))
             if form is None:
-                self._lengths[line] = self._receive(letter, line, torch.empty(1, dtype=torch.int32), LENGTH)
+                self._lengths[peer] = self._receive(letter, peer, torch.empty(1, dtype=torch.int32), LENGTH)
             elif varying := self._writing[letter].varying(form):
                 lengths = torch.empty(len(varying), dtype=torch.int64)
-                self._lengths[line] = self._receive(letter, line, lengths, LENGTHS)
+                self._lengths[peer] = self._receive(letter, peer, lengths, LENGTHS)
             else:
-                self._make_room(line, form, [])
+                self._make_room(peer, form, [])
 
-    def _make_room(self, line: _Line, form: Form, lengths: list[int]) -> None:
+    def _make_room(self, peer: int, form: Form, lengths: list[int]) -> None:
         """For the first of what is expected."""
-        letter = self._expected[line].popleft()
+        letter = self._expected[peer].popleft()
         rooms = self._writing[letter].room(form, lengths)
         parts = [torch.empty(room.shape, dtype=room.dtype, device=self._device) for room in rooms]
-        self._posted[letter] = [self._receive(letter, line, part) for part in parts]
+        self._posted[letter] = [self._receive(letter, peer, part) for part in parts]
 
-    def _learn(self, line: _Line) -> None:
+    def _learn(self, peer: int) -> None:
         """Waits for the form or the lengths of the first letter that no room is made for."""
-        pending, lengths = self._lengths.pop(line)
+        pending, lengths = self._lengths.pop(peer)
         pending.wait()
-        letter = self._expected[line][0]
-        form = self._forms.get((line.peer, letter.edge))
+        letter = self._expected[peer][0]
+        form = self._forms.get((peer, letter.edge))
         if form is None:
-            pending, text = self._receive(letter, line, torch.empty(int(lengths), dtype=torch.uint8), FORM)
+            pending, text = self._receive(letter, peer, torch.empty(int(lengths), dtype=torch.uint8), FORM)
             pending.wait()
-            self._forms[line.peer, letter.edge] = Form.from_json(text.numpy().tobytes().decode())
+            self._forms[peer, letter.edge] = Form.from_json(text.numpy().tobytes().decode())
         else:
-            self._make_room(line, form, lengths.tolist())
-        self._post(line)
+            self._make_room(peer, form, lengths.tolist())
+        self._post(peer)
 
-    def _start(self, letter: Letter, line: _Line, tensor: Tensor, part: str = "") -> tuple[Pending, Tensor]:
+    def _start(self, letter: Letter, peer: int, tensor: Tensor, part: str = "") -> tuple[Pending, Tensor]:
         whole = tensor.contiguous()
-        return self._channel.post(Send(part + letter.edge, line.peer, whole, line.route, letter.at)), whole
+        return self._channel.post(Send(part + letter.edge, peer, whole, "", letter.at)), whole
 
-    def _receive(self, letter: Letter, line: _Line, into: Tensor, part: str = "") -> tuple[Pending, Tensor]:
-        return self._channel.post(Receive(part + letter.edge, line.peer, into, line.route, letter.at)), into
+    def _receive(self, letter: Letter, peer: int, into: Tensor, part: str = "") -> tuple[Pending, Tensor]:
+        return self._channel.post(Receive(part + letter.edge, peer, into, "", letter.at)), into

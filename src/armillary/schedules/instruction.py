@@ -12,6 +12,7 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
     UNSHARD, RESHARD  weights of a stage come from another rank: the next version, to stay, or those that one action
                       reads; what came for an action goes, or, at the owner, a version that nobody needs any more
+    ADOPT             buffers of a stage, as the rank that ran it before has left them, become those here
     NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
     SERVE, PUSH       this rank's part in the look-ups of another stage's forward; in its tables' step
 
@@ -28,8 +29,8 @@ __all__ = ["NO_MICRO_BATCH", "Instruction", "Letter", "Op", "What"]
 NO_MICRO_BATCH = -1
 
 Op = Literal[
-    "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "NORM", "KNOW",
-    "SERVE", "PUSH",
+    "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "ADOPT", "NORM",
+    "KNOW", "SERVE", "PUSH",
 ]  # fmt: skip
 What = Literal[
     "activation", "activation gradient", "partial gradient", "gradient", "weights", "forward weights",
@@ -92,7 +93,7 @@ class Instruction(NamedTuple):
             return Letter("activation gradient", self.step, self.micro_batch, self.stage + 1)
         if self.op == "NORM":
             return Letter("partial norm", self.step, NO_MICRO_BATCH, self.stage + 1)
-        return self.letter if self.op in ("SUM", "UNSHARD", "KNOW") else None
+        return self.letter if self.op in ("SUM", "UNSHARD", "ADOPT", "KNOW") else None
 
     def __str__(self) -> str:
         at = f"{self.op} {self.stage}.{self.micro_batch} of step {self.step}"

@@ -6,31 +6,24 @@ ranks name their sends and receives in one and the same order, both directions t
 it stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
 
-What goes from rank to rank around the actions is said in `chain.py`, where a stage runs on one rank, and in `relay.py`,
-where it runs on several.
+What goes from rank to rank around the actions is said in `chain.py`, where a stage runs on one rank, in `relay.py`,
+where it runs on several, and in `turns.py`, where micro-batches take turns on them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from armillary.schedules.action_queue import ActionQueue, ScheduledAction
 from armillary.schedules.chain import Chain
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Op
+from armillary.schedules.placement import Ranks, is_relayed, placed
 from armillary.schedules.rank_list import ONE_QUEUE, RankList, Wires
 from armillary.schedules.relay import Relay
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing
+from armillary.schedules.turns import Turns
 
-__all__ = ["Lowering", "is_relayed"]
-
-
-def is_relayed(schedule: Schedule, ranks: Sequence[int]) -> bool:
-    """Whether a stage runs on several ranks.
-
-    Args:
-        ranks: by worker of the schedule.
-    """
-    runs = {(action.stage, rank) for row, rank in zip(schedule.ticks, ranks, strict=True) for action in row}
-    return len(runs) > schedule.stages
+__all__ = ["Lowering"]
 
 
 class Lowering:
@@ -50,18 +43,22 @@ class Lowering:
         self,
         schedule: Schedule,
         rank: int,
-        ranks: Sequence[int],
+        ranks: Ranks,
         clip: Clip | None = None,
         served: Collection[int] = (),
         reduces: bool = False,
         wires: Wires = ONE_QUEUE,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
-        self._ranks, self._served = tuple(ranks), frozenset(served)
+        self._where, self._served = placed(schedule, ranks), frozenset(served)
         self._written = RankList(rank, wires)
         self.is_lent = wires.lends and is_relayed(schedule, ranks)
-        self._around: Chain | Relay
-        if is_relayed(schedule, ranks):
+        self.passed = frozenset[int]()  # stages whose buffers go from rank to rank
+        self._around: Chain | Relay | Turns
+        if isinstance(ranks, Sharing):
+            self._around = Turns(ranks, clip, self._written, wires.buffered)
+            self.passed = self._around.passed
+        elif is_relayed(schedule, ranks):
             self._around = Relay(schedule, ranks, clip, self._written)
         else:
             self._around = Chain(schedule, ranks, clip, self._written, served, reduces)
@@ -111,7 +108,7 @@ class Lowering:
 
     def _walk(self, due: ScheduledAction) -> None:
         """One action of any worker."""
-        is_here = self._ranks[due.worker] == self.rank
+        is_here = self._where.rank_of(due.place) == self.rank
         if is_here:
             self._written.begin()
         self._around.before(due)

@@ -18,7 +18,9 @@ from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
 from armillary.schedules.edge import Edge, refuse_edges
 from armillary.schedules.messages import Message
+from armillary.schedules.placement import Ranks, placed
 from armillary.schedules.schedule import Schedule
+from armillary.schedules.shared import Sharing
 from armillary.schedules.stage_load import StageLoad
 
 __all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "Traffic"]
@@ -79,7 +81,9 @@ class ScheduleOptions:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
         self.method.check(self)
         if self.edges:
-            refuse_edges(self.edges, self.schedule(), self.method.no_edges)
+            schedule = self.schedule()
+            where = placed(schedule, self.ranks(range(schedule.workers)))
+            refuse_edges(self.edges, schedule, where, self.method.no_edges)
         if self.clip is not None and self.clip.waits:
             self._refuse_late_norm(self.clip)
         self.built_corrections()
@@ -101,6 +105,11 @@ class ScheduleOptions:
             ValueError: the options make no possible table.
         """
         return self.method.table(self)
+
+    def ranks(self, together: Sequence[int]) -> Ranks:
+        """Who runs what, of processes that carry out one table together."""
+        schedule, placement = self.schedule(), self.method.placement
+        return together if placement is None else placement(schedule)
 
     def picture(self) -> str:
         """Who does what when."""
@@ -242,7 +251,7 @@ class Method:
         owns_loop: training steps are taken by `run.step`. is_cut: the model is cut into stages.
         is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
         across: (options, processes) -> how many processes carry out one table together.
-        is_lowered: to lists of instructions (`lowering.py`); else an engine of its own carries it out.
+        placement: which process runs what, where that changes with the step; else each worker of the table is one.
         lends: a stage's weights are kept by its owner only, and lent for each use, where several processes run it.
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
@@ -271,7 +280,7 @@ class Method:
     is_cut: bool = True
     is_side_by_side: bool = False
     across: Callable[[ScheduleOptions, int], int] = _one_or_all
-    is_lowered: bool = True
+    placement: Callable[[Schedule], Sharing] | None = None
     lends: bool = False
     is_even: bool = False
     keeps_own_statistics: bool = False

@@ -13,7 +13,7 @@ and the sender lets go of it with its first action after the one that needed it.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from armillary.schedules.edge import Codes
@@ -32,11 +32,13 @@ class Wires:
         one_queue: whether both directions of a pair share one; see Note [Early room].
         codes: of edges that are coded.
         lends: whether only the owner of a stage keeps its weights, where several ranks run it. Room is short then.
+        buffered: stages whose buffers travel, where micro-batches take turns on ranks.
     """
 
     one_queue: bool = True
     codes: Codes = field(default_factory=dict)
     lends: bool = False
+    buffered: Collection[int] = ()
 
 
 ONE_QUEUE = Wires()

@@ -8,13 +8,13 @@ micro-batch at a time and is busy 2 of its 2(N - j) ticks; all together 2/(N + 1
 
 Ranks: the devices of stage 0 first, then those of stage 1, and so on; the last stage has one.
 
-Note [Home]. Gradients of a stage are summed in worker order from device to device. One of them, the home, has the
+Note [Owner]. Gradients of a stage are summed in worker order from device to device. One of them, the owner, has the
 master weights and the optimizer state; it gets the sum and hands on the new weights. The micro-batch that reads a
 version first at slack 0 is N - j after the last one that it is made of, so it is on the same device: the hop without
-slack is none, where that device is the home. It always is where N - j divides N; elsewhere the device changes from step
-to step, the home does not, and two hops are exposed at slack 0.
+slack is none, where that device is the owner. It always is where N - j divides N; elsewhere the device changes from
+step to step, the owner does not, and two hops are exposed at slack 0.
 
-Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the home; `slack`.
+Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the owner; `slack`.
 """
 
 from dataclasses import dataclass
@@ -119,6 +119,10 @@ class Sharing:
         ranks = self.ranks(stage)
         return ranks[(step * self.schedule.workers + micro_batch) % len(ranks)]
 
+    def handed_in(self, rank: int) -> range:
+        """All micro-batches of a step, on every device."""
+        return range(self.schedule.micro_batches)
+
     def rotation(self, stage: int) -> int:
         """After how many steps the micro-batches of a step meet the same devices again."""
         count = len(self.ranks(stage))
@@ -133,7 +137,7 @@ class Sharing:
             if self.rank_of((step, action.micro_batch, action.stage)) == rank
         ]
 
-    def home(self, stage: int) -> int:
+    def owner(self, stage: int) -> int:
         """The device that has a stage's master weights and optimizer state: the one of step 0's last micro-batch."""
         return self.rank_of((0, self.schedule.workers - 1, stage))
 
@@ -142,7 +146,7 @@ class Sharing:
         return self.rank_of((step, self.schedule.workers - 1, stage))
 
     def complete(self, step: int, stage: int) -> int:
-        """The tick of the last backward of a step: after it the home may step with the step's gradient."""
+        """The tick of the last backward of a step: after it the owner may step with the step's gradient."""
         return self.start("B", (step, self.schedule.workers - 1, stage))
 
     def start(self, kind: str, place: Cell) -> int:
@@ -158,6 +162,6 @@ class Sharing:
         return {self.rank_of(place): self.start("F", place) for place in places}
 
     def weight_path(self, version: int, stage: int) -> tuple[int, ...]:
-        """The way of a version from hand to hand: its home, then the others in the order in which they read it."""
-        start = self.home(stage)
+        """The way of a version from hand to hand: its owner, then the others in the order in which they read it."""
+        start = self.owner(stage)
         return start, *(rank for rank in self.readers(version, stage) if rank != start)

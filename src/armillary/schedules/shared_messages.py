@@ -1,9 +1,9 @@
 """Who sends what to whom when devices of a stage are shared: messages of one step, which devices change with it.
 
 Between stages: activations up, their gradients down, from the device of a micro-batch to its device of the next stage.
-Within a stage: the sum of gradients in micro-batch order, at last to the home if it is not finished there, and the new
-weights from the home through all devices (`Sharing.weight_path`). Where gradients are clipped by a norm over all
-stages, one number more goes down the homes and up again, as in a pipeline: `messages.py`, Note [Norms].
+Within a stage: the sum of gradients in micro-batch order, at last to the owner if it is not finished there, and the new
+weights from the owner through all devices (`Sharing.weight_path`). Where gradients are clipped by a norm over all
+stages, one number more goes down the owners and up again, as in a pipeline: `messages.py`, Note [Norms].
 
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices).
 """
@@ -46,15 +46,15 @@ def _between_stages(sharing: Sharing, step: int, stage: int) -> Iterator[Message
 
 
 def _sum(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
-    """From device to device in micro-batch order, and to the home."""
+    """From device to device in micro-batch order, and to the owner."""
     places = [(step, micro_batch, stage) for micro_batch in range(sharing.schedule.micro_batches)]
     for here, after in pairwise(places):
         if sharing.rank_of(here) != sharing.rank_of(after):
             sent, used = sharing.start("B", here), sharing.start("B", after)
             yield Message(sent, used - sent, sharing.rank_of(here), sharing.rank_of(after), "partial gradient", stage)
-    last, home = sharing.last(step, stage), sharing.home(stage)
-    if last != home:
-        yield Message(sharing.complete(step, stage), 1, last, home, "gradient", stage)
+    last, owner = sharing.last(step, stage), sharing.owner(stage)
+    if last != owner:
+        yield Message(sharing.complete(step, stage), 1, last, owner, "gradient", stage)
 
 
 def _weights(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
@@ -70,6 +70,6 @@ def _norms(sharing: Sharing, step: int) -> Iterator[Message]:
     known = sharing.complete(step, 0) + 1
     for lower, upper in pairwise(range(sharing.schedule.stages)):
         sent = sharing.complete(step, upper) + 1
-        homes = sharing.home(lower), sharing.home(upper)
-        yield Message(sent, known - lower - sent, homes[1], homes[0], "norm", upper)
-        yield Message(known, 0, *homes, "norm", lower)
+        owners = sharing.owner(lower), sharing.owner(upper)
+        yield Message(sent, known - lower - sent, owners[1], owners[0], "norm", upper)
+        yield Message(known, 0, *owners, "norm", lower)

@@ -28,7 +28,7 @@ def _implied(given: Options, workers: int) -> Options:
 
 
 def _owner(options: ScheduleOptions, stage: int) -> int:
-    return Sharing(_table(options)).home(stage)
+    return Sharing(_table(options)).owner(stage)
 
 
 def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
@@ -40,9 +40,9 @@ def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
-    """Weights and a gradient on each device of the stage, and an older version where one is read; state at home."""
+    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state."""
     devices = len(Sharing(_table(options)).ranks(stage))
-    return ((2 + is_stale(options, stage)) * devices + 1 + slots) / workers
+    return ((2 + is_stale(options, stage)) * devices + slots) / workers
 
 
 def _notes(planned: Planned) -> list[str]:
@@ -77,8 +77,8 @@ SCHEDULES.register(
     Method(
         table=_table,
         knows=frozenset({"slack", "micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
-        is_lowered=False,
-        no_edges="its messages, sums and weights among them, are not lowered to a list that could say codecs",
+        placement=Sharing,
+        no_edges="",
         examples=({"workers": 3}, {"workers": 6, "slack": 1}),
         implied=_implied,
         refuse_late_norm=refuse_on_one_device,

@@ -9,9 +9,8 @@ from statistics import median
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
 
-__all__ = ["ALL", "MANY_RECORDS", "OTHER", "STEP", "Tally"]
+__all__ = ["MANY_RECORDS", "OTHER", "STEP", "Tally"]
 
-ALL = "all groups"  # where a schedule carries them together
 STEP = "step"  # the whole of it
 TIMED_STEPS = 1000
 MANY_RECORDS = 4096  # a transport's that are added up in between

@@ -23,11 +23,6 @@ class FlatStage:
         for place, parameter in enumerate(self.parameters):
             self._groups.setdefault((parameter.dtype, parameter.device), []).append(place)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the stage runs; the host if nothing in it is trained."""
-        return next((parameter.device for parameter in self.parameters), torch.device("cpu"))
-
     def pack_weights(self, weights: Sequence[Tensor]) -> Flats:
         """Copies of the weights, in the order of `parameters`."""
         return [torch.cat([weights[p].detach().reshape(-1) for p in places]) for places in self._groups.values()]
@@ -72,17 +67,3 @@ class FlatStage:
                 if count:
                     found[place] = part.view(self.parameters[place].shape)
         return found
-
-    def empty_weights(self) -> Flats:
-        """Room for weights to arrive in."""
-        return self._empty(0)
-
-    def empty_gradients(self) -> Flats:
-        """Room for gradients to arrive in."""
-        return self._empty(1)
-
-    def _empty(self, counts: int) -> Flats:
-        return [
-            torch.empty(sum(self.parameters[p].numel() + counts for p in places), dtype=dtype, device=device)
-            for (dtype, device), places in self._groups.items()
-        ]

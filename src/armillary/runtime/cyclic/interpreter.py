@@ -28,8 +28,11 @@ from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.coded_letter import CodedLetter, Crossed
 from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
+from armillary.runtime.cyclic.lent_bytes import LentBytes
+from armillary.runtime.cyclic.next_forwards import NextForwards
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.seat import Seat, side_by_side
+from armillary.runtime.cyclic.stage_buffers import StageBuffers
 from armillary.runtime.cyclic.stage_pass import OwnLoss, Reads, StageActivation, Value, detached, forward_stage
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
@@ -43,6 +46,7 @@ from armillary.schedules.edge import remembering
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.norm_in_time import refuse_late_norm
+from armillary.schedules.placement import placed
 from armillary.schedules.random_stream import Stream
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.sample_keys import sample_keys
@@ -52,7 +56,7 @@ __all__ = ["Interpreter"]
 
 
 class Interpreter:
-    """Begins empty; each `step` hands in one training step and works it off as far as needs no later one.
+    """Begins empty; each `step` hands in a training step and works it off as far as needs no later one.
 
     Every rank makes the same calls.
 
@@ -79,6 +83,7 @@ class Interpreter:
         self._optimizer, self._spec, self._seat = optimizer, spec, seat
         clip = None if spec.clip is None else spec.clip.over(schedule.stages)
         refuse_late_norm(schedule, seat.ranks, clip)
+        buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
         self._lowering = Lowering(
             schedule,
             seat.rank,
@@ -86,48 +91,47 @@ class Interpreter:
             clip,
             served=tuple(seat.tables),
             reduces=seat.team.reduces,
-            wires=Wires(seat.one_queue, spec.codes, spec.lends),
+            wires=Wires(seat.one_queue, spec.codes, spec.lends, buffered),
         )
-        here = [action for row, rank in zip(schedule.ticks, seat.ranks) if rank == seat.rank for action in row]
-        self.micro_batches = sorted({action.micro_batch for action in here})
-        self._stages = {stage.index: stage for stage in stages if stage.index in {action.stage for action in here}}
-        crosses = seat.team.reduces
-        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if crosses}
+        self._where = where = placed(schedule, seat.ranks)
+        self.micro_batches = list(where.handed_in(seat.rank))
+        self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
+        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if seat.team.reduces}
         self._means = {j: self._means_of(stage) for j, stage in self._stages.items()}
         self.borrowed = {j: Borrowed(self._stages[j]) for j in self._lowering.borrowed}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
         self._kept = dict.fromkeys(self._lowering.lends, 0)  # the oldest version that other ranks may still get
-        ranks = schedule.micro_batches // max(1, len(self.micro_batches))
         flat = {j: self.borrowed[j].flat if j in self.borrowed else self._weights[j].flat for j in self._stages}
-        self._sums = {j: StageSums(one, ranks) for j, one in flat.items()}
+        self._sums = {j: StageSums(one, schedule.micro_batches // self._in_a_sum(j)) for j, one in flat.items()}
+        self._buffers = {j: StageBuffers(self._stages[j].module) for j in self._lowering.passed & {*self._stages}}
         self._updates = Updates(list(self._weights.values()), clip, self.drains)
         for stage in stages:
             for parameter in stage.module.parameters() if stage.index not in self._lowering.owned else ():
                 optimizer.state.pop(parameter, None)
         own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
-        self._device = next((parameter.device for parameter in own), torch.device("cpu"))
-        self._device_type = device_type_of(own)
+        self._device, self._device_type = own[0].device if own else torch.device("cpu"), device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
         self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
         self._crossed = Crossed(spec.seed, self._first, schedule.stages, spec.counted)
         self._remembering = remembering(spec.codes, self._stages)
         self._autocasts: dict[int, Autocast] = {}  # by step
-        self._done = {j: dict.fromkeys(self.micro_batches, 0) for j in {*self._stages, *seat.tables}}  # forwards begun
+        self._next = NextForwards(where, seat.rank, self._stages, seat.tables, self.micro_batches)
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
-        losses = {schedule.stages - 1: spec.loss, **spec.objectives}
-        self._losses = {j: losses[j] for j in self._stages if j in losses}  # of the stages that learn from one
+        losses = {schedule.stages - 1: spec.loss, **spec.objectives}  # of the stages that learn from one
+        self._losses = {j: losses[j] for j in self._stages if j in losses}
         self._targets: dict[Cell, Any] = {}
         self._flights: dict[Cell, StageActivation] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
-        self._looks: list[int] = [0, 0]  # bytes of what is `beside`, summed; how often
-        self._makes: Mapping[What, Callable[[Letter], Sequence[Tensor]]] = {  # letters of what is kept here
+        self.lent_bytes = LentBytes(self.beside)
+        self._makes: Mapping[What, Callable[[Letter], Sequence[Any]]] = {  # letters of what is kept here
             "partial gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
             "gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
             "weights": lambda letter: self._weights[letter.stage].packed(letter.step),
             "forward weights": self._to_lend,
             "backward weights": self._to_lend,
             "norm": lambda letter: [self._norm],
+            "buffers": lambda letter: self._buffers[letter.stage].packed(),
         }
         self._carries: Mapping[str, Callable[[Instruction], None]] = {
             "F": self._forward,
@@ -140,6 +144,7 @@ class Interpreter:
             "UPDATE": self._update,
             "UNSHARD": self._unshard,
             "RESHARD": self._reshard,
+            "ADOPT": self._adopt,
             "NORM": self._add_norm,
             "KNOW": self._learn_norm,
             "SERVE": self._serve,
@@ -155,7 +160,14 @@ class Interpreter:
     def _means_of(self, stage: Stage) -> StepMeans:
         reducer = self._reducers.get(stage.index)
         take = None if reducer is None else reducer.put
-        return StepMeans(stage.index, parameters_of(stage), len(self.micro_batches), take)
+        return StepMeans(stage.index, parameters_of(stage), self._in_a_sum(stage.index), take)
+
+    def _in_a_sum(self, j: int) -> int:
+        """Micro-batches whose gradients are summed as they are made; where several ranks run a stage, on the way."""
+        return len(self.micro_batches) if len(self._where.ranks(j)) == 1 else 1
+
+    def _is_here(self, place: Cell) -> bool:
+        return self._where.rank_of(place) == self._seat.rank
 
     def _is_late(self, j: int) -> bool:
         """Whether a stage's update is wanted only when the next step's gradients are there."""
@@ -177,7 +189,7 @@ class Interpreter:
         refuse_gradients(self._optimizer)
         self._optimizer.step()  # without gradients: nothing moves, but schedulers want to have seen a step
         step, options = self._lowering.steps, options_of(self._optimizer)
-        self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._first_open}
+        self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._next.first_step}
         self._updates.begin(step, options)
         for tables in self._seat.tables.values():
             tables.begin(step, options)
@@ -185,10 +197,10 @@ class Interpreter:
         for micro_batch, (value, target) in zip(self.micro_batches, micro_batches, strict=True):
             if self._remembering:
                 self._crossed.samples[step, micro_batch] = sample_keys(value)
-            if 0 in self._stages:
+            if self._is_here((step, micro_batch, 0)):
                 self._values[Letter("activation", step, micro_batch, -1)] = detached(value)
-            for j in self._losses:
-                self._targets[step, micro_batch, j] = target
+            places = filter(self._is_here, ((step, micro_batch, j) for j in self._losses))
+            self._targets.update(dict.fromkeys(places, target))
         return self._carry_out(self._lowering.next_step())
 
     def settle(self) -> list[StepLosses]:
@@ -213,27 +225,11 @@ class Interpreter:
         for weights in self._weights.values():
             yield from weights.older()
 
-    @property
-    def beside_bytes(self) -> float:
-        """What that takes, in the mean over actions."""
-        summed, often = self._looks
-        return summed / max(1, often)
-
-    def _look(self) -> None:
-        storages = [tensor.untyped_storage() for tensor in self.beside()]
-        now = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        self._looks = [self._looks[0] + now, self._looks[1] + 1]
-
     def _finish(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
         finished = self._carry_out(instructions)
         for tables in self._seat.tables.values():
             tables.settle()
         return finished
-
-    @property
-    def _first_open(self) -> int:
-        """The first step of which a forward is still to come here."""
-        return min((self._done[j][m] for j in self._stages for m in self.micro_batches), default=0)
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
         with without_autocast(self._device_type):
@@ -242,7 +238,7 @@ class Interpreter:
         return self._book.complete()
 
     def _forward(self, one: Instruction) -> None:
-        self._look()
+        self.lent_bytes.look()
         step, micro_batch, j = one.place
         version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
         is_last = j == self.schedule.stages - 1
@@ -261,7 +257,7 @@ class Interpreter:
             self._book.enter(step, micro_batch, value.leaves[0])
         else:
             self._values[Letter("activation", *one.place)] = value
-        self._done[j][micro_batch] += 1
+        self._next.begun(one.place)
         self._forget(j)
         self._spec.observe(one, version, self._flights.keys())
 
@@ -276,7 +272,7 @@ class Interpreter:
         return value
 
     def _backward(self, one: Instruction) -> None:
-        self._look()
+        self.lent_bytes.look()
         step, micro_batch, j = one.place
         flight, means = self._flights.pop(one.place), self._means[j]
         came = None if j in self._losses else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
@@ -327,6 +323,10 @@ class Interpreter:
             self._kept[one.stage] = one.step + 1
             self._forget(one.stage)
 
+    def _adopt(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._buffers[one.stage].adopt(self._taken(one.letter).leaves)
+
     def _to_lend(self, letter: Letter) -> Sequence[Tensor]:
         if letter.stage in self.borrowed:
             return self.borrowed[letter.stage].flats_for(letter.what, letter.version)
@@ -355,7 +355,7 @@ class Interpreter:
     def _serve(self, one: Instruction) -> None:
         """This rank's part in the look-ups of another's forward; see Note [Tables]."""
         self._seat.tables[one.stage].visit(one.place, self.schedule.version(one.place, self.drains)).serve()
-        self._done[one.stage][one.micro_batch] += 1
+        self._next.begun(one.place)
         self._forget(one.stage)
 
     def _push(self, one: Instruction) -> None:
@@ -392,7 +392,7 @@ class Interpreter:
 
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""
-        read = [self.schedule.version((done, number, j), self.drains) for number, done in self._done[j].items()]
+        read = [self.schedule.version(place, self.drains) for place in self._next.of(j)]
         oldest = min(*read, self._kept.get(j, read[0]))
         if j in self._weights:
             self._weights[j].forget(oldest)

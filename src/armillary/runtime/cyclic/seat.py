@@ -1,11 +1,11 @@
 """Where a process sits among those that carry out one schedule: its rank, who runs what, how it reaches the others."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from armillary.runtime.channel import Channel
 from armillary.runtime.cyclic.stage_tables import Tables
 from armillary.runtime.cyclic.team import Team, alone
+from armillary.schedules.placement import Ranks
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["Seat", "in_a_row", "side_by_side"]
@@ -15,7 +15,7 @@ __all__ = ["Seat", "in_a_row", "side_by_side"]
 class Seat:
     """
     Args:
-        ranks: by worker of the schedule.
+        ranks: by worker of the schedule, or which of them runs what.
         channel: to the other ranks; None if all workers are here.
         team: the ranks that hold the same stages, with data of their own.
         tables: of every stage that reads some, this rank's or not.
@@ -23,7 +23,7 @@ class Seat:
     """
 
     rank: int
-    ranks: Sequence[int]
+    ranks: Ranks
     channel: Channel | None = None
     team: Team = field(default_factory=alone)
     tables: Tables = field(default_factory=dict)

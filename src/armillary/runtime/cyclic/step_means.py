@@ -37,12 +37,14 @@ class StepMeans:
         self._summing, self._added = 0, 0  # step, micro-batches
 
     def expect(self, step: int, micro_batch: int) -> None:
-        """What `add` gets from now on is of that micro-batch.
+        """What `add` gets from now on is of that micro-batch. Where each is a sum of its own, they come in any order.
 
         Raises:
             RuntimeError: out of order; the sum would differ from the reference's.
         """
-        if (step, micro_batch) != (self._summing, self._added):
+        if self._micro_batches == 1:
+            self._summing = step
+        elif (step, micro_batch) != (self._summing, self._added):
             raise RuntimeError(
                 f"stage {self._stage}: gradient of step {step}, micro-batch {micro_batch} came when "
                 f"step {self._summing}, micro-batch {self._added} was due"

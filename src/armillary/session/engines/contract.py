@@ -1,4 +1,4 @@
-"""What an engine of a schedule that owns the loop is made of, and what it can do; the shelf of them, by schedule."""
+"""What an engine of a schedule that owns the loop is made of, and what it can do."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from armillary.facts.plan import Plan
-from armillary.facts.registry import Registry
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import DenseUnit
@@ -18,7 +17,7 @@ from armillary.session.cyclic.tables import RunTables
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
 
-__all__ = ["ENGINES", "Engine", "Parts"]
+__all__ = ["Engine", "Parts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +76,3 @@ class Engine(Protocol):
     @property
     def beside_bytes(self) -> float:
         """What it holds between steps besides weights and optimizer state."""
-
-
-ENGINES: Registry[Callable[[Parts], Engine]] = Registry("engine", "armillary.session.engines")

@@ -1,24 +1,20 @@
-"""What carries out every schedule that is lowered to lists of instructions: pipelines, rings, stages on one device.
+"""What carries out every schedule's list of instructions: pipelines, rings, stages on one device or on several."""
 
-A schedule that registers no engine of its own goes this way.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.schedules.chain import ranks_of_stages
-from armillary.schedules.lowering import is_relayed
+from armillary.schedules.placement import placed
 from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
-from armillary.session.engines.contract import ENGINES, Engine, Parts
+from armillary.session.engines.contract import Parts
 from armillary.session.engines.replicas import beside_bytes, ranks_of, team_of
 from armillary.session.feed import device_of
 from armillary.session.workload import Batch
 
-__all__ = ["InterpretedEngine", "engine_of"]
+__all__ = ["InterpretedEngine"]
 
 
 class InterpretedEngine:
@@ -27,6 +23,7 @@ class InterpretedEngine:
     def __init__(self, parts: Parts) -> None:
         schedule, tables, place = parts.spec.schedule, parts.tables.by_stage, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
+        self._steps = 0  # handed in
         team = team_of(parts)
         self.units = [unit for units in team.groups.values() for unit in units] if team.reduces else []
         if parts.options.method.is_side_by_side:
@@ -36,32 +33,39 @@ class InterpretedEngine:
             seat = Seat(place.rank, ranks_of(parts), parts.channel, team, tables, one_queue)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.spec, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
-        if len(set(seat.ranks)) > 1 and not is_relayed(schedule, seat.ranks):
-            own = ranks_of_stages(schedule, seat.ranks)
-            self.teller = own[-1]
-            here = [stage for stage, rank in enumerate(own) if rank == place.rank]
-            self._ranks = ranks_of_stages(schedule, range(len(seat.ranks)))  # of the first replica
+        where = placed(schedule, seat.ranks)
+        here = [j for j in self._numbers if place.rank in where.ranks(j)]
+        if len(here) < schedule.stages:
+            self.teller = where.ranks(schedule.stages - 1)[-1]
             self._own = OwnStages(parts.stages, here, parts.transport)
         if self.runtime.borrowed:
             self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)
 
     @property
     def beside_bytes(self) -> float:
-        return beside_bytes(self.units) + self.runtime.beside_bytes
+        return beside_bytes(self.units) + self.runtime.lent_bytes.mean
 
     def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+        self._steps += 1
         return self.runtime.step(self.parts.given(batches))
 
     @contextmanager
     def newest(self) -> Iterator[None]:
+        owners = [self.parts.options.method.owner(self.parts.options, j) for j in self._numbers]
         if self._lent is not None:
-            with self._lent.whole([self.parts.options.method.owner(self.parts.options, j) for j in self._numbers]):
+            with self._lent.whole(owners):
                 yield
         elif self._own is not None:
-            with self._own.whole(self._ranks, self._ranks):
+            with self._own.whole(owners, [self._keeper(j) for j in self._numbers]):
                 yield
         else:
             yield
+
+    def _keeper(self, stage: int) -> int:
+        """The process whose buffers are the newest, of the first replica: that of the last micro-batch."""
+        schedule = self.parts.spec.schedule
+        first = placed(schedule, self.parts.options.ranks(range(schedule.workers)))
+        return first.rank_of((max(self._steps - 1, 0), schedule.micro_batches - 1, stage))
 
     @property
     def _numbers(self) -> range:
@@ -71,8 +75,3 @@ class InterpretedEngine:
         """Takes the hooks off that refuse reads of weights which are lent."""
         if self._lent is not None:
             self._lent.detach()
-
-
-def engine_of(schedule: str) -> Callable[[Parts], Engine]:
-    """What carries out a schedule of that name."""
-    return ENGINES.all().get(schedule, InterpretedEngine)

@@ -7,6 +7,7 @@ clip_by). Autocast around `run.step` reaches forward and loss of its micro-batch
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -31,14 +32,14 @@ from armillary.session.edge_labels import EdgeLabels, way_of
 from armillary.session.engines.contract import Engine
 from armillary.session.engines.cut import parts_of
 from armillary.session.engines.held_between_steps import Named, held_by_group
-from armillary.session.engines.interpreted import engine_of
+from armillary.session.engines.interpreted import InterpretedEngine
 from armillary.session.engines.own_loop import OwnLoopEngine
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.source import leaves
-from armillary.session.tally import ALL, MANY_RECORDS, Tally
+from armillary.session.tally import MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
 
@@ -88,7 +89,7 @@ class OwnedLoop:
         """By the list of instructions; without a loss by the loop of the user's own."""
         if self.job.loss is not None:
             self._undo.append(self.optimizer.register_step_pre_hook(self._refuse_own_step))
-            return engine_of(self.plan.schedule.name)(self.parts)
+            return InterpretedEngine(self.parts)
         self.first.look_at(self.model)
         return OwnLoopEngine(self.parts, self._looped)
 
@@ -276,7 +277,7 @@ class OwnedLoop:
             yield {"model": model, "optimizer": {"state": ordered, "param_groups": groups}}
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """The optimizer state that this process holds, by name, without rows. Homes keep that of their stages."""
+        """The optimizer state that this process holds, by name, without rows. Owners keep that of their stages."""
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self._masters():
             entries = self.optimizer.state.get(parameter, {})
@@ -288,14 +289,9 @@ class OwnedLoop:
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer steps on here, by name."""
-        pairs = zip(self.parts.stages, self.owners, strict=True)
-        owner_of = {name: owner for stage, owner in pairs for name in stage.names.values()}
         names = iter(self.names)
-        for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-            mine = [next(names) for _ in given["params"]]
-            if len(group["params"]) != len(mine):
-                mine = [name for name in mine if owner_of.get(name) == self.rank]
-            yield from zip(mine, group["params"], strict=True)
+        for group in self.optimizer.param_groups:
+            yield from zip(islice(names, len(group["params"])), group["params"], strict=True)
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
@@ -355,23 +351,14 @@ class OwnedLoop:
         """Brings the tally up to date."""
         edges = EdgeLabels(self.plan)
         for label, (sent, waited) in self.parts.channel.take().items():
-            self.tally.put(edges.group_of(label) if self._is_lowered else ALL, sent, waited)
-            if self._is_lowered and (edge := edges.edge_of(label)):
+            self.tally.put(edges.group_of(label), sent, waited)
+            if edge := edges.edge_of(label):
                 self.tally.put_edge(edge, sent, waited)
         self.tally.keep(self.transport.take_records())
 
-    @property
-    def _is_lowered(self) -> bool:
-        return self.options.method.is_lowered
-
     def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        """What `report` compares: every group, or all together where an engine of the schedule's own carries them."""
-        if self._is_lowered:
-            return [(group.name, way_of(self.plan, group), group.forecast) for group in self.plan.groups]
-        total = Forecast()
-        for group in self.plan.groups:
-            total += group.forecast
-        return [(ALL, self.plan.schedule.name, total)]
+        """What `report` compares."""
+        return [(group.name, way_of(self.plan, group), group.forecast) for group in self.plan.groups]
 
     def held_bytes(self) -> dict[str, float]:
         """Weights and optimizer state between two steps on this process, with what the engine holds beside them."""
@@ -381,8 +368,7 @@ class OwnedLoop:
         tensors += [Named(name, master) for name, master in self._masters()]
         for name, entries in [*kept, *self.held.items()]:
             tensors += [Named(name, value) for value in entries.values() if isinstance(value, Tensor)]
-        held = held_by_group(self.plan, tensors, self.units, self.engine.beside_bytes)
-        return dict(held) if self._is_lowered else {ALL: sum(held.values())}
+        return dict(held_by_group(self.plan, tensors, self.units, self.engine.beside_bytes))
 
     def no_sync(self) -> NoReturn:
         if self.job.loss is None:

@@ -6,19 +6,20 @@ from armillary.exchanges.exchange import RankInfo, build_dense, dense_exchanges
 from armillary.facts.mesh import DATA
 from armillary.runtime.cyclic.team import Team
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
+from armillary.schedules.placement import Ranks, placed
 from armillary.session.data_place import data_place
 from armillary.session.engines.contract import Parts
 
 __all__ = ["beside_bytes", "ranks_of", "team_of"]
 
 
-def ranks_of(parts: Parts) -> Sequence[int]:
-    """By worker of the schedule, of this rank's replica."""
+def ranks_of(parts: Parts) -> Ranks:
+    """Who runs what, of this rank's replica."""
     rank, workers = parts.rank, parts.spec.schedule.workers
     if parts.options.method.is_side_by_side:
         return [rank] * workers
     together = parts.plan.mesh.sharing_data(rank)
-    return together if len(together) == workers else range(workers)
+    return parts.options.ranks(together if len(together) == workers else range(workers))
 
 
 def team_of(parts: Parts) -> Team:
@@ -45,8 +46,8 @@ def _groups(parts: Parts, place: RankInfo) -> dict[int, list[DenseUnit]]:
     Args:
         place: of this rank among the replicas.
     """
-    schedule, ranks = parts.spec.schedule, ranks_of(parts)
-    here = {action.stage for row, rank in zip(schedule.ticks, ranks) if rank == parts.rank for action in row}
+    where = placed(parts.spec.schedule, ranks_of(parts))
+    here = {stage.index for stage in parts.stages if parts.rank in where.ranks(stage.index)}
     named, found = dict(parts.job.model.named_parameters()), dict[int, list[DenseUnit]]()
     for group in parts.plan.groups:
         choice = group.exchange
