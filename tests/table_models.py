@@ -8,11 +8,17 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.reference.cyclic_workers import WorkersReference
+from armillary.reference.replicas import NO_ROWS
 from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.registry import read
 
 ROWS, WIDTH, SIZE = 23, 4, 6
 BY_ROW = {"0.words.weight": "row_sharded", "0.marks": "row_sharded", "2.late.weight": "row_sharded"}
+CODED = {
+    **BY_ROW,
+    "0.words.weight": Choice.parse("owned_rows(rows_as=quantize(bits=8), gradients_as=quantize(bits=4))"),
+    "2.late.weight": Choice.parse("owned_rows(owners=1, gradients_as=lower_precision)"),
+}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -96,7 +102,7 @@ def points_of(stages: int) -> list[str]:
     return {1: [], 2: ["2"], 3: ["1", "2"]}[stages]
 
 
-def truth(choice, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=torch.float64):
+def truth(choice, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=torch.float64, rows=NO_ROWS):
     """(model, optimizer, losses [step][worker][micro-batch]) of plain loops, the rate falling after two steps."""
     model = model_of(dtype)
     made, found = OPTIMIZERS[optimizer](model.parameters()), read(Choice.parse(choice), processes)
@@ -105,6 +111,7 @@ def truth(choice, processes, steps, optimizer="sgd", lazy=(), drains=(), dtype=t
     tables = {named[name]: name in lazy for name in BY_ROW}
     parts = cut_of(model, found.stages)
     reference = WorkersReference(parts, made, found.schedule(), functional.mse_loss, tables, seed=5)
+    reference.rows = {named[name]: meanings for name, meanings in rows.items()}
     scheduler, losses = torch.optim.lr_scheduler.MultiStepLR(made, [2], 0.1), []
     for step in range(steps):
         if step in drains:

@@ -10,7 +10,8 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 import face
 from armillary import Choice, Plan
 from armillary.cli.find import find, small
-from armillary.codecs.rows import RowCode
+from armillary.codecs.rows import RowCode, row_code
+from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.request import PlanRequest
 from armillary.runtime.hybrid.table import RowTable
 from armillary.session.decide import JobRequest
@@ -73,11 +74,25 @@ def test_a_codec_beside_rows_is_refused_with_a_remedy_that_works(asked):
     assert words_plan({TABLE: remedy}).group_of(TABLE).exchange == Choice.parse(remedy)
 
 
-def test_rows_that_no_code_makes_shorter_and_schedules_that_own_the_loop_are_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["quantize(bits=8)", "one_bit(tile=8)", "top_k(keep=0.25)", "hadamard(quantize(bits=4))"]
+)
+def test_a_row_alone_is_coded_as_it_is_among_others(name, dtype):
+    """And none is none; the bytes of a single row stand behind an odd number of others."""
+    code, rows = row_code("rows_as", Choice.parse(name)), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(dtype)
+    whole = code.decode(code.encode(rows), rows)
+    for few in (rows[:0], rows[:1], rows[:2]):
+        assert torch.equal(code.decode(code.encode(few), few), whole[: len(few)])
+    assert torch.equal(code.decode(code.encode(rows)[2:], rows), whole[2:])
+
+
+def test_rows_that_no_code_makes_shorter_and_replicas_of_stages_are_refused():
     with pytest.raises(ValueError, match="a row has 8 bytes, and 9 in the code of its rows; leave that option out"):
         words_plan({TABLE: "owned_rows(rows_as=lower_precision)"}, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"under schedule one_device .*travel as they are: leave the codes out"):
-        words_plan({TABLE: CODED}, schedule="one_device(micro_batches=2, stages=2)")
+    with pytest.raises(ValueError, match="cannot be kept by row on 2 replicas of 2 processes: rows have one owner"):
+        words_plan({TABLE: CODED}, 4, schedule="gpipe(micro_batches=2, stages=2)")
 
 
 def trained(rank, workers, plan, folder, dtype):
@@ -153,11 +168,10 @@ PLANTS = {
 }
 
 
-def verified(rank, workers, plants):
+def verified(rank, workers, plants, schedule=SIMULTANEOUS, tables=("embedding.weight", "output")):
     torch.set_num_threads(1)
-    request = JobRequest(
-        PlanRequest(constraints={"embedding.weight": Choice.parse(CODED), "output": Choice.parse(CODED)})
-    )
+    wished = dict.fromkeys(tables, Choice.parse(CODED))
+    request = JobRequest(PlanRequest(constraints=wished, schedule=schedule))
     found = []
     for plant in (nullcontext, *(PLANTS[name] for name in plants)):
         with plant():
@@ -175,3 +189,12 @@ def test_verify_holds_it_to_a_process_that_codes_at_the_same_places_and_finds_wh
     assert tables == {"embedding.weight", "output"}
     for name, one in zip(PLANTS, planted, strict=True):
         assert not one.is_equal, name
+
+
+def test_under_a_schedule_verify_holds_them_to_its_reference_and_finds_what_is_planted(crew):
+    late = Choice.parse("one_device(micro_batches=2, stages=1)")
+    found, planted = crew(2).run(verified, ["the code of another row"], late, ["embedding.weight"])[0]
+    assert found.is_equal and not found.idle, str(found)
+    assert {"rows looked up, coded", "rows with gradients, coded"} <= {one.mechanism for one in found.acted}
+    assert {one.parameter for one in found.differences if one.departs} == {"embedding.weight"}
+    assert not planted.is_equal

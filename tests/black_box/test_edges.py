@@ -91,6 +91,19 @@ def test_what_cannot_be_coded_is_refused_with_the_reason(schedule, workers, edge
         plan_of(schedule, workers, edge, back)
 
 
+@pytest.mark.parametrize(
+    ("edge", "back", "words"),
+    [
+        (None, "quantize(bits=2)", "comes back to stage 0 has fewer than 4 bits a number"),
+        (EIGHT, HALF, "comes back to stage 0 is thinned for itself, which is biased"),
+        (EIGHT, "quantize(bits=4)", ""), (HALF, "same", ""), ("quantize(bits=2)", None, ""),
+    ],
+)  # fmt: skip
+def test_a_plan_warns_of_gradients_that_come_back_in_too_little(edge, back, words):
+    said = " ".join(" ".join(plan_of("gpipe", 2, edge, back).notes).split())
+    assert words in said if words else "comes back to stage" not in said
+
+
 def test_an_edge_that_there_is_not_is_refused_by_its_number():
     seen = armillary.profile(chain(), [batch(0, 0)], loss)
     for edge, words in (({1: choice(EIGHT)}, "stage 1 hands nothing on"), ({"0": choice(EIGHT)}, "numbers of stages")):

@@ -54,6 +54,9 @@ def test_named_for_a_table_it_keeps_the_table_whole_also_by_a_star():
 REFUSED = {
     "quantize(bits=3)": "knows 8, 4 and 2 bits, got 3",
     "quantize(bit=8)": "refuses options {'bit': 8}",
+    "quantize(feedback=no)": "want feedback True or False, got 'no'",
+    "low_rank(wire=gathered)": "wire",
+    "threshold(wire=scattered)": "wire",
     "quantize(wire=thin)": "wire 'thin' is none of gathered, scattered",
     "quantise": "no exchange; .*did you mean 'quantize'",
 }

@@ -85,6 +85,7 @@ BAD = {
     "quantize(bits=3)": "knows 8, 4 and 2 bits, got 3",
     "top_k(keep=2)": "above 0 and at most 1, got 2",
     "quantize(bit=8)": "quantize refuses options",
+    "quantize(feedback=no)": "want feedback True or False, got 'no'",
 }
 
 
@@ -99,4 +100,5 @@ def test_what_a_codec_cannot_shorten_or_code_is_refused_by_name():
     assert "as long as the numbers, which are bfloat16 already" in built("lower_precision").refuses(half)
     assert built("lower_precision").refuses(replace(half, dtype="float32")) == ""
     assert "w holds int64" in built("quantize").refuses(replace(half, dtype="int64"))
-    assert "w holds complex64" in built("quantize").refuses(replace(half, dtype="complex64"))
+    for text in ("quantize", "threshold", "low_rank"):
+        assert "w holds complex64" in built(text).refuses(replace(half, dtype="complex64"))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from armillary.codecs.rows import RowCode
 from armillary.facts.plan import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -19,8 +20,22 @@ from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.stage_tables import StageTables
 from armillary.runtime.profiling.profiler import profile
 from armillary.schedules.cyclic import cyclic
+from armillary.session.truths import coded_rows
 from owned import started
-from table_models import BY_ROW, OPTIMIZERS, ROWS, WIDTH, batch_of, cut_of, loss, model_of, plan_of, points_of, truth
+from table_models import (
+    BY_ROW,
+    CODED,
+    OPTIMIZERS,
+    ROWS,
+    WIDTH,
+    batch_of,
+    cut_of,
+    loss,
+    model_of,
+    plan_of,
+    points_of,
+    truth,
+)
 
 STEPS = 5
 
@@ -97,7 +112,8 @@ def refute(answers, case, choice, processes):
     """The first thing that is not the truth's; empty if there is none."""
     _, optimizer, dtype, drains, _ = case
     lazy = [group.parameters[0] for group in case[0].groups if group.is_lazy]
-    model, made, true_losses = truth(choice, processes, STEPS, optimizer, lazy, drains, dtype)
+    rows = coded_rows(case[0])
+    model, made, true_losses = truth(choice, processes, STEPS, optimizer, lazy, drains, dtype, rows)
     named, exact = dict(model.named_parameters()), is_exact(choice, processes)
     for rank, (tables, whole, losses) in enumerate(answers):
         for name, (ids, rows, state) in tables.items():
@@ -131,7 +147,7 @@ def checked(crew, processes, listed):
     cases = []
     for choice, said in listed:
         dtype = said.get("dtype", torch.float64) if is_exact(choice, processes) else torch.float64
-        made = plan_of(choice, processes, lazy=said.get("lazy", ()), dtype=dtype)
+        made = plan_of(choice, processes, said.get("request", BY_ROW), said.get("lazy", ()), dtype)
         cases.append((made, said.get("optimizer", "sgd"), dtype, said.get("drains", ()), said.get("looks", ())))
     answers = crew(processes).run(job, cases)
     for number, ((choice, _), case) in enumerate(zip(listed, cases, strict=True)):
@@ -145,6 +161,11 @@ VARIETY = [
     {"optimizer": "fused adagrad", "drains": (1, 4), "looks": (2,)},
     {"optimizer": "adam"},
     {"optimizer": "adam", "lazy": ("0.words.weight", "2.late.weight")},  # marks are read for nothing: zero gradient
+]
+IN_CODE = [
+    {"request": CODED, "optimizer": "momentum", "drains": (3,)},
+    {"request": CODED, "optimizer": "adagrad", "dtype": torch.float32, "looks": (1, 3)},
+    {"request": CODED, "optimizer": "adam", "lazy": ("0.words.weight",)},
 ]
 
 
@@ -161,6 +182,15 @@ def test_a_pipeline_whose_tables_all_stages_own_is_the_reference(crew, processes
               pipeline(processes, slack=4), pipeline(processes, micro_batches=5, slack=2),
               pipeline(processes, recompute=[0])]  # fmt: skip
     checked(crew, processes, list(zip(shapes, VARIETY, strict=True)))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_rows_in_code_are_read_and_learnt_as_their_codec_means_them(crew, processes):
+    """Of every version, by every micro-batch; under one device on three ranks gloo's sum is to rounding."""
+    flushed = [str(Choice(name, {"points": points_of(processes), "micro_batches": 4}))
+               for name in ("gpipe", "one_f_one_b")]  # fmt: skip
+    late = [one_device(2, 2, slack=1), pipeline(processes, micro_batches=3, slack=1), one_device(3, 3, recompute=[0])]
+    checked(crew, processes, list(zip([*late, *flushed], [*IN_CODE, *IN_CODE[:2]], strict=True)))
 
 
 def test_plain_loops_over_one_worker_are_those_of_the_reference_without_tables():
@@ -186,7 +216,7 @@ def test_plain_loops_over_one_worker_are_those_of_the_reference_without_tables()
 
 _visit, _learn = StageTables.visit, StageTables.learn
 _advance, _stand_at = RowVersions.advance, RowVersions.stand_at
-_receive, _step_with = Visit.receive, stage_tables.step_with
+_receive, _step_with, _encode = Visit.receive, stage_tables.step_with, RowCode.encode
 
 
 def newest_rows(self, place, version):
@@ -228,6 +258,20 @@ def state_of_other_rows(table, optimizer, held):
         optimizer.state[table.parameter][name] = whole[: len(table.window_rows)].clone()
 
 
+def coded_again(self, rows):
+    """What is sent was coded before."""
+    return _encode(self, self.decode(_encode(self, rows + rows.abs() / 3), rows) if self.codec else rows)
+
+
+def code_of_its_neighbour(self, rows):
+    return _encode(self, rows.roll(1, 0) if self.codec else rows)
+
+
+CODE_FAULTS = {
+    "coded again": (RowCode, "encode", coded_again),
+    "the code of another row": (RowCode, "encode", code_of_its_neighbour),
+    "the newest rows": (StageTables, "visit", newest_rows),
+}
 FAULTS = {
     "newest rows": (StageTables, "visit", newest_rows),
     "kept from the newer": (RowVersions, "advance", kept_from_the_newer),
@@ -245,7 +289,7 @@ def faulty(rank, world, faults, cases):
         if not name:
             found.append(job(rank, world, cases))
             continue
-        owner, attribute, fault = FAULTS[name]
+        owner, attribute, fault = {**FAULTS, **CODE_FAULTS}[name]
         right = getattr(owner, attribute)
         setattr(owner, attribute, fault)
         try:
@@ -255,11 +299,17 @@ def faulty(rank, world, faults, cases):
     return found
 
 
-@pytest.mark.parametrize("choice", [one_device(slack=1), pipeline(2, micro_batches=3, slack=1)])
-def test_planted_faults_are_seen(crew, choice):
-    case = (plan_of(choice, 2), "adagrad", torch.float64, (), ())
-    answers = crew(2).run(faulty, ["", *FAULTS], [case])
-    for number, name in enumerate(["", *FAULTS]):
+LATE = pipeline(2, micro_batches=3, slack=1)
+
+
+@pytest.mark.parametrize(
+    ("choice", "request_", "faults"),
+    [(one_device(slack=1), BY_ROW, FAULTS), (LATE, BY_ROW, FAULTS), (LATE, CODED, CODE_FAULTS)],
+)
+def test_planted_faults_are_seen(crew, choice, request_, faults):
+    case = (plan_of(choice, 2, request_), "adagrad", torch.float64, (), ())
+    answers = crew(2).run(faulty, ["", *faults], [case])
+    for number, name in enumerate(["", *faults]):
         found = refute([answer[number][0] for answer in answers], case, choice, 2)
         assert bool(found) == bool(name), (name, found)
 
@@ -313,8 +363,8 @@ def test_a_version_that_is_not_there_is_never_served():
         ),
         (one_device(slack=3, clip_norm=1.0), {}, "clip_norm=1.0 cannot go with .* kept by row: .*drop clip_norm"),
         (pipeline(1, corrections=["stable_rate"]), {}, "stable_rate cannot go with .* kept by row"),
-        (one_device(), {"wishes": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
-        (one_device(), {"wishes": {"0.marks": "gather_rows"}}, "goes by row to owners, or whole"),
+        (one_device(), {"request": {"1.inner.weight": "row_sharded"}}, "cannot be row_sharded: it is read whole"),
+        (one_device(), {"request": {"0.marks": "gather_rows"}}, "goes by row to owners, or whole"),
         (one_device(), {"lazy": ["1.inner.weight"]}, "can be lazy under this schedule only if kept by row"),
     ],
 )
@@ -441,18 +491,20 @@ def counted(rank, world, made):
 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("name", ["one_device", "pipeline"])
-def test_the_bytes_forecast_are_the_bytes_sent(crew, processes, name):
+@pytest.mark.parametrize("wish", ["row_sharded", CODED["0.words.weight"]], ids=str)
+def test_the_bytes_forecast_are_the_bytes_sent(crew, processes, name, wish):
     link = Link(1e-4, 1e8)
     facts = profile(even_model(), [EVEN] * processes, even_loss, workers=processes)
     schedule = Choice(name, {"points": ["1", "2"][: processes - 1], "micro_batches": 3})
-    topology, wish = Topology(processes, 1, link, link, 1 << 33), {"0.words.weight": "row_sharded"}
-    made = plan(facts, topology, schedule=schedule, constraints=wish)
+    topology = Topology(processes, 1, link, link, 1 << 33)
+    made = plan(facts, topology, schedule=schedule, constraints={"0.words.weight": wish})
     answers = crew(processes).run(counted, made)
     sent = [sum(counts[step] for counts in answers) / processes for step in (1, 2, 3)]  # forms travel at step 0
     assert sent == pytest.approx([made.forecast.sent_bytes] * 3, rel=1e-12) and sent[0] > 0
     table = made.group_of("0.words.weight")
-    assert table.departures == ("stale",) and table.layout == "row_sharded"
+    assert table.departures == ("stale",) + ("lossy",) * (wish != "row_sharded") and table.layout == "row_sharded"
     assert "micro-batches read rows one step old" in " ".join(str(made).split()) and "row_sharded" in str(made)
+    assert wish == "row_sharded" or f"NOT exact: {wish}: rows are rounded" in " ".join(str(made).split())
 
 
 # Saving

@@ -53,7 +53,7 @@ def as_bytes(values: Tensor) -> Tensor:
 
 def from_bytes(code: Tensor, dtype: torch.dtype) -> Tensor:
     """Undoes it, wherever in a message the bytes stand: a view of a dtype wants aligned ones, so they are copied."""
-    return code.clone().view(dtype)
+    return code.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def packed_bytes(n: int, bits: int) -> int:

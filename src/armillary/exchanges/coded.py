@@ -52,6 +52,8 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
         raise ValueError(f"exchange: wire {wire!r} is none of {', '.join(WIRES)}")
     if not codec.is_fixed or codec.align < 1:
         raise ValueError("exchange: a coded exchange wants a codec whose codes have a fixed length")
+    if not isinstance(feedback, bool):
+        raise ValueError(f"exchange: want feedback True or False, got {feedback!r}")
     way = _Way(codec, wire, feedback)
     return DenseExchange(
         way.push, 2 if way.is_scattered(3) else 1, way.sent_bytes, way.legs, way.oracle, way.begin,

@@ -24,6 +24,7 @@ EdgeRequest = Choice | Mapping[int, Choice] | None  # of all edges, or by the st
 Passed = StageFact | StageLoad  # which say what they hand on
 
 LENGTH_BYTES = 8  # goes ahead of a code whose length the data decide
+FEW_BITS, MANY = 4, 1 << 12  # of a number, in so many of them: a gradient in fewer bits is warned of
 WORK_AT_PLACES = 3.0  # numbers read and written per value, to pick out those at places that are known
 
 
@@ -160,6 +161,16 @@ def notes_on_edges(options: ScheduleOptions) -> list[str]:
         stage - 1 for (_, stage), code in codes_of(options.edges).items()
         if options.edges[stage - 1].back not in (None, SAME) and code.codec.places is not None
     ]  # fmt: skip
+    few = [
+        stage - 1 for (what, stage), code in codes_of(options.edges).items()
+        if what != "activation" and not code.follows and code.codec.places is None
+        and code.codec.expected_bytes(MANY, 4) * 8 < FEW_BITS * MANY
+    ]  # fmt: skip
+    if few:
+        notes.append(
+            f"the gradient that comes back to stage {', '.join(map(str, sorted(few)))} has fewer than {FEW_BITS} bits "
+            f"a number, and nothing of the rest is sent later: look at the loss (armillary twin), or take more bits"
+        )
     if thinned:
         named = ", ".join(map(str, sorted(set(thinned))))
         notes.append(

@@ -6,7 +6,7 @@ Honoured or refused with the reason, as `constraints.py` does for a loop of the 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import build_dense, build_row, row_exchanges
+from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Choice
 from armillary.planning.constraints import layout_of, names_of, resolve
 from armillary.planning.parallax import plain
@@ -40,11 +40,6 @@ def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
     for name, demanded in resolve(request.constraints, case.profile, case.topology).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
         if layout_of(choice) == "row_sharded":
-            if build_row(choice.name, **choice.options).codes.departs:
-                raise ValueError(
-                    f"plan: {name!r} is to be {demanded}, but under schedule {schedule.name} rows of several versions "
-                    f"cross, and those travel as they are: leave the codes out, or take it without a schedule"
-                )
             tables[name] = TableRequest(choice, name in quiet)
         elif reason := _why_not(choice, schedule, method):
             raise ValueError(f"plan: {name!r} is to be {demanded}, but {reason}")

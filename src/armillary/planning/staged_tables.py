@@ -57,6 +57,7 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], asked: Mappin
     for number, fact in enumerate(facts):
         request = asked[fact.name]
         forecast = _forecast(fact, request, under)
+        codes = build_row(request.choice.name, **request.choice.options).codes
         if number == 0:  # the round that says what was learnt is one for all of them
             learnt = idle_leg(topology, len(facts))
             forecast += Forecast(learnt.link_bytes, 0.0, leg_seconds([learnt], topology))
@@ -66,7 +67,7 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], asked: Mappin
             layout="row_sharded",
             exchange=request.choice,
             stage=under.stage,
-            departures=("stale",) * (under.stale > 0) + ("lazy",) * request.is_lazy,
+            departures=("stale",) * (under.stale > 0) + ("lazy",) * request.is_lazy + codes.departs,
             forecast=forecast,
             reason=f"read by stage {under.stage}; {under.stale} of {under.schedule.micro_batches} micro-batches read "
             f"rows one step old",
@@ -85,7 +86,7 @@ def _forecast(fact: ParameterFact, request: TableRequest, under: TablePlan) -> F
     readers = topology.workers if all_read else 1
     exchange = build_row(choice.name, **choice.options)
     owned = exchange.ownership(rows.rows, RankInfo(0, topology.workers, topology.workers_per_node))
-    moved = traffic(rows, case.profile, topology)
+    moved = traffic(rows, case.profile, topology)._replace(item_bytes=fact.bytes // fact.elements)
     if not all_read:
         own = len(owned.owners) > 0 and under.stage in owned.owners
         moved = moved._replace(away=1 - own / len(owned.owners))

@@ -12,6 +12,7 @@ Source: Fournier & Oyallon, 2024 (update rule); Kim et al., EuroSys 2019 (rows o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.crossing import Crossing
 from armillary.reference.edges import Edges
+from armillary.reference.rows import CodedReads, Meanings
 from armillary.schedules.clipping import Clip
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
@@ -59,6 +61,7 @@ class WorkersReference:
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self.edges = Edges()  # to be set before the first step
+        self.rows: Mapping[nn.Parameter, Meanings] = {}  # of tables whose rows are coded, likewise
         self._step = 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._versions: dict[int, Weights] = {}
@@ -124,15 +127,18 @@ class WorkersReference:
         number = worker * self.schedule.micro_batches + micro_batch  # among those of all workers
         for j, stage in enumerate(self.stages):
             version = self.schedule.version((self._step, micro_batch, j), self.drains)
-            weights = {}
+            weights, coded = {}, dict[Tensor, Meanings]()
             for name, parameter in stage.named_parameters():
                 weights[name] = self._versions[version][j][name].detach().requires_grad_(parameter.requires_grad)
+                if parameter in self.rows:
+                    coded[weights[name]] = self.rows[parameter]
                 if parameter.requires_grad:
                     leaves.append(weights[name])
                     parameters.append(parameter)
             device = next((weight.device for weight in weights.values()), torch.device("cpu"))
             came = value
-            with seeded(self.seed, (self._step, number, j), device):
+            reads = CodedReads(coded, 1.0) if coded else nullcontext()
+            with seeded(self.seed, (self._step, number, j), device), reads:
                 value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)

@@ -1,7 +1,8 @@
 """The truth of coded rows: inside one graph, a look-up gives what a codec means of each row, and so do gradients back.
 
 Rows are coded one by one where they are read, and the table is as it was. Of one look-up, gradients of equal rows are
-added up first, and what is coded is the part of the mean that they are. No gradient flows through a codec, it passes by
+added up first, and what is coded is the part of the mean that they are; under a schedule that owns the loop they
+themselves, and their owner takes the mean. No gradient flows through a codec, it passes by
 it. Nothing is imported of the runtime, nor of the exchange that does this.
 """
 
@@ -10,7 +11,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +34,7 @@ class CodedReads(TorchFunctionMode):
         meanings: by table. part: of the mean that this worker's gradients are.
     """
 
-    def __init__(self, meanings: Mapping[nn.Parameter, Meanings], part: float) -> None:
+    def __init__(self, meanings: Mapping[Tensor, Meanings], part: float) -> None:
         super().__init__()
         self._meanings, self._part = meanings, part
 
@@ -42,7 +43,7 @@ class CodedReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
-        if not any(isinstance(one, nn.Parameter) and one in self._meanings for one in given):
+        if not any(isinstance(one, Tensor) and one in self._meanings for one in given):
             return func(*args, **kwargs)
         if func in (functional.embedding, functional.embedding_bag):
             return self._embedded(func, args, kwargs)
@@ -63,7 +64,7 @@ class CodedReads(TorchFunctionMode):
             padding = int(there) if len(there) else None
         return func(**{**asked, "input": places, "weight": rows, "padding_idx": padding, "sparse": False})
 
-    def _read(self, table: nn.Parameter, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coded rows that are read, each once; where each id stands among them; which they are."""
         distinct, places = torch.unique(ids, return_inverse=True)
         meanings = self._meanings[table]

@@ -63,6 +63,9 @@ def watched(run: Run) -> Acts:
             unit.exchange = _told_of_pushes(unit.exchange, exchange, told, acts)
         elif isinstance(unit, RowUnit):
             _tell_of_rows(unit.table, exchange, acts)
+    if isinstance(run._engine, OwnedLoop):
+        for name, table in run._engine.tables.items():
+            _tell_of_rows(table, str(run.plan.group_of(name).exchange), acts)
     return acts
 
 

@@ -22,7 +22,7 @@ from armillary.session.cyclic.stages import stages_of
 from armillary.session.cyclic.tables import table_groups
 from armillary.session.cyclic.whole import Whole
 from armillary.session.feed import Feed
-from armillary.session.truths import departing
+from armillary.session.truths import coded_rows, departing
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["ScheduleTruth"]
@@ -58,6 +58,7 @@ class ScheduleTruth:
             side_by_side = WorkersReference(stages, optimizer, schedule, loss, tables, seed, options.clip)
             side_by_side.crossings = _crossings(plan, named, workers)
             side_by_side.edges = self.edges
+            side_by_side.rows = {named[name]: meanings for name, meanings in coded_rows(plan).items()}
             return side_by_side
         own = range(options.micro_batches) if options.method.keeps_own_statistics else None
         reference = Reference(stages, optimizer, options.schedule(), loss, seed, own, options.clip)

@@ -28,7 +28,7 @@ from armillary.session.rank_zero import by_rank_zero
 from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 from armillary.session.schedule_truth import ScheduleTruth
-from armillary.session.truths import ROUNDING, departing
+from armillary.session.truths import ROUNDING, coded_rows, departing
 from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.workload import Batch, Workload
 
@@ -103,6 +103,7 @@ def verify_schedule(
     whole.close(gather=False)
     differences = []
     lossy = {name: str(choice) for group, choice in departing(plan) for name in group.parameters}
+    lossy |= {name: str(plan.group_of(name).exchange) for name in coded_rows(plan)}
     for name, difference in zip(truth, largest, strict=True):
         verdict: Verdict = "equal" if difference <= tolerance else "differs"
         if tolerance and name in truths.quiet:

@@ -57,8 +57,6 @@ def table_complaints(
         yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
         assert group.exchange is not None
         exchange = build_row(group.exchange.name, **group.exchange.options)
-        if exchange.codes.departs:
-            yield f"group {group.name!r} goes by {group.exchange}; this schedule sends rows as they are: edit the plan"
         if exchange.placement != "row_sharded" or exchange.push_requests > 1:
             yield (
                 f"group {group.name!r} goes by {group.exchange}; under this schedule rows go straight to one "
