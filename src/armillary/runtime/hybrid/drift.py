@@ -18,12 +18,12 @@ from armillary.runtime.transport import Transport
 __all__ = ["refuse_drift"]
 
 EVERY = 1000
-EARLY = (2, 10, 100)  # most faults are there from the beginning; a loop's first step is watched, and slow enough
+EARLY = (3, 10, 100)  # most faults are there from the beginning; the first two steps of a loop are watched
 ROUNDING = 1e-5  # of a tensor's norm: what unlike processors make of the same steps
 
 
 def refuse_drift(units: Sequence[object], transport: Transport) -> None:
-    """After a step, on all ranks: looks in steps 2, 10, 100 and every 1,000.
+    """After a step, on all ranks: looks in steps 3, 10, 100 and every 1,000.
 
     Raises:
         RuntimeError: ranks hold a parameter otherwise; the message names it, and who. If that is little more than
