@@ -22,6 +22,8 @@ SHORTER = {
     (index_timer, "COPIED_BYTES"): 1 << 22,
     (overlap_timer, "LONG_SECONDS"): 0.002,
     (overlap_timer, "REPEATS"): 3,
+    (overlap_timer, "SMALL_REPEATS"): 3,
+    (overlap_timer, "SMALL_SECONDS"): 0.001,
 }
 
 

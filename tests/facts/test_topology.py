@@ -33,6 +33,7 @@ def test_it_survives_a_file_whole(tmp_path):
         {"nodes": 4}, {"workers_per_node": 1}, {"inside": Link(1e-4, 2e8)}, {"between": Link(0.0, 1e7)},
         {"memory_bytes": 1 << 31}, {"backend": "nccl"}, {"requests": (RequestLink("AllReduce", "inside", LINK),)},
         {"processor": Processor(RATE, RATE, RATE, 1e9)},
+        {"requests": (RequestLink("AllReduce", "inside", LINK, beside_seconds=1e-3),)},
     ],
 )  # fmt: skip
 def test_whatever_a_plan_depends_on_changes_the_fingerprint(change):
@@ -100,6 +101,15 @@ def test_a_rate_that_cannot_be_is_refused(rates):
         Processor(RATE, RATE, RATE, 0.0)
     with pytest.raises(ValueError, match="none of inside, between"):
         RequestLink("AllReduce", "beside", LINK)
+    with pytest.raises(ValueError, match="beside_seconds of AllReduce must be >= 0"):
+        RequestLink("AllReduce", "inside", LINK, beside_seconds=-1e-3)
+
+
+def test_what_nobody_measured_beside_compute_is_taken_to_be_as_the_slowest_that_was():
+    told = [("AllReduce", "inside", 1e-3), ("AllReduce", "between", 2e-3), ("AllToAll", "inside", 4e-3)]
+    known = replace(TOPOLOGY, requests=tuple(RequestLink(kind, side, LINK, 0.0, taken) for kind, side, taken in told))
+    assert [known.beside_seconds(kind) for kind in ("AllReduce", "AllToAll", "AllGather")] == [2e-3, 4e-3, 4e-3]
+    assert TOPOLOGY.beside_seconds("AllReduce") == 0.0
 
 
 @pytest.mark.parametrize(("nodes", "bytes_per_second"), [(1, 1e9), (2, 1e7)])

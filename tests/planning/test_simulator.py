@@ -14,7 +14,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.topology import Link, RequestLink
 from armillary.planning.planner import plan
-from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
+from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, row_forecast
 from armillary.planning.simulator import simulate
 from planning_cases import LINKS_ONLY, dense, machines, table
 
@@ -234,13 +234,14 @@ def test_no_lane_does_two_things_at_once(case):
 
 
 def test_measured_links_and_rates_take_the_place_of_the_assumed():
-    """All-reduces at half the speed of the link, and rows at 3 s each where 0 was assumed."""
+    """All-reduces at half the speed of the link, and rows at 3 s each where 0 was assumed; 2 s more for each of 7
+    that a step touches: gathered for the optimizer, and put back."""
     profile = staged(("t", 0.0, 0.0, [table("t", 0, rows=100, width=1, alpha=0.1, workers=2)]))
     plain = machines(2, megabits=8.0, latency=0.0)
     slow = RequestLink("AllReduce", "between", Link(0.0, 0.5 * MB))
     rate = RowRate(0.0, 1.0, 0.0)
     measured = replace(plain, requests=(slow,), processor=Processor(rate, rate, rate, 1e300))
-    for choice, factor, added in (("all_reduce", 2.0, 0.0), ("owned_rows", 1.0, 60.0)):
+    for choice, factor, added in (("all_reduce", 2.0, 0.0), ("owned_rows", 1.0, 60.0 + 14.0)):
         before, after = (
             plan(profile, topology, constraints={"t": choice}, assumptions=LINKS_ONLY).forecast.seconds
             for topology in (plain, measured)
@@ -284,3 +285,27 @@ def test_latency_is_waited_for_and_takes_no_processor():
     buckets = [replace(g, parameters=(n,), name=n) for g in separate(*_both(case)).groups for n in g.parameters]
     made = replace(separate(*_both(case)), groups=tuple(buckets))
     assert simulate(made, case).step_seconds == pytest.approx(10 + 1, rel=1e-3)
+
+
+def test_a_request_takes_of_compute_what_was_measured_however_small_it_is():
+    """0.25 s each: that of the second layer's bucket delays the first layer's backward, as does nothing else; that of
+    the last is over before its bytes are."""
+    plain = machines(2, megabits=8.0, latency=0.0)
+    taken = (RequestLink("AllReduce", "between", plain.between, beside_seconds=0.25),)
+    steps = []
+    for topology in (plain, replace(plain, requests=taken)):
+        case = Case(two_layers(), topology, LINKS_ONLY)
+        whole = separate(*_both(case))
+        buckets = [replace(g, parameters=(n,), name=n) for g in whole.groups for n in g.parameters]
+        steps.append(simulate(replace(whole, groups=tuple(buckets)), case))
+    assert steps[1].step_seconds == pytest.approx(steps[0].step_seconds + 0.25)
+
+
+def test_the_calls_of_index_work_and_the_rows_of_a_window_are_paid_for():
+    """A call of each kind at 1 s: once for the rows that pass, and for weight and moment gathered and put back."""
+    calls = RowRate(1.0, 0.0, 0.0)
+    one = replace(machines(2, megabits=1e12, latency=0.0), processor=Processor(calls, calls, calls, 1e300))
+    rows = table("t", 0, rows=100, width=1, alpha=0.1, workers=2)
+    for assumptions, seconds in ((SGD, 3 + 2), (ADAGRAD, 3 + 2 * 2)):
+        case = Case(staged(("t", 0.0, 0.0, [rows])), one, assumptions)
+        assert row_forecast(rows, Choice("owned_rows"), False, case).seconds == pytest.approx(seconds)

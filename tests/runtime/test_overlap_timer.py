@@ -4,7 +4,7 @@ import pytest
 
 from armillary.exchanges.exchange import RankInfo
 from armillary.runtime import overlap_timer
-from armillary.runtime.overlap_timer import hidden_share
+from armillary.runtime.overlap_timer import beside_seconds, hidden_share
 
 
 class Clocked:
@@ -73,3 +73,24 @@ def test_requests_are_as_many_and_as_large_as_it_takes(monkeypatch, seconds, wan
 
 def test_alone_there_is_nothing_to_hide():
     assert hidden_share(Clocked(0.0, workers=1)) == 1.0
+
+
+class Calling(Clocked):
+    """As many seconds go to each call, whatever it carries; on the way it needs nobody."""
+
+    def __init__(self, called):
+        super().__init__(1.0, seconds=1e-6, workers=2)
+        self.called = called
+
+    def start(self, request, label):
+        self.now += self.called
+        return super().start(request, label)
+
+
+@pytest.mark.parametrize("called", [0.0, 0.0004, 0.003])
+@pytest.mark.parametrize("kind", ["AllReduce", "AllGather", "AllToAll"])
+def test_what_a_small_request_takes_of_compute_is_its_call(monkeypatch, called, kind):
+    job = Calling(called)
+    monkeypatch.setattr(overlap_timer.time, "perf_counter", lambda: job.now)
+    monkeypatch.setattr(overlap_timer.torch, "mm", job.mm)
+    assert beside_seconds(job, kind) == pytest.approx(called, abs=2e-6)

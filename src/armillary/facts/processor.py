@@ -66,3 +66,8 @@ class Processor:
     def __post_init__(self) -> None:
         if not self.memory_bytes_per_second > 0:
             raise ValueError(f"topology: want memory_bytes_per_second > 0, got {self.memory_bytes_per_second}")
+
+    @property
+    def kinds(self) -> tuple[RowRate, ...]:
+        """Of index work."""
+        return self.gather, self.merge, self.add

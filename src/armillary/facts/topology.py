@@ -51,14 +51,18 @@ class RequestLink:
         link: latency of each of the messages it makes one after another (2 (N - 1) an all-reduce, N - 1 an all-gather,
             1 an all-to-all among N ranks), and bytes per second that a rank sends.
         residual: largest relative error of that line over the sizes that were timed.
+        beside_seconds: by how much one that carries nearly nothing delays a rank that computes meanwhile.
     """
 
     request: str
     side: Side
     link: Link
     residual: float = 0.0
+    beside_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        if not self.beside_seconds >= 0:
+            raise ValueError(f"topology: beside_seconds of {self.request} must be >= 0, got {self.beside_seconds}")
         if self.side not in ("inside", "between"):
             raise ValueError(f"topology: side {self.side!r} of {self.request} is none of inside, between")
 
@@ -125,6 +129,13 @@ class Topology:
             if (measured.request, measured.side) == (request, side):
                 return measured.link
         return self.inside if side == "inside" else self.between
+
+    def beside_seconds(self, request: str) -> float:
+        """`RequestLink.beside_seconds` of this kind, on the side where it is longest; of any kind where this was not
+        measured."""
+        known = {measured.request for measured in self.requests}
+        told = [one.beside_seconds for one in self.requests if one.request == request or request not in known]
+        return max(told, default=0.0)
 
     def of(self, workers: int) -> "Topology":
         """The same machines for another number of workers: more or fewer nodes, or one node that holds them all.

@@ -105,4 +105,5 @@ def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> t
 
 
 def _request(leg: Leg, even: Leg, topology: Topology) -> Request:
-    return Request(even.link_bytes, *busy(leg, topology), busy(leg, topology, latency_share=0.0).seconds)
+    carried = busy(leg, topology, latency_share=0.0).seconds
+    return Request(even.link_bytes, *busy(leg, topology), carried, topology.beside_seconds(leg.request))

@@ -19,12 +19,14 @@ class Request(NamedTuple):
 
     sent_bytes: mean over workers. inside_seconds, between_seconds: how long each link is busy with it, at once.
     carried_seconds: of these what its bytes take, which somebody copies and sums; the rest is latency, which is waited.
+    beside_seconds: what it takes of the processor whatever it carries, if that computes meanwhile.
     """
 
     sent_bytes: float
     inside_seconds: float
     between_seconds: float
     carried_seconds: float = 0.0
+    beside_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -125,8 +125,13 @@ class Case:
         measured = self.topology.processor
         if measured is None:
             return self.assumptions.row_seconds
-        kinds = (measured.gather, measured.merge, measured.add)
-        return sum(kind.row_seconds + row_bytes * kind.byte_seconds for kind in kinds)
+        return sum(kind.row_seconds + row_bytes * kind.byte_seconds for kind in measured.kinds)
+
+    @property
+    def call_seconds(self) -> float:
+        """Index work of a table whatever its rows: one call of each kind."""
+        measured = self.topology.processor
+        return 0.0 if measured is None else sum(rate.call_seconds for rate in measured.kinds)
 
     @property
     def key_seconds(self) -> float:
@@ -294,7 +299,7 @@ def predict_seconds_of(work: RowWork, case: Case) -> float:
 def index_seconds(work: RowWork, case: Case) -> float:
     """Every row handled is gathered once, merged once and added once; and coded, where rows are."""
     coding = work.coded_bytes / case.assumptions.memory_bytes_per_second
-    return work.handled_rows * case.row_seconds(work.row_bytes) + coding
+    return case.call_seconds + work.handled_rows * case.row_seconds(work.row_bytes) + coding
 
 
 def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case: Case) -> float:
@@ -304,9 +309,17 @@ def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case:
 
 
 def row_update_seconds(work: RowWork, case: Case) -> float:
-    """The gradient of all rows is filled, then the update passes over all of them; a window's rows are index work."""
-    passes = 1 + 3 + 2 * case.assumptions.optimizer_slots
-    return 0.0 if work.has_window else passes * work.copy_bytes / case.memory_bytes_per_second
+    """The gradient of all rows is filled, then the update passes over all of them. A window's rows are gathered and put
+    back, of weight and state, and the update passes over them; where nobody measured rates, that is index work."""
+    slots, measured = case.assumptions.optimizer_slots, case.topology.processor
+    passes = 3 + 2 * slots
+    if not work.has_window:
+        return (passes + 1) * work.copy_bytes / case.memory_bytes_per_second
+    if measured is None:
+        return 0.0
+    rows = work.touched_bytes / work.row_bytes
+    moved = sum(rate.seconds(rows, work.row_bytes) for rate in (measured.gather, measured.add))
+    return (1 + slots) * moved + passes * work.touched_bytes / case.memory_bytes_per_second
 
 
 def idle_leg(topology: Topology, tables: int = 1, prefetched: int = 0) -> Leg:

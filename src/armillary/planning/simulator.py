@@ -211,7 +211,8 @@ class _Player:
             self.clock.wait(name, sent.done_seconds)
         else:
             shown = 1 - self.case.topology.hidden_share
-            self.clock.work(name, "carry", shown * sum(request.carried_seconds for request in requests))
+            taken = (request.beside_seconds + shown * request.carried_seconds for request in requests)
+            self.clock.work(name, "carry", sum(taken))
         return sent
 
     def _together(self, asked: Sequence[_Asked], send: Callable[[str, str, tuple[Request, ...]], _Sent]) -> list[_Sent]:

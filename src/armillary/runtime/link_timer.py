@@ -29,7 +29,7 @@ from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program,
 from armillary.facts.topology import Link, RequestLink, Side
 from armillary.runtime.transport import Transport
 
-__all__ = ["QUICK", "THOROUGH", "Effort", "request_link", "sides", "use_up_burst"]
+__all__ = ["QUICK", "THOROUGH", "Effort", "request_link", "request_of", "sides", "use_up_burst"]
 
 ITEM_BYTES = 4
 SCOPES: dict[Side, Scope] = {"inside": "node", "between": "rail"}
@@ -73,7 +73,7 @@ def request_link(
     amounts, times = [], []
     budget = effort.longest_seconds
     for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
-        request = _request(kind, size, ranks, SCOPES[side], device)
+        request = request_of(kind, size, ranks, SCOPES[side], device)
         spent = transport.agree_largest([_seconds(transport, request, ranks, effort.rows)])[0]
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
@@ -105,7 +105,7 @@ def _foreseen(amounts: Sequence[tuple[float, float]], times: Sequence[float], fa
     return messages * latency + factor * sent * byte
 
 
-def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.device) -> Request:
+def request_of(kind: str, size: int, ranks: int, scope: Scope, device: torch.device) -> Request:
     """A request whose tensors together have about `size` bytes on a rank."""
     piece = max(1, size // ITEM_BYTES // ranks)
     if kind == "AllReduce":
@@ -117,7 +117,7 @@ def _request(kind: str, size: int, ranks: int, scope: Scope, device: torch.devic
 
 def use_up_burst(transport: Transport, ranks: int, scope: Scope, device: torch.device) -> None:
     """Leaves a link no credit to send faster than it goes on, and nothing queued."""
-    transport.complete(_asking(_request("AllToAll", BURST_BYTES, ranks, scope, device)), "measure")
+    transport.complete(_asking(request_of("AllToAll", BURST_BYTES, ranks, scope, device)), "measure")
 
 
 def _seconds(transport: Transport, request: Request, ranks: int, fewest: int) -> float:

@@ -19,7 +19,7 @@ from armillary.facts.topology import Link, RequestLink, Topology
 from armillary.runtime.coding_timer import coding_rates
 from armillary.runtime.index_timer import Timer, processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
-from armillary.runtime.overlap_timer import hidden_share
+from armillary.runtime.overlap_timer import beside_seconds, hidden_share
 from armillary.runtime.transport import Transport
 
 __all__ = ["free_memory_bytes", "measure", "workers_per_node"]
@@ -71,7 +71,11 @@ def measure(
     rates = processor(device, BLOCK_SECONDS, transport.agree_largest)
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
     share = hidden_share(transport) if backend == "gloo" else 1.0
+    beside = {kind: beside_seconds(transport, kind) for kind in effort.kinds} if backend == "gloo" and found else {}
+    found = [replace(one, beside_seconds=beside.get(one.request, 0.0)) for one in found]
     told(f"overlap: {share:.0%} of a request hides behind compute")
+    for kind, seconds in beside.items():
+        told(f"{kind} beside compute: {seconds_text(seconds)} of a processor, however small")
     inside, between = _links(found, rates)
     topology = Topology(
         place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share

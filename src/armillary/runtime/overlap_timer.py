@@ -1,10 +1,14 @@
-"""Times how much of its requests compute can hide in this job.
+"""Times how much of its requests compute can hide in this job, and what a request takes of compute however small it is.
 
 A request needs a processor too: bytes are copied, summed and checked by somebody. Where ranks have cores to spare it
 flies for nothing; eight ranks on two cores get from overlap only what the link itself is slow. What hides is measured,
 with all ranks at once, as the time that compute and requests take together less than one after the other. There are as
 many requests, and as large, as take 20 ms: of one alone that takes one (loopback), the share measured was anything from
 0 to 1. Before each, what a link lets pass faster for a moment is used up: it recovers while ranks compute.
+
+A small request has hardly any bytes to hide, but it is called, it wakes threads, and ranks that share cores wait for
+each other: two ranks on two cores lost 0.3 to 1 ms of compute to each. So compute with small requests in it, each taken
+when the next one starts, is timed beside compute alone.
 """
 
 import statistics
@@ -15,10 +19,10 @@ import torch
 from torch import Tensor
 
 from armillary.facts.collectives import AllReduce
-from armillary.runtime.link_timer import ITEM_BYTES, use_up_burst
+from armillary.runtime.link_timer import ITEM_BYTES, request_of, use_up_burst
 from armillary.runtime.transport import Transport
 
-__all__ = ["hidden_share"]
+__all__ = ["beside_seconds", "hidden_share"]
 
 SIZE_BYTES, MOST_BYTES = 1 << 18, 1 << 22  # of a request
 MOST_REQUESTS = 8  # under way at once, as buckets are
@@ -26,6 +30,9 @@ LONG_SECONDS = 0.02  # of the requests together: shorter ones tell noise
 WIDTH = 128  # of the matrices of the compute, which stay in a core's cache
 REPEATS, SETTLING_REPEATS = 7, 3
 SETTLING_PRODUCTS = 50
+SMALL_BYTES, SMALL_REQUESTS = 1 << 10, 4
+SMALL_REPEATS = 9
+SMALL_SECONDS = 0.008  # of compute that they are spread over
 
 
 def hidden_share(transport: Transport) -> float:
@@ -58,6 +65,32 @@ def hidden_share(transport: Transport) -> float:
         alone, computed, together = (_once(transport, work) for work in works)
         shares.append((alone + computed - together) / min(alone, computed))
     return min(1.0, max(0.0, statistics.median(shares)))
+
+
+def beside_seconds(transport: Transport, kind: str) -> float:
+    """By how much a small request of this kind delays a rank that computes beside it. Every rank must call it and gets
+    the same."""
+    workers = transport.place.workers
+    request = request_of(kind, SMALL_BYTES, workers, "world", torch.device("cpu"))
+    matrix = torch.rand(WIDTH, WIDTH)
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+
+    def spread(products: int) -> None:
+        taken: Callable[[], object] = int
+        for _ in range(SMALL_REQUESTS):
+            taken()
+            taken = transport.start(request, "measure")
+            compute(products // SMALL_REQUESTS)
+        taken()
+
+    once = _seconds(transport, lambda: compute(SETTLING_PRODUCTS)) / SETTLING_PRODUCTS
+    products = SMALL_REQUESTS * max(1, round(SMALL_SECONDS / once / SMALL_REQUESTS))
+    works = (lambda: spread(products), lambda: compute(products))
+    lost = [_once(transport, works[0]) - _once(transport, works[1]) for _ in range(SMALL_REPEATS)]
+    return max(0.0, statistics.median(lost)) / SMALL_REQUESTS
 
 
 def _long_enough(request: float) -> list[Tensor]:
