@@ -260,7 +260,8 @@ def test_export_on_rank_0_alone_is_named_on_both_ranks():
 
 def test_a_gradient_norm_of_a_spread_table_on_rank_0_alone_is_named():
     (lines, first), (_, second) = said("norm")
-    assert "rank 0: in gradient norm, " in lines and "rank 1: in step, all-gather of checksums, " in lines
+    assert "rank 0: in gradient norm, " in lines
+    assert "rank 1: in look-up of words.weight, all-to-all of look-ups, step 1" in lines
     assert is_placed(0, "gradient norm", second)
     assert all("known only if every rank asks for it" in error for error in (first, second))
 
