@@ -356,8 +356,7 @@ REACHES_INSIDE = {
     },
     "edges": {"reference.cyclic", "reference.edges", "schedules.edge", "schedules.registry"},
     "lossy": {
-        "exchanges.exchange", "reference.replicas", "session.decide", "session.evaluate", "session.events",
-        "session.feed", "session.foresight.side_by_side", "session.truths",
+        "exchanges.exchange", "reference.replicas", "session.feed", "session.foresight.side_by_side", "session.truths",
     },
     "netlab": {"facts.collectives", "runtime.transport"},
     "parallax": {"planning.prefetch", "runtime.transport", "session.feed"},

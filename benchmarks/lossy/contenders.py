@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -15,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import armillary
 from armillary import assumptions_of
-from armillary.session.events import Decided
 from armillary.session.workload import Batch, Workload
 from benchmarks.lossy.tasks import Task
+from benchmarks.measuring.workloads import start
 
 __all__ = ["EXACT", "OURS", "PEERS", "Contender", "built", "same_training"]
 
@@ -48,17 +47,15 @@ def same_training(name: str) -> str:
     return "ddp_fp16_25mb" if name == "ddp_fp16_2mb" else name
 
 
-def built(name: str, task: Task, workload: Workload, seed: int, decided: Decided) -> Contender:
+def built(name: str, task: Task, workload: Workload, seed: int, decided: Any) -> Contender:
     """
     Args:
-        decided: the exact plan of this job, with its machines and the model's profile.
+        decided: by `auto_plan`: the exact plan of this job, with its machines and the model's profile.
 
     Raises:
         ValueError: no such contender.
     """
-    torch.manual_seed(seed)
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters())
+    model, optimizer = start(workload, seed)
     if name in OURS:
         plan = decided.plan
         if OURS[name]:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import armillary
-from armillary.session.decide import subject_of
 from armillary.session.feed import Feed
 from benchmarks.lossy.contenders import Contender, built
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import TASKS
 from benchmarks.measuring.record import machine
+from benchmarks.measuring.workloads import first_batches, start
 from benchmarks.netlab import counted_bytes
 
 WARM_STEPS = 3
@@ -31,9 +31,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     workload = TASKS[asked.task].workload(asked.small, asked.data)
-    subject = subject_of(workload, asked.seed)
-    batches = list(subject.draw(dist.get_world_size()))
-    decided = armillary.auto_plan(subject.model, subject.optimizer, batches, subject.loss)
+    few = first_batches(workload, dist.get_world_size(), seed=asked.seed)
+    decided = armillary.auto_plan(*start(workload, asked.seed), few, workload.loss)
     found = _trained(asked, workload, decided) if asked.looks else _timed(asked, workload, decided)
     found |= {"machine": machine(), "task": asked.task, "workers": dist.get_world_size(), "mbit": asked.mbit}
     if dist.get_rank() == 0:

@@ -6,7 +6,6 @@ from itertools import islice
 import torch
 from torch import nn
 
-from armillary.session.evaluate import evaluating
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["held_out", "judged"]
@@ -21,8 +20,10 @@ def held_out(workload: Workload) -> list[Batch]:
 
 def judged(workload: Workload, model: nn.Module, batches: Sequence[Batch], metric: str) -> float:
     totals: dict[str, float] = {}
-    with evaluating(model), torch.no_grad():
+    model.eval()
+    with torch.no_grad():
         for batch in batches:
             for name, value in workload.evaluate(model, batch).items():
                 totals[name] = totals.get(name, 0.0) + value
+    model.train()
     return float(workload.report(totals)[metric])

@@ -27,13 +27,13 @@ def find(name: str, options: Mapping[str, Any] | None = None) -> Any:
     return module.workload(**(module.SMALL if options is None else options))
 
 
-def start(workload: Any) -> Start:
-    torch.manual_seed(0)
+def start(workload: Any, seed: int = 0) -> Start:
+    torch.manual_seed(seed)
     model = workload.model()
     return Start(model, workload.optimizer(model.parameters()))
 
 
-def first_batches(workload: Any, workers: int, steps: int = PROFILED_STEPS) -> list[Any]:
+def first_batches(workload: Any, workers: int, steps: int = PROFILED_STEPS, seed: int = 0) -> list[Any]:
     """Step by step, worker by worker: what all workers draw in their first steps."""
-    drawn = [list(islice(workload.batches("train", worker, workers, 0), steps)) for worker in range(workers)]
+    drawn = [list(islice(workload.batches("train", worker, workers, seed), steps)) for worker in range(workers)]
     return [batch for together in zip(*drawn) for batch in together]
