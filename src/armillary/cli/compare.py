@@ -56,7 +56,7 @@ def _page(found: Compared) -> Page:
     verdict = "every figure is within its band" if found.is_within else some
     legend = (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
-        "off: of the forecast; x22 is 22 times it\n"
+        "off: of the larger of the two, as the bands are; x22 is 22 times the forecast\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
         "middle half: from the first to the third quartile of steps; a group's time is held to it, ms is the median\n"
         "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
@@ -77,14 +77,15 @@ def _cells(line: ComparedLine) -> list[str]:
         cells += [
             _number(expected / unit, digits),
             measured,
-            _off((seen - expected) / expected) if expected else "-",
+            _off(seen, expected) if expected else "-",
         ]
     return [*cells, _middle(line), ", ".join(name.removesuffix("_bytes") for name in line.outside)]
 
 
-def _off(share: float) -> str:
-    if share > 10:
-        return f"x{1 + share:,.0f}"
+def _off(seen: float, expected: float) -> str:
+    if seen > 10 * expected:
+        return f"x{seen / expected:,.0f}"
+    share = (seen - expected) / max(seen, expected)
     return f"{share:+.1%}" if abs(share) < 0.1 else f"{share:+.0%}"
 
 

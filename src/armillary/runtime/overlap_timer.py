@@ -31,7 +31,7 @@ WIDTH = 128  # of the matrices of the compute, which stay in a core's cache
 REPEATS, SETTLING_REPEATS = 7, 3
 SETTLING_PRODUCTS = 50
 SMALL_BYTES, SMALL_REQUESTS = 1 << 10, 4
-SMALL_REPEATS = 9
+SMALL_REPEATS = 15
 SMALL_SECONDS = 0.008  # of compute that they are spread over
 
 
