@@ -93,4 +93,5 @@ CASES: Mapping[str, Case] = {
     "ring N=3": _dense("ring", 3),
     "zero_ring N=2": _dense("zero_ring", 2),
     "one_device M=2": _dense("one_device(micro_batches=2, stages=2)", 1, 2),
+    "shared N=2": _dense("shared_stages", 3, 2),
 }

@@ -14,6 +14,8 @@ from benchmarks.measuring.record import machine
 from benchmarks.revisions.cases import CASES, Case
 from benchmarks.revisions.source import Source
 
+__all__ = ["alike", "training"]
+
 WARM_STEPS = 5
 MOST_TRIES = 8  # at plans that agree: each is made from seconds that its revision measured
 
@@ -32,8 +34,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     case = CASES[options.case]
     sources = {"older": Source(options.older), "newer": Source(options.newer), "older again": Source(options.older)}
-    plans = _alike(case, sources, options.small)
-    steps = {name: _training(case, source, plans[name], options.small) for name, source in sources.items()}
+    plans = alike(case, sources, options.small)
+    steps = {name: training(case, source, plans[name], options.small) for name, source in sources.items()}
     turns: list[dict[str, Any]] = []
     for number in range(options.rounds):
         names = list(steps)
@@ -45,7 +47,7 @@ def main() -> None:
     dist.barrier()
 
 
-def _alike(case: Case, sources: dict[str, Source], small: bool) -> dict[str, str]:
+def alike(case: Case, sources: dict[str, Source], small: bool) -> dict[str, str]:
     """Every revision's own plan, as JSON; all exchange and cut the same way.
 
     Raises:
@@ -83,7 +85,7 @@ def _ways(plan: Any) -> str:
     return str((groups, str(plan.schedule), [stage.begins for stage in plan.stages]))
 
 
-def _training(case: Case, source: Source, plan: str, small: bool) -> Callable[[], object]:
+def training(case: Case, source: Source, plan: str, small: bool) -> Callable[[], object]:
     """A step of it, on this rank's data."""
     with source:
         face, model = source.armillary, case.model(small)
