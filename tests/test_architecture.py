@@ -325,6 +325,15 @@ def test_a_schedules_file_names_only_itself():
     assert names <= {path.stem for path in FILES if room_of(path) == "schedules"}  # a file each, of its name
 
 
+def test_no_placement_is_known_but_to_its_schedules_files():
+    """What crosses because of it, it says itself; so nobody asks which it is."""
+    own = {entry.placement.__module__ for entry in SCHEDULES.all().values() if entry.placement is not None}
+    assert own
+    for path in FILES:
+        for module in own.intersection(name for name, _ in imported(path)):
+            assert path.stem.startswith(module.rpartition(".")[2]), f"{path.relative_to(ROOT)} imports {module}"
+
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 # Stages cut by hand and carried out without a plan.

@@ -37,7 +37,9 @@ def main() -> None:
         told = ["--older", str(older), "--newer", str(newer), *(["--small"] if options.small else [])]
         told += ["--steps", str(options.steps)]
         print(f"{options.newer or 'the working tree'} over {options.older}; MiB at the peak of {options.steps} steps\n")
-        print("| case | older, all ranks | newer over older | older over older | fullest rank, older | newer over older |")
+        print(
+            "| case | older, all ranks | newer over older | older over older | fullest rank, older | newer over older |"
+        )
         print("| --- " * 6 + "|")
         for name in names:
             by_turns = [_peaks(name, who, told, Path(folder) / "found.json") for who in ("older", "newer", "older")]

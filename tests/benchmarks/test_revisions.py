@@ -6,6 +6,7 @@ import sys
 import pytest
 from benchmarks.netlab import Lab, LabUnavailable
 from benchmarks.netlab.lab import ROOT
+from benchmarks.revisions import memory
 from benchmarks.revisions.run import row
 from benchmarks.revisions.source import Source
 
@@ -39,6 +40,25 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
 def test_ratios_are_of_one_round():
     rounds = [{"older": 0.1, "newer": 0.2, "older again": 0.1}, {"older": 0.4, "newer": 0.4, "older again": 0.2}]
     assert row("dense", rounds) == "| dense | 250.0 | 1.500 (1.00-2.00) | 0.750 (0.50-1.00) |"
+
+
+def test_memory_is_of_all_ranks_and_of_the_fullest():
+    mib = 1 << 20
+    found = memory.row("dense", [10 * mib, 30 * mib], [20 * mib, 24 * mib], [10 * mib, 10 * mib])
+    assert found == "| dense | 40.0 | 1.100 | 0.500 | 30.0 | 0.800 |"
+
+
+@pytest.mark.netlab
+@pytest.mark.benchmark
+def test_a_job_tells_the_peak_of_one_revision(tmp_path):
+    out = tmp_path / "found.json"
+    told = f"--case dense --older {ROOT} --newer {ROOT} --who older --steps 1 --small --out {out}".split()
+    try:
+        with Lab(2, 0) as lab:
+            lab.run([sys.executable, "-m", "benchmarks.revisions.memory_job", *told], timeout_seconds=100)
+    except LabUnavailable as reason:
+        pytest.skip(str(reason))
+    assert all(0 < rank["before"] < rank["peak"] for rank in json.loads(out.read_text())["ranks"])
 
 
 @pytest.mark.netlab

@@ -7,6 +7,7 @@ import pytest
 
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.action import Action
+from armillary.schedules.by_worker import placed
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
@@ -16,7 +17,6 @@ from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instruction import Instruction, Letter
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.messages import pipeline_messages, ring_messages
-from armillary.schedules.norm_in_time import refuse_late_norm
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
@@ -61,7 +61,7 @@ def places(made, *ops):
 
 def in_time(schedule, clip, shares=False):
     try:
-        refuse_late_norm(schedule, Sharing(schedule) if shares else range(schedule.workers), clip)
+        placed(schedule, Sharing(schedule) if shares else range(schedule.workers)).refuse_late_norm(clip)
     except ValueError:
         return False
     return True
@@ -102,6 +102,29 @@ def test_stages_by_turns_neither_hang_nor_read_what_is_not_there(schedule):
             made = lists(schedule, calls + "s", clip, **own)
             assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
             assert flaw(lists(schedule, calls + "d", clip, one_queue=False, **own), where, "gloo") == ""
+
+
+class Mirrored:
+    """A placement that no schedule has: the last worker is on rank 0."""
+
+    def __init__(self, schedule):
+        workers = tuple(reversed(range(schedule.workers)))
+        self.inside, self.asked = placed(schedule, workers), []
+        self.rank_of, self.ranks = self.inside.rank_of, self.inside.ranks
+
+    def around(self, *told):
+        self.asked.append(told)
+        return self.inside.around(*told)
+
+
+def test_a_placement_says_itself_what_crosses():
+    for schedule in (gpipe(3, 2), cyclic(3)):
+        mirrored = Mirrored(schedule)
+        made = [Lowering(schedule, rank, mirrored) for rank in range(schedule.workers)]
+        assert len(mirrored.asked) == schedule.workers
+        rows = [[*one.next_step(), *one.next_step(), *one.rest()] for one in made]
+        assert [flaw(rows, Setting(schedule, mirrored.inside.workers), rule) for rule in RULES] == ["", ""]
+        assert rows[0] and {one.stage for one in rows[0] if one.op == "B"} >= {schedule.stages - 1}
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)

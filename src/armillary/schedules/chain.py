@@ -76,6 +76,11 @@ class Chain:
         """The stages whose optimizer steps on this rank."""
         return frozenset(j for j, rank in enumerate(self._stages) if rank == self._written.rank)
 
+    @property
+    def passed(self) -> frozenset[int]:
+        """None: buffers stay where their stage runs."""
+        return frozenset()
+
     def before(self, due: ScheduledAction) -> None:
         """What a forward needs: weights, see Note [Replicas], and the norms that its rank knows, see Note [Norms]."""
         owner = self._workers[due.worker]

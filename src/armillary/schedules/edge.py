@@ -25,7 +25,6 @@ from torch import Tensor
 from armillary.codecs.codec import Codec, Draw, codec_of
 from armillary.codecs.edges import guarded
 from armillary.facts.choice import Choice
-from armillary.schedules.placement import Placement
 from armillary.schedules.random_stream import place_seed
 from armillary.schedules.schedule import Cell, Schedule
 
@@ -193,10 +192,10 @@ def _remembered(what: str, choice: Choice, options: dict[str, Any]) -> tuple[Cho
     return of if isinstance(of, Choice) else Choice(of), int(cache_mb * 1e6)
 
 
-def refuse_edges(edges: Sequence[Edge], schedule: Schedule, where: Placement, why_none: str) -> None:
+def refuse_edges(edges: Sequence[Edge], schedule: Schedule, ranks: Sequence[Sequence[int]], why_none: str) -> None:
     """
     Args:
-        where: the processes that run its stages.
+        ranks: by stage, the processes that run it.
         why_none: what speaks against coded edges under this schedule at all; empty: nothing.
 
     Raises:
@@ -217,7 +216,7 @@ def refuse_edges(edges: Sequence[Edge], schedule: Schedule, where: Placement, wh
                 f"edge: stage {stage} hands nothing on: there are stages 0 to {last}, and edges behind "
                 f"{f'stages 0 to {last - 1}' if last else 'none of them'}; name one of those, or more stages"
             )
-        if where.ranks(stage) == where.ranks(stage + 1):
+        if ranks[stage] == ranks[stage + 1]:
             raise ValueError(
                 f"edge: stages {stage} and {stage + 1} are on one process, so nothing crosses between them; name other "
                 f"stages"
@@ -228,7 +227,7 @@ def refuse_edges(edges: Sequence[Edge], schedule: Schedule, where: Placement, wh
                 f"edge_back"
             )
     remembered = [j for (what, j), code in codes_of(edges).items() if what == "activation" and code.cache_bytes]
-    for stage in (j for j in remembered if len(where.ranks(j)) > 1):
+    for stage in (j for j in remembered if len(ranks[j]) > 1):
         raise ValueError(
             f"edge: samples of stage {stage} come to other processes from step to step, so none has seen them before; "
             f"name the codec of its changes alone"

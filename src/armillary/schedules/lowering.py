@@ -6,22 +6,19 @@ ranks name their sends and receives in one and the same order, both directions t
 it stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
 
-What goes from rank to rank around the actions is said in `chain.py`, where a stage runs on one rank, in `relay.py`,
-where it runs on several, and in `turns.py`, where micro-batches take turns on them.
+What goes from rank to rank around the actions the placement says (`placement.py`): `chain.py`, where a stage runs on
+one rank, `relay.py`, where it runs on several, `turns.py`, where micro-batches take turns on them.
 """
 
 from collections.abc import Collection
 
 from armillary.schedules.action_queue import ActionQueue, ScheduledAction
-from armillary.schedules.chain import Chain
+from armillary.schedules.by_worker import placed
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Op
-from armillary.schedules.placement import Ranks, is_relayed, placed
+from armillary.schedules.placement import Ranks
 from armillary.schedules.rank_list import ONE_QUEUE, RankList, Wires
-from armillary.schedules.relay import Relay
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing
-from armillary.schedules.turns import Turns
 
 __all__ = ["Lowering"]
 
@@ -52,22 +49,19 @@ class Lowering:
         self.schedule, self.rank, self.steps = schedule, rank, 0
         self._where, self._served = placed(schedule, ranks), frozenset(served)
         self._written = RankList(rank, wires)
-        self.is_lent = wires.lends and is_relayed(schedule, ranks)
-        self.passed = frozenset[int]()  # stages whose buffers go from rank to rank
-        self._around: Chain | Relay | Turns
-        if isinstance(ranks, Sharing):
-            self._around = Turns(ranks, clip, self._written, wires.buffered)
-            self.passed = self._around.passed
-        elif is_relayed(schedule, ranks):
-            self._around = Relay(schedule, ranks, clip, self._written)
-        else:
-            self._around = Chain(schedule, ranks, clip, self._written, served, reduces)
+        self._around = self._where.around(clip, self._written, served, reduces)
+        self.is_lent = wires.lends and any(len(self._where.ranks(stage)) > 1 for stage in range(schedule.stages))
         self._queue = ActionQueue(schedule, range(schedule.workers))
 
     @property
     def owned(self) -> frozenset[int]:
         """The stages whose optimizer steps on this rank."""
         return self._around.owned
+
+    @property
+    def passed(self) -> frozenset[int]:
+        """The stages whose buffers go from rank to rank."""
+        return self._around.passed
 
     @property
     def lends(self) -> frozenset[int]:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
+from armillary.schedules.by_worker import placed
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
 from armillary.schedules.edge import Edge, refuse_edges
 from armillary.schedules.messages import Message
-from armillary.schedules.placement import Ranks, placed
+from armillary.schedules.placement import Placement, Ranks
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing
 from armillary.schedules.stage_load import StageLoad
 
 __all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "Traffic"]
@@ -83,7 +83,8 @@ class ScheduleOptions:
         if self.edges:
             schedule = self.schedule()
             where = placed(schedule, self.ranks(range(schedule.workers)))
-            refuse_edges(self.edges, schedule, where, self.method.no_edges)
+            ranks = [where.ranks(stage) for stage in range(schedule.stages)]
+            refuse_edges(self.edges, schedule, ranks, self.method.no_edges)
         if self.clip is not None and self.clip.waits:
             self._refuse_late_norm(self.clip)
         self.built_corrections()
@@ -280,7 +281,7 @@ class Method:
     is_cut: bool = True
     is_side_by_side: bool = False
     across: Callable[[ScheduleOptions, int], int] = _one_or_all
-    placement: Callable[[Schedule], Sharing] | None = None
+    placement: Callable[[Schedule], Placement] | None = None
     lends: bool = False
     is_even: bool = False
     keeps_own_statistics: bool = False

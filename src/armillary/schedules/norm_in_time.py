@@ -9,32 +9,11 @@ Source: the slack of Fournier & Oyallon's first rule, worked out for every slack
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.messages import carrier, closing
-from armillary.schedules.placement import Ranks, is_relayed, placed
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing
 
-__all__ = ["refuse_in_pipeline", "refuse_in_ring", "refuse_late_norm", "refuse_on_one_device"]
+__all__ = ["refuse_in_pipeline", "refuse_in_ring", "refuse_on_one_device"]
 
 _REMEDY = "take more slack, or clip by stage or previous"
-
-
-def refuse_late_norm(schedule: Schedule, ranks: Ranks, clip: Clip | None) -> None:
-    """
-    Args:
-        ranks: by worker of the schedule.
-
-    Raises:
-        ValueError: weights are read before the norm can be known where they are made.
-    """
-    where = placed(schedule, ranks)
-    if isinstance(ranks, Sharing):  # between ranks no tick is lost
-        refuse_on_one_device(schedule, clip)
-    elif is_relayed(schedule, ranks):
-        refuse_in_ring(schedule, clip)
-    elif len({rank for stage in range(schedule.stages) for rank in where.ranks(stage)}) == 1:
-        refuse_on_one_device(schedule, clip)
-    else:
-        refuse_in_pipeline(schedule, clip)
 
 
 def refuse_on_one_device(schedule: Schedule, clip: Clip | None) -> None:

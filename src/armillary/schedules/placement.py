@@ -1,18 +1,49 @@
-"""Which rank runs which stage of which micro-batch of which step: a schedule has workers, a run has ranks.
+"""Which rank runs which stage of which micro-batch of which step, and what goes from rank to rank around that.
 
-Mostly a worker of the schedule is a rank, or all of them are one. Where a stage's micro-batches take turns on ranks of
-its own, the rank changes with the step (`shared.py`).
+A schedule has workers, a run has ranks. Mostly a worker is a rank, or all of them are one (`by_worker.py`); a
+schedule's file may place them otherwise. A placement says itself what crosses because of it, so nobody who lowers or
+carries out a schedule asks which placement it is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from armillary.schedules.schedule import Cell, Schedule
-from armillary.schedules.shared import Sharing
+from armillary.schedules.action_queue import ScheduledAction
+from armillary.schedules.clipping import Clip
+from armillary.schedules.rank_list import RankList
+from armillary.schedules.schedule import Cell
 
-__all__ = ["ByWorker", "Placement", "Ranks", "is_relayed", "placed"]
+__all__ = ["Around", "Placement", "Ranks"]
+
+
+class Around(Protocol):
+    """What one rank does around actions: letters, sums, optimizer steps. Told of every action, in the one order."""
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The stages whose optimizer steps on this rank."""
+
+    @property
+    def passed(self) -> frozenset[int]:
+        """The stages whose buffers go from rank to rank."""
+
+    def begin_step(self, step: int) -> None:
+        """One more step is handed in."""
+
+    def before(self, due: ScheduledAction) -> None:
+        """What an action needs."""
+
+    def after(self, due: ScheduledAction) -> None:
+        """What the action has made."""
+
+    def end_step(self, steps: int) -> None:
+        """So many steps were handed in, and all that can be done without a later one."""
+
+    def rest(self, steps: int, tick: int) -> None:
+        """All actions are done: every owner makes the newest weights."""
+
+    def drain(self, steps: int, tick: int) -> None:
+        """After that: the next step begins with them."""
 
 
 class Placement(Protocol):
@@ -28,45 +59,19 @@ class Placement(Protocol):
     def rotation(self, stage: int) -> int:
         """After how many steps the micro-batches of a step meet the same ranks again."""
 
+    def around(self, clip: Clip | None, written: RankList, served: Collection[int], reduces: bool) -> Around:
+        """
+        Args:
+            written: the list of the rank in question.
+            served: stages whose row-sharded tables are spread over all ranks.
+            reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
+        """
 
-Ranks = Sequence[int] | Sharing  # by worker of the schedule, where each stays on its rank
-
-
-@dataclass(frozen=True, eq=False)
-class ByWorker:
-    """Every worker of the schedule is on one rank.
-
-    Args:
-        workers: their ranks.
-    """
-
-    schedule: Schedule
-    workers: tuple[int, ...]
-
-    def rank_of(self, place: Cell) -> int:
-        return self.workers[self.schedule.worker_of(place[1], place[2])]
-
-    def ranks(self, stage: int) -> Sequence[int]:
-        return self._ranks[stage]
-
-    @cached_property
-    def _ranks(self) -> list[list[int]]:
-        runs = {(a.stage, rank) for row, rank in zip(self.schedule.ticks, self.workers, strict=True) for a in row}
-        return [sorted(rank for j, rank in runs if j == stage) for stage in range(self.schedule.stages)]
-
-    def handed_in(self, rank: int) -> Sequence[int]:
-        here = (row for row, own in zip(self.schedule.ticks, self.workers, strict=True) if own == rank)
-        return sorted({action.micro_batch for row in here for action in row})
-
-    def rotation(self, stage: int) -> int:
-        return 1
+    def refuse_late_norm(self, clip: Clip | None) -> None:
+        """
+        Raises:
+            ValueError: weights are read before the norm can be known where they are made.
+        """
 
 
-def placed(schedule: Schedule, ranks: Ranks) -> Placement:
-    return ByWorker(schedule, tuple(ranks)) if isinstance(ranks, Sequence) else ranks
-
-
-def is_relayed(schedule: Schedule, ranks: Ranks) -> bool:
-    """Whether a stage runs on several ranks."""
-    where = placed(schedule, ranks)
-    return any(len(where.ranks(stage)) > 1 for stage in range(schedule.stages))
+Ranks = Sequence[int] | Placement  # by worker of the schedule, where each stays on its rank

@@ -80,6 +80,11 @@ class Relay:
         return frozenset(j for j, owner in enumerate(self._owners) if self._workers.is_here(owner))
 
     @property
+    def passed(self) -> frozenset[int]:
+        """None: every rank keeps buffers of its own."""
+        return frozenset()
+
+    @property
     def _last(self) -> int:
         return self._schedule.workers - 1
 

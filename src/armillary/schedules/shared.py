@@ -17,13 +17,18 @@ step to step, the owner does not, and two hops are exposed at slack 0.
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the owner; `slack`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from math import gcd
 
 from armillary.schedules.action import Action, Row
+from armillary.schedules.clipping import Clip
+from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.picture import lines_of
+from armillary.schedules.rank_list import RankList
 from armillary.schedules.schedule import Cell, Schedule
+from armillary.schedules.turns import Turns
 
 __all__ = ["Sharing", "devices_for", "workers_on"]
 
@@ -127,6 +132,14 @@ class Sharing:
         """After how many steps the micro-batches of a step meet the same devices again."""
         count = len(self.ranks(stage))
         return count // gcd(count, self.schedule.workers)
+
+    def around(self, clip: Clip | None, written: RankList, served: Collection[int], reduces: bool) -> Turns:
+        """Everything crosses. Its tables travel whole, and there is one replica."""
+        return Turns(self, clip, written)
+
+    def refuse_late_norm(self, clip: Clip | None) -> None:
+        """Between ranks no tick is lost: an owner may know the norm as early as one device would."""
+        refuse_on_one_device(self.schedule, clip)
 
     def actions(self, rank: int, step: int) -> list[Action]:
         """What a device does for one step, at the ticks at which it does it."""

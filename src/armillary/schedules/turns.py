@@ -14,17 +14,17 @@ stage's knows the whole, which goes up again from owner to owner.
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices); see `shared.py`.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
 from armillary.schedules.rank_list import RankList
-from armillary.schedules.shared import Sharing
+from armillary.schedules.schedule import Cell, Schedule
 from armillary.schedules.workers_list import WorkersList
 
-__all__ = ["Turns"]
+__all__ = ["Turning", "Turns"]
 
 
 class _Event(NamedTuple):
@@ -35,21 +35,46 @@ class _Event(NamedTuple):
     is_norm: bool
 
 
+class Turning(Protocol):
+    """Who takes turns, and which way weights go."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def devices(self) -> int:
+        """How many ranks there are."""
+
+    def rank_of(self, place: Cell) -> int:
+        """The rank that runs this stage for this micro-batch of this step."""
+
+    def ranks(self, stage: int) -> Sequence[int]:
+        """Those that run a stage."""
+
+    def owner(self, stage: int) -> int:
+        """The one of them whose optimizer steps."""
+
+    def last(self, step: int, stage: int) -> int:
+        """The one on which the sum of a step's gradients is finished."""
+
+    def complete(self, step: int, stage: int) -> int:
+        """The tick after which that sum is there."""
+
+    def weight_path(self, version: int, stage: int) -> Sequence[int]:
+        """The way of a version from hand to hand, from its owner on."""
+
+
 class Turns:
-    """Of all stages of a schedule. Told of every action of every rank, in the one order.
+    """Of all stages of a schedule. Told of every action of every rank, in the one order."""
 
-    Args:
-        buffered: stages that have buffers.
-    """
-
-    def __init__(self, sharing: Sharing, clip: Clip | None, written: RankList, buffered: Collection[int] = ()) -> None:
+    def __init__(self, sharing: Turning, clip: Clip | None, written: RankList) -> None:
         self._sharing, self._schedule, self._written = sharing, sharing.schedule, written
         self._ranks = WorkersList(range(sharing.devices), written)
         stages = range(self._schedule.stages)
         self._owners = [sharing.owner(stage) for stage in stages]
         self._has_norms = clip is not None and clip.needs_all_stages
         self._waits = clip is not None and clip.waits and self._has_norms
-        self.passed = frozenset(stage for stage in buffered if len(sharing.ranks(stage)) > 1)
+        self.passed = frozenset(stage for stage in written.wires.buffered if len(sharing.ranks(stage)) > 1)
         self._events = [_Event(sharing.complete(0, stage), stage, False) for stage in reversed(stages)]
         if self._has_norms:
             self._events += [_Event(sharing.complete(0, 0), stage, True) for stage in stages[1:]]

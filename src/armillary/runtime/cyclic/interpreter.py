@@ -42,11 +42,10 @@ from armillary.runtime.cyclic.updates import Updates
 from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
 from armillary.runtime.partition.stages import Stage
+from armillary.schedules.by_worker import placed
 from armillary.schedules.edge import remembering
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.norm_in_time import refuse_late_norm
-from armillary.schedules.placement import placed
 from armillary.schedules.random_stream import Stream
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.sample_keys import sample_keys
@@ -82,7 +81,8 @@ class Interpreter:
         self.schedule, self.drains = schedule, list[int]()
         self._optimizer, self._spec, self._seat = optimizer, spec, seat
         clip = None if spec.clip is None else spec.clip.over(schedule.stages)
-        refuse_late_norm(schedule, seat.ranks, clip)
+        self._where = where = placed(schedule, seat.ranks)
+        where.refuse_late_norm(clip)
         buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
         self._lowering = Lowering(
             schedule,
@@ -93,7 +93,6 @@ class Interpreter:
             reduces=seat.team.reduces,
             wires=Wires(seat.one_queue, spec.codes, spec.lends, buffered),
         )
-        self._where = where = placed(schedule, seat.ranks)
         self.micro_batches = list(where.handed_in(seat.rank))
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
         self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if seat.team.reduces}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.schedules.placement import placed
+from armillary.schedules.by_worker import placed
 from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import Parts

@@ -6,7 +6,8 @@ from armillary.exchanges.exchange import RankInfo, build_dense, dense_exchanges
 from armillary.facts.mesh import DATA
 from armillary.runtime.cyclic.team import Team
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
-from armillary.schedules.placement import Ranks, placed
+from armillary.schedules.by_worker import placed
+from armillary.schedules.placement import Ranks
 from armillary.session.data_place import data_place
 from armillary.session.engines.contract import Parts
 
