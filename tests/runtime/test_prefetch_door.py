@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import armillary
 from armillary.facts.plan import Choice
 from armillary.session.attach import attach
-from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
+from scenes import OPTIMIZERS, TABLES, Mixed, batch_of, loss, plan_for
 from session.test_prefetch import ahead_of
 
 ROOT = Path(armillary.__file__).parent
@@ -18,8 +19,8 @@ DELAY = {"delayed_gradients.py", "catch_up_step.py"}
 MAY_IMPORT = {"session/prefetch.py"}  # who picks the kind
 
 
-def entered(rank, workers, kind):
-    """Files of the room of which a function was called in attach, a loop of nine batches, a save of rows and close."""
+def entered(rank, begin, model, optimizer):
+    """Files of the room of which a function was called in begin, a loop of nine batches, a save of rows and close."""
     found = set()
 
     def note(frame, event, _):
@@ -27,12 +28,9 @@ def entered(rank, workers, kind):
         if event == "call" and path.parent == ROOM:
             found.add(path.name)
 
-    model = Mixed()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    plan = ahead_of(plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce")), kind)
     sys.setprofile(note)
     try:
-        run = attach(plan, model, optimizer)
+        run = begin(model, optimizer)
         for batch in run.batches([batch_of(rank, step) for step in range(9)]):
             optimizer.zero_grad()
             loss(model, batch).backward()
@@ -44,11 +42,36 @@ def entered(rank, workers, kind):
     return found
 
 
+def entered_by_plan(rank, workers, kind):
+    model = Mixed()
+    plan = ahead_of(plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce")), kind)
+    return entered(rank, partial(attach, plan), model, OPTIMIZERS["sgd"](model.parameters()))
+
+
+def entered_by_parallelize(rank, workers, prefetch):
+    """The plan is made and timed in this job."""
+    model = Mixed()
+    begin = partial(
+        armillary.parallelize,
+        batches=[batch_of(0, step) for step in range(4)],
+        loss=loss,
+        constraints=dict.fromkeys(TABLES, "owned_rows"),
+        prefetch=prefetch,
+    )
+    return entered(rank, begin, model, OPTIMIZERS["sgd"](model.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["none", "ids", "rows", "gradients"])
 def test_a_rank_enters_what_its_plan_asks_for(crew, kind):
     every = {path.name for path in ROOM.glob("*.py")} - {"__init__.py"}
     leaves_out = {"none": every, "ids": DELAY | {"row_moves.py"}, "rows": DELAY, "gradients": {"delay.py"}}
-    assert [every - found for found in crew(2).run(entered, kind)] == [leaves_out[kind]] * 2
+    assert [every - found for found in crew(2).run(entered_by_plan, kind)] == [leaves_out[kind]] * 2
+
+
+def test_the_one_line_enters_no_file_of_the_room_when_prefetch_is_off(crew):
+    off, on = (crew(2).run(entered_by_parallelize, prefetch) for prefetch in (False, True))
+    assert off == [set()] * 2
+    assert all(on)  # what is entered would be seen
 
 
 def imports_of(path):
