@@ -35,6 +35,22 @@ def test_every_figure_of_the_table_was_measured():
     assert told == {name: measured()[contender] for name, contender in CONTENDERS.items()}
 
 
+UNITS = "ms|s|MiB|GiB|kB|MB|GB|%|Mbit/s|Gbit/s|minutes|times|workers"
+FIGURE = rf"\d[\d,]* x \d+|\d[\d.,]* ?(?:{UNITS})\b"
+
+
+def test_every_other_figure_stands_on_the_page_of_its_benchmark():
+    """Outside the table and the blocks of code, but for how many workers the library was tested with."""
+    page = (ROOT / "benchmarks" / "peers" / "README.md").read_text()
+    readme = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^(?:\||    ).*$", "", readme, flags=re.MULTILINE).replace("\n", " ")
+    spoken = prose[: prose.index("**Tested**")] + prose[prose.index("**Not for you**") :]
+    told = re.findall(FIGURE, spoken)
+    assert {"400,000 x 256", "100 Mbit/s", "1.43 GB"} <= set(told)
+    turned = re.sub(r"workers (\d+)", r"\1 workers", page)
+    assert [figure for figure in told if figure not in turned] == []
+
+
 def test_links_lead_somewhere():
     readme = (ROOT / "README.md").read_text()
     links = re.findall(r"\]\(([^)#]+)\)", readme)
