@@ -1,6 +1,6 @@
 """Owners chosen, forecast and measured, for a skewed and an even table: python -m benchmarks.owners.run
 
-Needs root and iproute2. Exit code 1 if the searched plan's step takes over 10 % longer than the best of the others.
+Needs root and iproute2. Writes README.md's tables from what was kept. Exit code 1 if the searched plan's step takes over 10 % longer than the best of the others.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from typing import Any
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
+PAGE, KEPT = HERE / "README.md", HERE / "results" / "owners.json"
+MARK = "<!-- written by run.py -->"
 DRAWS = ("skewed", "even")
 SEARCHED = "searched"
 WITHIN = 0.10
@@ -25,30 +27,32 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="does it work? A tiny table on 2 hosts, nothing is kept")
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--mbit", type=float, default=100.0, help="of every link, Mbit/s")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "owners.json")
+    parser.add_argument("--draw", choices=DRAWS, nargs="+", default=list(DRAWS), help="the other's figures stay")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     hosts = 2 if options.small else options.hosts
-    found = {draw: _measured(draw, hosts, options.mbit, options.small) for draw in DRAWS}
-    print(table(found))
-    for draw, one in found.items():
-        print(f"\n{draw}: {one['search']}")
-    print(f"\n{hosts} hosts, {options.mbit:g} Mbit/s; {found[DRAWS[0]]['machine']}")
+    rounds = 1 if options.small else options.rounds
+    found = {} if options.small or not KEPT.exists() else json.loads(KEPT.read_text())
+    found |= {draw: _measured(draw, hosts, options.mbit, rounds, options.small) for draw in options.draw}
+    text = page(found)
+    print(text)
     if options.small:
         return 0
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    PAGE.write_text(f"{PAGE.read_text().split(MARK)[0]}{MARK}\n\n{text}\n")
     return int(any(behind(one["plans"]) > WITHIN for one in found.values()))
 
 
-def _measured(draw: str, hosts: int, mbit_per_second: float, is_small: bool) -> dict[str, Any]:
-    steps, rounds = ("2", "1") if is_small else ("10", "5")
+def _measured(draw: str, hosts: int, mbit_per_second: float, rounds: int, is_small: bool) -> dict[str, Any]:
+    steps = "2" if is_small else "10"
     with TemporaryDirectory() as folder, Lab(hosts, mbit_per_second) as lab:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.owners.job", "--draw", draw, "--steps", steps]
-        more = ["--rounds", rounds, "--out", str(out), *["--small"] * is_small]
+        more = ["--rounds", str(rounds), "--out", str(out), *["--small"] * is_small]
         lab.run([*command, *more], timeout_seconds=900, pin=True)
         found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    return found | {"hosts": hosts, "mbit": mbit_per_second}
 
 
 def behind(plans: Mapping[str, Mapping[str, Any]]) -> float:
@@ -57,6 +61,13 @@ def behind(plans: Mapping[str, Mapping[str, Any]]) -> float:
     mine = plans[SEARCHED]
     others = [one["blocks"] for one in plans.values() if one["exchange"] != mine["exchange"]]
     return statistics.median(own / min(rest) - 1 for own, *rest in zip(mine["blocks"], *others, strict=True))
+
+
+def page(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table, what each search says of itself, and where it ran."""
+    said = [f"* {draw}: {one['search']}" for draw, one in found.items()]
+    ran = {f"{one['hosts']} hosts, {one['mbit']:g} Mbit/s; {one['machine']}." for one in found.values()}
+    return "\n".join([table(found), "", *said, "", *sorted(ran)])
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
