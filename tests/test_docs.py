@@ -104,6 +104,21 @@ def test_names_and_paths_exist(page):
         assert ((DOCS / page).parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_source_that_a_page_names_exist(page):
+    source = Path(armillary.__file__).parent
+    there = [path.relative_to(source).as_posix() for path in source.rglob("*.py")]
+    for file in re.findall(r"`([\w/]+\.py)`", PAGES[page]):
+        assert (ROOT / file).exists() or any(f"/{path}".endswith(f"/{file}") for path in there), file
+
+
+def test_the_design_names_every_room():
+    source, house = Path(armillary.__file__).parent, PAGES["design.md"].split("```")[1]
+    rooms = [path.parent for path in source.rglob("__init__.py") if path.parent != source]
+    unnamed = {room.relative_to(source).as_posix() for room in rooms if f"{room.name}/" not in house}
+    assert unnamed == set()
+
+
 def told_by_the_library():
     """Every text of its source, with an empty place where a value goes in."""
     found = []

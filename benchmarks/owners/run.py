@@ -1,6 +1,7 @@
 """Owners chosen, forecast and measured, for a skewed and an even table: python -m benchmarks.owners.run
 
-Needs root and iproute2. Writes README.md's tables from what was kept. Exit code 1 if the searched plan's step takes over 10 % longer than the best of the others.
+Needs root and iproute2. Writes README.md's table from what was kept. Exit code 1 if the searched plan's step takes over
+10 % longer than the best of the others.
 """
 
 import argparse
