@@ -66,7 +66,8 @@ def _turn(contender: Contender, steps: list[list[Batch]]) -> dict[str, float]:
     seconds = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
     crossed = counted_bytes() - counted
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return {"step_seconds": float(seconds) / len(steps), "sent_bytes": crossed.sent_bytes / len(steps)}
+    each = {"sent_bytes": crossed.sent_bytes, "received_bytes": crossed.received_bytes}
+    return {"step_seconds": float(seconds) / len(steps), **{what: n / len(steps) for what, n in each.items()}}
 
 
 if __name__ == "__main__":

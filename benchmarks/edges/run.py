@@ -1,4 +1,4 @@
-"""Coded edges beside uncoded ones: python -m benchmarks.edges.run [--small]   (root, iproute2; tens of minutes)
+"""Coded edges beside uncoded ones: python -m benchmarks.edges.run [--small] [--cells 1]   (root, iproute2)
 
 Two and four stages, a host each. The link is set so that what stage 0 sends in a step, uncoded, takes three times as
 long as the step does without a limit; then once more without a limit, where coding must lose. Losses are of one
@@ -9,7 +9,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,45 +19,57 @@ import torch
 from benchmarks.edges.contenders import CODED, TORCH, UNCODED
 from benchmarks.edges.task import BIG, SMALL
 from benchmarks.edges.trajectory import trajectory
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.netlab import Lab
 
 HERE = Path(__file__).parent
 STAGES = (2, 4)
 TIMES_COMPUTE = 3
+HELPS = 1.15  # times uncoded; what is less a plan calls no help
 LOOKS = 8
+KINDS = ("step_seconds", "sent_bytes", "received_bytes")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="does it work? A tiny model on 2 hosts, nothing is kept")
     parser.add_argument("--stages", type=int, nargs="*", default=STAGES)
     parser.add_argument("--steps", type=int, default=240, help="of every trajectory")
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    parser.add_argument("--cells", type=int, default=0, help="to make at most, then stop; 0: all")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where cells are kept, figures.md beside it")
+    asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
-        out = Path(folder) if asked.small else HERE / "results"
-        for stages in (2,) if asked.small else asked.stages:
-            _measure(out, stages, asked)
+        out = Path(folder) if asked.small else asked.out
+        settings = {"steps": asked.steps, "rounds": asked.rounds, "small": asked.small}
+        try:
+            cells = Cells(out, settings, asked.cells)
+            for stages in (2,) if asked.small else asked.stages:
+                _measure(cells, stages, asked)
+        except Enough:
+            print(f"edges: {asked.cells} cells made; run it again for the others")
+            return 0
         text = page(out)
     print(text)
     if not asked.small:
-        (HERE / "figures.md").write_text(text)
+        (out.parent / "figures.md").write_text(text)
     return 0
 
 
-def _measure(out: Path, stages: int, asked: argparse.Namespace) -> None:
+def _measure(cells: Cells, stages: int, asked: argparse.Namespace) -> None:
     sizes, seeds, steps = (SMALL, 1, 2) if asked.small else (BIG, 3, asked.steps)
     looks = [steps * part // LOOKS for part in range(LOOKS + 1)]
-    free, slow = (out / f"seconds_{stages}_{cell}.json" for cell in ("free", "slow"))
-    _once(free, lambda: _timed(stages, 0.0, asked))
-    alone = _median(json.loads(free.read_text()), UNCODED)
+    alone = _median(cells.once(f"seconds_{stages}_free", lambda: _timed(stages, 0.0, asked)), UNCODED)
     mbit = 30.0 if asked.small else 8e-6 * alone["sent_bytes"] / (TIMES_COMPUTE * alone["step_seconds"])
-    _once(slow, lambda: _timed(stages, mbit, asked))
+    cells.once(f"seconds_{stages}_slow", lambda: _timed(stages, mbit, asked))
     for name in CODED:
         for seed in range(seeds):
-            path = out / f"loss_{stages}_{name.replace(' ', '_')}_{seed}.json"
-            _once(path, lambda: {"steps": looks, "loss": trajectory(name, sizes, stages, seed, looks)})  # noqa: B023
+            cells.once(
+                f"loss_{stages}_{name.replace(' ', '_')}_{seed}",
+                lambda: {"steps": looks, "loss": trajectory(name, sizes, stages, seed, looks)},  # noqa: B023
+            )
 
 
 def _timed(stages: int, mbit: float, asked: argparse.Namespace) -> dict[str, Any]:
@@ -69,17 +81,9 @@ def _timed(stages: int, mbit: float, asked: argparse.Namespace) -> dict[str, Any
         return {"mbit": mbit, "stages": stages, **json.loads(kept.read_text())}
 
 
-def _once(path: Path, make: Callable[[], dict[str, Any]]) -> None:
-    """Makes the cell and keeps it, unless it is kept."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(make()) + "\n")
-        print(f"edges: {path.name}", file=sys.stderr, flush=True)
-
-
 def _median(found: Mapping[str, Any], name: str) -> dict[str, float]:
     turns = [turn for turn in found["turns"] if turn["contender"] == name]
-    return {key: statistics.median(turn[key] for turn in turns) for key in ("step_seconds", "sent_bytes")}
+    return {key: statistics.median(turn[key] for turn in turns) for key in KINDS}
 
 
 def page(out: Path) -> str:
@@ -95,30 +99,64 @@ def page(out: Path) -> str:
             "| no limit: ms a step | loss (spread of seeds) | over uncoded |", "|" + " --- |" * 10,
         ]  # fmt: skip
         lines += [_row(name, slow, free, out) for name in (*CODED, TORCH)] + [""]
+        lines += [*table(bars(slow, free, out)), ""]
     return "\n".join(lines) + "\n"
 
 
 def _row(name: str, slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> str:
-    by_round = {
-        one: {turn["round"]: turn["step_seconds"] for turn in slow["turns"] if turn["contender"] == one}
-        for one in (name, UNCODED)
-    }
-    ratios = sorted(by_round[UNCODED][number] / seconds for number, seconds in by_round[name].items())
-    mine, seconds = _median(slow, name), sorted(by_round[name].values())
-    losses = [_last_losses(out, slow["stages"], one) for one in (name, UNCODED)]
-    told, over = "-", "-"
-    if losses[0]:
-        spread = f" ({statistics.stdev(losses[0]):.4f})" if len(losses[0]) > 1 else ""
-        told = f"{statistics.fmean(losses[0]):.4f}{spread}"
-        over = f"{statistics.fmean(losses[0]) / statistics.fmean(losses[1]) - 1:+.1%}"
+    ratios = _over_uncoded(slow, name)
+    mine, seconds = _median(slow, name), sorted(_seconds_by_round(slow, name).values())
+    losses = _last_losses(out, slow["stages"], name)
+    told = "-"
+    if losses:
+        spread = f" ({statistics.stdev(losses):.4f})" if len(losses) > 1 else ""
+        told = f"{statistics.fmean(losses):.4f}{spread}"
+    worse = _worse(out, slow["stages"], name)
     cells = [
         name, *(text or "-" for text in CODED.get(name, ("", ""))),
         f"{1e3 * mine['step_seconds']:.1f} ({1e3 * seconds[0]:.1f}-{1e3 * seconds[-1]:.1f})",
         f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
         f"{mine['sent_bytes'] / 1e3:.1f}", f"{slow['forecast_bytes'][name] / 1e3:.1f}",
-        f"{1e3 * _median(free, name)['step_seconds']:.1f}", told, over,
+        f"{1e3 * _median(free, name)['step_seconds']:.1f}", told, f"{worse[0]:+.1%}" if worse else "-",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _seconds_by_round(found: Mapping[str, Any], name: str) -> dict[int, float]:
+    return {turn["round"]: turn["step_seconds"] for turn in found["turns"] if turn["contender"] == name}
+
+
+def _over_uncoded(found: Mapping[str, Any], name: str) -> list[float]:
+    """Times as fast, of every round, the least first."""
+    plain = _seconds_by_round(found, UNCODED)
+    return sorted(plain[number] / seconds for number, seconds in _seconds_by_round(found, name).items())
+
+
+def _worse(out: Path, stages: int, name: str) -> list[float]:
+    """By how much of it its loss is above the uncoded one's; nothing where one is not trained."""
+    mine, plain = (_last_losses(out, stages, one) for one in (name, UNCODED))
+    return [statistics.fmean(mine) / statistics.fmean(plain) - 1] if mine and plain else []
+
+
+def bars(slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> list[Bar]:
+    """What the page is to show of one number of stages."""
+    rotated, sparse, thinned = "hadamard int4", "DCT", [name for name in CODED if name.startswith("top_k")]
+    times = statistics.median(_over_uncoded(slow, rotated))
+    crossed = [sum(_median(slow, name)[kind] for kind in KINDS[1:]) for name in (UNCODED, sparse)]
+    quickest = max(statistics.median(_over_uncoded(free, name)) for name in CODED if name != UNCODED)
+    warned = [any("is thinned for itself" in note for note in slow["notes"][name]) for name in thinned]
+    lost = [100 * each for each in _worse(out, slow["stages"], rotated)]
+    stages = f"{slow['stages']} stages: "
+    return [
+        Bar(f"{stages}steps of {rotated}, times as fast as uncoded", "2.5 or more", [times], lambda it: it >= 2.5),
+        Bar(f"{stages}loss of {rotated}, per cent above uncoded", "1 or less", lost, lambda it: it <= 1),
+        Bar(f"{stages}bytes on the edge of stage 0, times fewer by {sparse}", "8 or more",
+            [crossed[0] / crossed[1]], lambda it: it >= 8),
+        Bar(f"{stages}no limit: the quickest coded steps, times as fast as uncoded", f"below {HELPS}", [quickest],
+            lambda it: it < HELPS),
+        Bar(f"{stages}plans that warn, of {len(thinned)} that thin gradients for themselves", str(len(thinned)),
+            [sum(warned)], lambda it: it == len(thinned)),
+    ]  # fmt: skip
 
 
 def _last_losses(out: Path, stages: int, name: str) -> list[float]:

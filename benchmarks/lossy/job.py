@@ -35,6 +35,7 @@ def main() -> None:
     decided = armillary.auto_plan(*start(workload, asked.seed), few, workload.loss)
     found = _trained(asked, workload, decided) if asked.looks else _timed(asked, workload, decided)
     found |= {"machine": machine(), "task": asked.task, "workers": dist.get_world_size(), "mbit": asked.mbit}
+    found |= {"notes": decided.plan.notes}
     if dist.get_rank() == 0:
         asked.out.write_text(json.dumps(found) + "\n")
     dist.barrier()

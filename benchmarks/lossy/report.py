@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lossy.bars import FP16, PLAIN, bars_of, by_contender, times_faster
 from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
 from benchmarks.lossy.tasks import Task
-from benchmarks.measuring.ratios import over_best, over_each, quartiles
+from benchmarks.measuring.bars import table
+from benchmarks.measuring.ratios import quartiles
 
 __all__ = ["page", "reached_at"]
 
 REACH = 0.98  # of the way from the first metric of the exact training to its best one: what all are timed to
-PLAIN, FP16 = ("ddp_25mb", "ddp_2mb"), ("ddp_fp16_25mb", "ddp_fp16_2mb")
 
 
 def page(folder: Path, tasks: Mapping[str, Task]) -> str:
@@ -45,17 +46,22 @@ def _of_task(folder: Path, name: str, task: Task) -> list[str]:
     lines = [f"## {name}", "", said, ""]
     head = ("contender", "what crosses", "at the end", "spread", "less the exact one", "steps to it")
     lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    takes = {}
+    takes, ends = dict[str, float](), dict[str, float]()
     for one, those in curves.items():
         last = [curve["metric"][-1] for curve in those]
         takes[one] = reached_at(steps, list(np.mean([c["metric"] for c in those], 0)), goal, task.more_is_better)
         spread = f"{statistics.stdev(last):.4f}" if len(last) > 1 else "-"
-        gap = statistics.fmean(last) - float(means[-1])
+        ends[one] = statistics.fmean(last)
+        gap = ends[one] - float(means[-1])
         reach = f"{takes[one]:.0f}" if np.isfinite(takes[one]) else "never"
-        cells = (one, OURS.get(one, ""), f"{statistics.fmean(last):.4f}", spread, f"{gap:+.4f}", reach)
+        cells = (one, OURS.get(one, ""), f"{ends[one]:.4f}", spread, f"{gap:+.4f}", reach)
         lines.append(f"| {' | '.join(cells)} |")
-    for path in sorted(folder.glob("seconds_*.json"), key=lambda path: float(path.stem.split("_")[1])):
-        lines += ["", *_seconds(json.loads(path.read_text()), takes)]
+    paths = sorted(folder.glob("seconds_*.json"), key=lambda path: float(path.stem.split("_")[1]))
+    timed = {float(found["mbit"]): found for found in (json.loads(path.read_text()) for path in paths)}
+    for found in timed.values():
+        lines += ["", *_seconds(found, takes)]
+    if task.metric == "accuracy":  # what the bars are said of
+        lines += ["", *table(bars_of(timed, ends))]
     for path in sorted(folder.glob("live_*.json")):
         lines += ["", _live(path, folder, curves, task, goal)]
     return [*lines, ""]
@@ -65,15 +71,8 @@ def _curves(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"trajectory_{name}_seed*.json"))]
 
 
-def _by_contender(found: Mapping[str, Any], key: str) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {}
-    for turn in sorted(found["turns"], key=lambda turn: turn["round"]):
-        seconds.setdefault(turn["mode"], []).append(turn[key])
-    return seconds
-
-
 def _seconds(found: Mapping[str, Any], takes: Mapping[str, float]) -> list[str]:
-    seconds, sent = _by_contender(found, "step_seconds"), _by_contender(found, "sent_bytes")
+    seconds, sent = by_contender(found, "step_seconds"), by_contender(found, "sent_bytes")
     speed = f"{found['mbit']:g} Mbit/s" if found["mbit"] else "links without a limit"
     lines = [f"{speed}, {found['workers']} hosts, {found['rounds']} paired rounds; {found['machine']}", ""]
     head = (
@@ -89,7 +88,7 @@ def _seconds(found: Mapping[str, Any], takes: Mapping[str, float]) -> list[str]:
     best_ddp = min(statistics.median(seconds[one]) * takes[one] for one in PLAIN)
     for one, those in seconds.items():
         middle = quartiles([1e3 * each for each in those])
-        over = [statistics.median(over_best(over_each(seconds, one, rivals))[1]) for rivals in (PLAIN, FP16)]
+        over = [times_faster(found, one, rivals) for rivals in (PLAIN, FP16)]
         until = statistics.median(those) * takes[one]
         times = f"{best_ddp / until:.2f}" if until and np.isfinite(until) else "-"
         lines.append(
@@ -104,7 +103,7 @@ def _live(path: Path, folder: Path, curves: Mapping[str, Any], task: Task, goal:
     live = json.loads(path.read_text())
     name, speed, first = live["contender"], f"{live['mbit']:g}", curves[live["contender"]][0]
     step = json.loads((folder / f"seconds_{speed}.json").read_text())
-    middle = statistics.median(_by_contender(step, "step_seconds")[name])
+    middle = statistics.median(by_contender(step, "step_seconds")[name])
     at = reached_at(live["steps"], live["metric"], goal, task.more_is_better)
     said = f"after {float(np.interp(at, live['steps'], live['seconds'])):.1f} s" if np.isfinite(at) else "never"
     product = middle * reached_at(first["steps"], first["metric"], goal, task.more_is_better)

@@ -1,9 +1,9 @@
-"""Lossy exchanges beside DDP and its hooks: python -m benchmarks.lossy.run [--small] [--task perceptron]
+"""Lossy exchanges beside DDP and its hooks: python -m benchmarks.lossy.run [--small] [--task perceptron] [--cells 1]
 
 Time to a metric is a trajectory times seconds a step. Trajectories of ours come from one process in lockstep; those of
 torch's hooks from a job on loopback, since they are torch's own code. Seconds come from the network lab, in paired
 rounds. One cell is also run live, end to end. Every cell is a file under results/, and one that is there is not run
-again. Writes README.md's tables. --small: made-up data and few steps; its figures say nothing.
+again. Writes figures.md. --small: made-up data and few steps, of which nothing is kept; its figures say nothing.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
 from benchmarks.lossy.report import page
 from benchmarks.lossy.tasks import TASKS
 from benchmarks.lossy.trajectory import trajectory
+from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.netlab import Lab, LabUnavailable
 
 HERE = Path(__file__).parent
@@ -31,38 +33,43 @@ LOOKS = 40
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = _options(arguments)
     torch.set_num_threads(1)
-    steps, seeds = (6, 1) if asked.small else (asked.steps, 3)
-    looks = sorted({round(steps * k / LOOKS) for k in range(LOOKS + 1)})
-    speeds = asked.mbit or ((30,) if asked.small else SPEEDS)
-    for task in asked.task:
-        workload = TASKS[task].workload(asked.small, _data(asked, task))
-        folder = asked.out / task
-        for seed in range(seeds):
-            for name in OURS:
-                path = folder / f"trajectory_{name}_seed{seed}.json"
-                _once(path, lambda: trajectory(name, TASKS[task], workload, seed, looks, WORKERS)._asdict())  # noqa: B023
-            for name in dict.fromkeys(same_training(one) for one in PEERS):
-                if name != EXACT:
-                    _once(folder / f"trajectory_{name}_seed{seed}.json", _live(asked, task, name, seed, looks, 0))
-        for mbit in speeds:
-            _once(folder / f"seconds_{mbit:g}.json", _seconds(asked, task, mbit))
-        live, speed = LIVE[0], LIVE[1] if LIVE[1] in speeds else speeds[0]
-        _once(folder / f"live_{live}_{speed:g}.json", _live(asked, task, live, 0, looks, speed))
-    text = page(asked.out, {task: TASKS[task] for task in asked.task})
+    with TemporaryDirectory() as folder:
+        out = Path(folder) if asked.small else asked.out
+        try:
+            for task in asked.task:
+                _measure(Cells(out / task, _settings(asked, task), asked.cells), task, asked)
+        except Enough:
+            print(f"lossy: {asked.cells} cells made; run it again for the others")
+            return 0
+        text = page(out, {task: TASKS[task] for task in asked.task})
     print(text)
     if not asked.small:
-        (HERE / "figures.md").write_text(text)
+        (out.parent / "figures.md").write_text(text)
     return 0
 
 
-def _once(path: Path, make: Callable[[], dict[str, Any]]) -> None:
-    """Makes the cell and keeps it, unless it is kept."""
-    if path.is_file():
-        return
-    found = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found) + "\n")
-    print(f"{path.parent.name}/{path.stem}", flush=True)
+def _settings(asked: argparse.Namespace, task: str) -> dict[str, Any]:
+    return {"steps": asked.steps, "rounds": asked.rounds, "data": _data(asked, task), "small": asked.small}
+
+
+def _measure(cells: Cells, task: str, asked: argparse.Namespace) -> None:
+    steps, seeds = (6, 1) if asked.small else (asked.steps, 3)
+    looks = sorted({round(steps * k / LOOKS) for k in range(LOOKS + 1)})
+    speeds = asked.mbit or ((30,) if asked.small else SPEEDS)
+    workload = TASKS[task].workload(asked.small, _data(asked, task))
+    for mbit in speeds:
+        cells.once(f"seconds_{mbit:g}", _seconds(asked, task, mbit))
+    for seed in range(seeds):
+        for name in OURS:
+            cells.once(
+                f"trajectory_{name}_seed{seed}",
+                lambda: trajectory(name, TASKS[task], workload, seed, looks, WORKERS)._asdict(),  # noqa: B023
+            )
+        for name in dict.fromkeys(same_training(one) for one in PEERS):
+            if name != EXACT:
+                cells.once(f"trajectory_{name}_seed{seed}", _live(asked, task, name, seed, looks, 0))
+    live, speed = LIVE[0], LIVE[1] if LIVE[1] in speeds else speeds[0]
+    cells.once(f"live_{live}_{speed:g}", _live(asked, task, live, 0, looks, speed))
 
 
 def _seconds(asked: argparse.Namespace, task: str, mbit: float) -> Callable[[], dict[str, Any]]:
@@ -79,14 +86,12 @@ def _live(
 
 
 def _job(asked: argparse.Namespace, task: str, mbit: float, words: Sequence[str]) -> dict[str, Any]:
-    out = asked.out / "job.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     more = [*(["--small"] if asked.small else []), *(["--data", data] if (data := _data(asked, task)) else [])]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lossy.job", "--task", task, "--mbit", str(mbit)]
-    with Lab(WORKERS, mbit) as lab:
+    with TemporaryDirectory() as folder, Lab(WORKERS, mbit) as lab:
+        out = Path(folder) / "found.json"
         lab.run([*command, *words, *more, "--out", str(out)], timeout_seconds=3600, pin=True)
-    found: dict[str, Any] = json.loads(out.read_text())
-    out.unlink()
+        found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
@@ -103,7 +108,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, nargs="+", default=[])
     parser.add_argument("--steps", type=int, default=1500, help="of a trajectory")
     parser.add_argument("--rounds", type=int, default=7, help="of timing")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--cells", type=int, default=0, help="to make at most, then stop; 0: all")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where cells are kept, figures.md beside it")
     return parser.parse_args(arguments)
 
 

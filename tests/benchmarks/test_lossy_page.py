@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from benchmarks.lossy import run
 from benchmarks.lossy.contenders import OURS, PEERS, same_training
 from benchmarks.lossy.report import page, reached_at
 from benchmarks.lossy.tasks import TASKS
-from benchmarks.lossy.trajectory import trajectory
+from benchmarks.lossy.trajectory import Curve, trajectory
 
 ENDS = {"exact": 0.9, "int8": 0.89, "ddp_fp16_25mb": 0.9, "ddp_powersgd": 0.9}
 
@@ -20,8 +21,9 @@ def kept(folder):
             (folder / f"trajectory_{name}_seed{seed}.json").write_text(json.dumps(curve))
     takes = dict.fromkeys(OURS, 0.25) | {name: 0.5 if "fp16" in name else 1.0 for name in PEERS}
     turns = [{"mode": name, "round": 0, "step_seconds": takes[name], "sent_bytes": 1e6} for name in takes]
-    told = {"turns": turns, "rounds": 1, "workers": 4, "mbit": 100.0, "machine": "a machine"}
-    (folder / "seconds_100.json").write_text(json.dumps(told))
+    for mbit, notes in ((100, ["would save 3.1x"]), (0, ["nothing lossy helps at these links: ..."])):
+        told = {"turns": turns, "rounds": 1, "workers": 4, "mbit": mbit, "machine": "a machine", "notes": notes}
+        (folder / f"seconds_{mbit}.json").write_text(json.dumps(told))
     live = {"contender": "int8", "mbit": 100.0, "steps": [0, 5, 10], "metric": [0.1, 0.5, 0.88], "seconds": [0, 2, 4.0]}
     (folder / "live_int8_100.json").write_text(json.dumps(live))
 
@@ -29,12 +31,54 @@ def kept(folder):
 def test_seconds_to_a_metric_are_steps_to_it_times_seconds_a_step(tmp_path):
     kept(tmp_path / "perceptron")
     text = page(tmp_path, {"perceptron": TASKS["perceptron"]})
-    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in text.splitlines()[15:]}
+    lines = text.partition("100 Mbit/s")[2].splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in lines}
     assert "wanted 0.884" in text
     steps = 5 + 5 * (0.884 - 0.5) / 0.4
     assert rows["exact"][3:5] == ["4.00", "2.00"] and float(rows["exact"][5]) == pytest.approx(0.25 * steps, abs=0.06)
     assert rows["threshold"][5:] == ["inf", "-"] and rows["ddp_2mb"][6] == "1.00"
     assert "All its steps took 1.60 of the product" in text and "at most 0.0100 from the lockstep's" in text
+
+
+def test_every_bar_of_the_page_is_printed_with_its_figure_and_whether_it_is_met(tmp_path):
+    kept(tmp_path / "perceptron")
+    (tmp_path / "perceptron" / "seconds_0.json").unlink()
+    text = page(tmp_path, {"perceptron": TASKS["perceptron"]})
+    found = {cells[0]: cells[2:] for line in text.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
+    assert found == {
+        "bar": ["found", "verdict"],
+        "---": ["---", "---"],
+        "100 Mbit/s: steps of threshold, times as fast as DDP": ["4.00", "**miss**"],
+        "100 Mbit/s: steps of threshold, times as fast as its fp16 hook": ["2.00", "**miss**"],
+        "points that threshold loses beside exact training": ["70.00", "**miss**"],
+        "100 Mbit/s: steps of int8, times as fast as DDP": ["4.00", "pass"],
+        "100 Mbit/s: steps of int8, times as fast as its fp16 hook": ["2.00", "pass"],
+        "points that int8 loses beside exact training": ["1.00", "**miss**"],
+        "100 Mbit/s: steps of low_rank, times as fast as torch's PowerSGD hook of its rank": ["4.00", "pass"],
+        "points that low_rank loses beside that hook": ["70.00", "**miss**"],
+        "no limit: the plan says that nothing lossy helps (1: it does)": ["-", "not measured"],
+        "no limit: the quickest coded steps, times as fast as exact ones": ["-", "not measured"],
+    }
+    kept(tmp_path / "again")
+    said = page(tmp_path, {"again": TASKS["perceptron"]})
+    assert "nothing lossy helps (1: it does) | 1 | 1.00 | pass" in said
+    assert "times as fast as exact ones | below 1.15 | 1.00 | pass" in said
+
+
+def test_a_small_run_keeps_nothing_and_a_full_one_takes_no_cell_of_other_settings(tmp_path, monkeypatch):
+    """What a cell holds is another matter: each is a line that says how it was asked for."""
+    monkeypatch.setattr(run, "_job", lambda asked, task, mbit, words: {"asked": [task, mbit, asked.small]})
+    monkeypatch.setattr(run, "trajectory", lambda *given: Curve([], [], 0.0))
+    monkeypatch.setattr(run, "page", lambda out, tasks: f"{len([*out.glob('*/*_*.json')])} cells")
+    out, asked = tmp_path / "results", ["--task", "perceptron", "--images", "patterns", "--out"]
+    assert run.main(["--small", *asked, str(out)]) == 0 and not out.exists()
+    assert run.main([*asked, str(out), "--cells", "2"]) == 0
+    assert {path.stem for path in out.glob("*/*_*")} == {"seconds_100", "seconds_300"}
+    first = (out / "perceptron" / "seconds_100.json").stat().st_mtime_ns
+    assert run.main([*asked, str(out)]) == 0 and (tmp_path / "figures.md").read_text() == "26 cells"
+    assert (out / "perceptron" / "seconds_100.json").stat().st_mtime_ns == first
+    with pytest.raises(ValueError, match=r"holds figures made with .*\"steps\": 1500.*this run has .*\"steps\": 100"):
+        run.main([*asked, str(out), "--steps", "100"])
 
 
 def test_a_metric_is_reached_between_two_looks_whichever_way_is_better():
