@@ -192,9 +192,10 @@ def test_verify_holds_it_to_a_process_that_codes_at_the_same_places_and_finds_wh
 
 
 def test_under_a_schedule_verify_holds_them_to_its_reference_and_finds_what_is_planted(crew):
-    late = Choice.parse("one_device(micro_batches=2, stages=1)")
-    found, planted = crew(2).run(verified, ["the code of another row"], late, ["embedding.weight"])[0]
-    assert found.is_equal and not found.idle, str(found)
-    assert {"rows looked up, coded", "rows with gradients, coded"} <= {one.mechanism for one in found.acted}
-    assert {one.parameter for one in found.differences if one.departs} == {"embedding.weight"}
-    assert not planted.is_equal
+    for text in ("one_device(micro_batches=2, stages=1)", "accumulation(micro_batches=2)"):
+        asked = ["the code of another row"], Choice.parse(text), ["embedding.weight"]
+        found, planted = crew(2).run(verified, *asked)[0]
+        assert found.is_equal and not found.idle, str(found)
+        assert {"rows looked up, coded", "rows with gradients, coded"} <= {one.mechanism for one in found.acted}
+        assert {one.parameter for one in found.differences if one.departs} == {"embedding.weight"}
+        assert not planted.is_equal, text

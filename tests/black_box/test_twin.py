@@ -364,7 +364,7 @@ def test_an_edge_coded_to_its_own_dtype_has_a_gap_of_0_exactly():
     [
         ("quantize(bits=4)", "quantize(bits=8)"), ("threshold(sparsity=0.5)", "same"),
         ("hadamard(quantize(bits=4))", None), ("aq_sgd(quantize(bits=2))", "quantize(bits=8)"),
-        ("quantize(bits=2, at_eval=off)", None),
+        ("quantize(bits=2, at_eval=off)", None), ("random_k(keep=0.5, at_eval=off)", "random_k(keep=0.5, chunk=4)"),
     ],
 )  # fmt: skip
 def test_a_coded_edge_is_trained_as_its_codec_means_bit_for_bit(edge, back):
@@ -436,6 +436,28 @@ def test_edges_that_cannot_be_compared_are_refused_before_the_first_step(case):
     with pytest.raises(ValueError, match=re.escape(why)):
         staged_twin(schedule, told=steps.append, **asked)
     assert steps == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe(stages=2, micro_batches=2)", "one_device(micro_batches=2, stages=1)"])
+def test_tables_by_row_under_a_schedule_are_refused_with_a_remedy_that_works(schedule):
+    """No clock plays their look-ups there, so there would be no seconds to show."""
+    words, steps = [word_batch(number, 0)[:2] for number in range(16)], []
+
+    def asked(table):
+        model = nn.Sequential(nn.EmbeddingBag(29, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        named = {"constraints": table, "edge": Choice("one_bit")} if "gpipe" in schedule else {"constraints": table}
+        return armillary.twin(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), words,
+            lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
+            topology=TWO, schedule=Choice.parse(schedule), steps=2, seeds=1, told=steps.append, **named,
+        )  # fmt: skip
+
+    rows = {"0.weight": Choice.parse("owned_rows(rows_as=quantize(bits=8))")}
+    with pytest.raises(ValueError, match=r"kept by row under a schedule.*not played yet: keep them whole"):
+        asked(rows)
+    assert steps == []
+    whole = {"0.weight": "replicated"} if "gpipe" in schedule else {"*": Choice.parse("quantize(bits=8)")}
+    assert asked(whole).sides.exact.losses
 
 
 def test_the_command_codes_edges_and_knows_the_training_again(told, tmp_path):

@@ -175,6 +175,19 @@ def other_places_at_the_receiver(codec):
     return codec._replace(decode=decode)
 
 
+def chosen_by_size(codec):
+    """Lots are drawn, and the numbers beside them sent: of every chunk the largest, in size."""
+
+    def encode(values, draw):
+        places = values.abs().view(-1, codec.align).argmax(1) if len(values) and not len(values) % codec.align else None
+        if places is None:
+            return codec.encode(values, draw)
+        largest = values.view(-1, codec.align).gather(1, places.unsqueeze(1)).expand(-1, codec.align)
+        return codec.encode(largest.reshape(-1), draw)
+
+    return codec._replace(encode=encode)
+
+
 def values_changed_in_place(codec):
     return codec._replace(encode=lambda values, draw: codec.encode(values.mul_(0.5), draw))
 
@@ -183,6 +196,7 @@ FAULTS = {
     scale_of_the_whole: ("quantize", {"bits": 8}),
     one_byte_short: ("one_bit", {}),
     other_places_at_the_receiver: ("top_k", {"keep": 0.25}),
+    chosen_by_size: ("random_k", {"keep": 0.25}),
     values_changed_in_place: ("quantize", {"bits": 4}),
 }
 
@@ -210,6 +224,16 @@ def test_top_k_keeps_the_first_of_equals_and_says_its_true_share():
     assert kept.tolist() == [2, 0, 0, 0, 1, 0]
     two = build_codec("top_k", keep=0.5, chunk=4)
     assert two.meaning(torch.tensor([1.0, -3, 3, 3, 0, 0, 0, 1]), None).tolist() == [0, -3, 3, 0, 0, 0, 0, 1]
+
+
+def test_random_k_asks_the_lot_and_not_the_size_of_numbers():
+    """Seen where the largest numbers are always the same: they go as often as the others."""
+    values = torch.where(torch.arange(1000) % 10 == 3, 100.0, 1.0)
+    for codec, is_fair in ((build_codec("random_k", keep=0.1), True), (build_codec("top_k", keep=0.1), False)):
+        draw, large = drawn(), 0
+        for _ in range(100):
+            large += int((codec.meaning(values, draw) == 100).sum())
+        assert (800 < large < 1200) is is_fair
 
 
 def test_random_k_draws_other_numbers_at_every_draw_and_every_number_in_the_end():

@@ -9,6 +9,7 @@ import torch
 from armillary.exchanges.parcel import Parcel
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
+from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 
@@ -71,6 +72,46 @@ def test_over_all_steps_nothing_is_lost(text, wire):
     left = sum(state["residual"] for state in states)
     assert float((went_in - came_out - left).abs().max()) < 1e-10 * float(went_in.abs().max())
     assert float(left.abs().max()) > 0, "the code must lose something, or this test shows nothing"
+
+
+def requests_of(exchange, layout, workers):
+    """Of one push of rank 0; what all bytes sent are, and the exchange's forecast of them."""
+    seen, generator = [], torch.Generator().manual_seed(1)
+
+    def watched(program, kept):
+        answer = None
+        while True:
+            try:
+                request = program.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            kept.append(type(request).__name__)
+            answer = yield request
+
+    places = [RankInfo(rank, workers) for rank in range(workers)]
+    values = [torch.randn(layout.numel, generator=generator, dtype=torch.float64) for _ in places]
+    parcels = [Parcel(one, torch.ones(layout.tail, dtype=torch.float64), layout) for one in values]
+    states = [exchange.begin(layout, place, torch.zeros_like(values[0])) for place in places]
+    pushes = [exchange.push(*one) for one in zip(parcels, states, places)]
+    moved, sent = lockstep.run([watched(push, seen if not rank else []) for rank, push in enumerate(pushes)])
+    told, _ = exchange.oracle(parcels, states)
+    assert all(torch.equal(got.values, want.values) for (got, _), want in zip(moved, told))
+    link = Link(1e-4, 1e8)
+    topology = Topology(workers, 1, link, link, 1 << 33)
+    assert sent == exchange.sent_bytes(layout, topology) and len(exchange.legs(layout, topology)) == len(seen)
+    return seen
+
+
+@pytest.mark.parametrize("wire", ["", ", wire=scattered"])
+def test_a_bucket_of_less_than_a_tile_a_worker_is_gathered(wire):
+    exchange = built(f"quantize(bits=8, tile=8{wire})")
+    for workers in (3, 4):
+        enough, few = (Layout(("w",), ((8 * tiles,),), "float64", 8, True) for tiles in (workers, workers - 1))
+        assert requests_of(exchange, enough, workers) == ["AllToAll", "AllToAll"]
+        assert requests_of(exchange, few, workers) == ["AllGather"]
+        assert "sums coded again" in exchange.mechanisms(enough, workers)
+        assert "sums coded again" not in exchange.mechanisms(few, workers)
+    assert ("less than a tile a worker are gathered" in exchange.says) is bool(wire)
 
 
 def test_without_feedback_what_is_left_out_is_lost_and_the_exchange_says_so():

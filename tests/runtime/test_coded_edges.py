@@ -20,7 +20,7 @@ from armillary.runtime.cyclic.seat import in_a_row
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.mailbox import AS_IT_IS
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.edge import SAME, Edge, codes_of
+from armillary.schedules.edge import SAME, Edge, codes_of, draw_of
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from channels import in_threads
@@ -277,7 +277,29 @@ def ids_are_coded(monkeypatch):
     monkeypatch.setattr("armillary.runtime.cyclic.coded_letter.is_codable", lambda leaf: leaf.is_floating_point())
 
 
+def the_loss_is_coded(monkeypatch):
+    """And its gradient passes by the code."""
+    half = codec_of(Choice("lower_precision"))
+
+    def coded(loss):
+        return lambda *given: (told := loss(*given)) + (half.meaning(told.detach().view(1), None)[0] - told.detach())
+
+    spec = TrainSpec
+    monkeypatch.setitem(
+        globals(), "TrainSpec", lambda table, loss, *rest, **more: spec(table, coded(loss), *rest, **more)
+    )
+
+
+def the_same_lot_for_all_micro_batches(monkeypatch):
+    monkeypatch.setattr(
+        "armillary.runtime.cyclic.coded_letter.draw_of",
+        lambda codec, seed, place, *rest: draw_of(codec, seed, (place[0], 0, place[2]), *rest),
+    )
+
+
 FAULTS = {
+    the_loss_is_coded: EIGHT,
+    the_same_lot_for_all_micro_batches: RANDOM,
     only_there: EIGHT,
     code_of_another_micro_batch: EIGHT,
     stale_scale: EIGHT,

@@ -173,6 +173,15 @@ def test_keys_of_the_wrong_samples_are_another_training(monkeypatch):
     assert trained(gpipe(2, 2), edges_of(2, aq()))[0] != []
 
 
+def test_keys_taken_after_what_is_drawn_at_random_are_another_training(monkeypatch):
+    """Planted: a sample is another one at every visit, so all cross whole."""
+    monkeypatch.setattr(
+        "armillary.runtime.cyclic.interpreter.sample_keys",
+        lambda value: sample_keys(torch.nn.functional.dropout(value + 1, 0.5)),
+    )
+    assert trained(gpipe(2, 2), edges_of(2, aq()))[0] != []
+
+
 def test_samples_are_known_by_all_that_the_first_stage_reads():
     words, mask = torch.arange(12).view(4, 3), torch.ones(4, 3)
     keys = sample_keys((words, {"mask": mask, "flag": 3}))

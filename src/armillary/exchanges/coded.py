@@ -2,8 +2,8 @@
 
 wire "gathered": everybody gets everybody's code, and adds up what they mean. "scattered": the codes are cut between
 tiles, an owner a piece; each owner adds up its piece and codes the sum again for all. The second sends 2 (N - 1) / N
-codes instead of N - 1, and pays where a sum is coded in as few bytes as a summand. The tail travels raw with the first
-message.
+codes instead of N - 1, and pays where a sum is coded in as few bytes as a summand. A bucket that has no tile for every
+owner is gathered anyhow: one message instead of two. The tail travels raw with the first message.
 
 Source: error feedback as in 1-bit SGD (Seide et al., 2014) and DoubleSqueeze (Tang et al., 2019). Departure: what an
 owner's second coding leaves out goes to the owner's own residual: half the state, and it can be dealt to other workers.
@@ -33,6 +33,7 @@ from armillary.facts.topology import Topology
 __all__ = ["coded", "cut", "why_not_numbers"]
 
 WIRES = ("gathered", "scattered")
+SMALL = "buckets of less than a tile a worker are gathered"
 TAIL_BYTES = 8  # of a number of the tail
 ROUNDS = "rounds"  # pushes so far, by parameter: what lots are drawn with
 MANY = 4096  # tiles: what few tiles add to a code is no matter of the dtype
@@ -42,7 +43,7 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
     """
     Args:
         wire: "gathered" or "scattered"; empty: scattered where there are more than two workers and sums are coded in
-            as few bytes as summands.
+            as few bytes as summands. In both cases only where there is a tile for every worker.
         feedback: whether what a code leaves out is sent later; else it is lost.
 
     Raises:
@@ -55,12 +56,12 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
     if not isinstance(feedback, bool):
         raise ValueError(f"exchange: want feedback True or False, got {feedback!r}")
     way = _Way(codec, wire, feedback)
+    said = (codec.says, SMALL if wire == "scattered" else "", "" if feedback else "what is left out is lost")
     return DenseExchange(
-        way.push, 2 if way.is_scattered(3) else 1, way.sent_bytes, way.legs, way.oracle, way.begin,
+        way.push, 2 if way.may_scatter(3) else 1, way.sent_bytes, way.legs, way.oracle, way.begin,
         resharding={RESIDUAL: "sum", ROUNDS: "same"}, work=way.work, align=codec.align,
         counts={ROUNDS: lambda shape: 1}, refuses=way.refuses,
-        says=codec.says if feedback else f"{codec.says}; what is left out is lost".removeprefix("; "),
-        mechanisms=way.mechanisms, density=lambda layout, state: codec.keeps,
+        says="; ".join(filter(None, said)), mechanisms=way.mechanisms, density=lambda layout, state: codec.keeps,
     )  # fmt: skip
 
 
@@ -72,20 +73,23 @@ class _Way:
     wire: str
     feedback: bool
 
-    def is_scattered(self, workers: int) -> bool:
+    def may_scatter(self, workers: int) -> bool:
         return self.wire == "scattered" or (not self.wire and self.codec.adds_up and workers > 2)
+
+    def is_scattered(self, layout: Layout, workers: int) -> bool:
+        return self.may_scatter(workers) and layout.numel >= workers * self.codec.align
 
     def cut(self, layout: Layout, workers: int) -> list[Span]:
         """What is coded by itself: everything, or every owner's piece, cut between tiles."""
-        if not self.is_scattered(workers):
+        if not self.is_scattered(layout, workers):
             return [(0, layout.numel)]
         tiles = layout.numel // self.codec.align
         begins = [tiles * rank // workers * self.codec.align for rank in range(workers)]
         return list(pairwise([*begins, layout.numel]))
 
-    def mechanisms(self, workers: int) -> Mechanisms:
+    def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
         found: Mechanisms = {"exchanges coded": lambda pushed: int(pushed.workers > 1)}
-        if self.is_scattered(workers):
+        if self.is_scattered(layout, workers):
             found = {**found, "sums coded again": lambda pushed: int(pushed.workers > 1)}
         return {**found, "residuals sent": was_owed} if self.feedback else found
 
@@ -133,7 +137,7 @@ class _Way:
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
         codes = [self.encoded(full[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
         lost, tail = full - self.decoded(codes, spans, full), parcel.tail.view(torch.uint8).to(full.device)
-        if not self.is_scattered(place.workers):
+        if not self.is_scattered(parcel.layout, place.workers):
             everyones = yield AllGather(torch.cat([tail, codes[0]]))
             total, tails = self.added(list(everyones), len(full), parcel)
             return parcel.answered(total, tails), self.after(state, kept_back(parcel, lost))
@@ -174,7 +178,7 @@ class _Way:
         for one in sent[1:]:
             total = total + one
         lost, out = [one - gone for one, gone in zip(full, sent, strict=True)], total
-        if self.is_scattered(workers):
+        if self.is_scattered(layout, workers):
             total = torch.where(is_real, total, torch.zeros_like(total))
             out = self.meant(total, spans, states[0])
             for worker, (a, b) in enumerate(spans):
@@ -193,7 +197,7 @@ class _Way:
         if not others:
             return []
         sizes = self.lengths(layout, topology.workers)
-        if not self.is_scattered(topology.workers):
+        if not self.is_scattered(layout, topology.workers):
             return [Leg("everyone", float(others * (sizes[0] + tail)), others, "AllGather")]
         hottest = float(max(max(sum(sizes) - size, others * size) for size in sizes))
         return [Leg("everyone", hottest + others * tail, 1), Leg("everyone", hottest, 1)]
@@ -201,13 +205,13 @@ class _Way:
     def sent_bytes(self, layout: Layout, topology: Topology) -> list[float]:
         others, tail = topology.workers - 1, TAIL_BYTES * layout.tail
         sizes = self.lengths(layout, topology.workers)
-        if not self.is_scattered(topology.workers):
+        if not self.is_scattered(layout, topology.workers):
             return [float(others * (sizes[0] + tail))] * topology.workers
         return [float(sum(sizes) - size + others * (tail + size)) for size in sizes]
 
     def work(self, layout: Layout, topology: Topology) -> float:
         """Own numbers are coded once and decoded once; what arrives is decoded and added, and a sum coded again."""
-        summed = 2 if self.is_scattered(topology.workers) else topology.workers
+        summed = 2 if self.is_scattered(layout, topology.workers) else topology.workers
         return layout.numel * (self.codec.work * (1 + summed) / 2 + 3 * summed) * (topology.workers > 1)
 
     def refuses(self, layout: Layout) -> str:

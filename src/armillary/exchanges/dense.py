@@ -65,7 +65,7 @@ def _all_sent(layout: Layout, state: State) -> float:
     return 1.0
 
 
-def _exchanged(workers: int) -> Mechanisms:
+def _exchanged(layout: Layout, workers: int) -> Mechanisms:
     return {"exchanges": lambda pushed: 1}
 
 
@@ -95,8 +95,8 @@ class DenseExchange(NamedTuple):
     density(layout, state): the share of the values that the last push sent.
     takes_rows: whether a gradient may come as rows (`Parcel.rows`); the result is rows where every rank gave rows.
     says: what its options come to, where they do not say it themselves.
-    mechanisms(workers): what it does among so many, in words; what never acts where it is verified is not called
-        verified.
+    mechanisms(layout, workers): what it does with such a group among so many, in words; what never acts where it is
+        verified is not called verified.
     """
 
     push: Callable[[Parcel, State, RankInfo], Program[Moved]]
@@ -117,7 +117,7 @@ class DenseExchange(NamedTuple):
     density: Callable[[Layout, State], float] = _all_sent
     takes_rows: bool = False
     says: str = ""
-    mechanisms: Callable[[int], Mechanisms] = _exchanged
+    mechanisms: Callable[[Layout, int], Mechanisms] = _exchanged
 
     @property
     def is_guarded(self) -> bool:

@@ -119,7 +119,7 @@ class _Way:
         spans = zip(layout.spans, layout.shapes, strict=True)
         return [span for span, shape in spans if not self.is_low(shape)]
 
-    def mechanisms(self, workers: int) -> Mechanisms:
+    def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
         def is_early(pushed: Pushed) -> bool:
             return float(pushed.before[AGE].max()) < self.start
 

@@ -99,7 +99,7 @@ class _Rule:
             return limit
         return quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0)
 
-    def mechanisms(self, workers: int) -> Mechanisms:
+    def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
         def refreshed(pushed: Pushed) -> int:
             return int((pushed.before[LIMIT] != pushed.after[LIMIT]).sum())
 

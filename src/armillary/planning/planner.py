@@ -199,8 +199,8 @@ def _refuse_with_schedule(schedule: Choice, wanted: Mapping[str, Any]) -> None:
     if found := [name for name, asked in wanted.items() if asked]:
         with_rows = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
         raise ValueError(
-            f"plan: under schedule {schedule} nothing goes by row, nor by weight; {', '.join(found)} have no effect: "
-            f"drop them. Tables can be kept by row under {with_rows}"
+            f"plan: under schedule {schedule} nothing goes by row, by weight or in code; {', '.join(found)} have no "
+            f"effect: drop them, or take {with_rows}"
         )
 
 

@@ -65,8 +65,11 @@ def with_taken(plan: Plan) -> Plan:
 
 
 def _said_of_taken(plan: Plan) -> list[str]:
-    rows = [f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan)]
-    return [*(f"NOT exact: {choice}: {_costs(choice)}" for choice in _taken(plan)), *rows]
+    taken = _taken(plan)
+    said = [f"NOT exact: {choice}: {_costs(choice)}" for choice in taken]
+    if taken and plan.workers == 1:
+        said = [f"one worker: nothing crosses, so nothing is coded by {', '.join(map(str, taken))}"]
+    return [*said, *(f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan))]
 
 
 def _is_timed(question: Question) -> bool:

@@ -103,7 +103,10 @@ class _Play:
                 f"plan again for these"
             )
         if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
-            raise ValueError(f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet")
+            raise ValueError(
+                f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet: keep them "
+                "whole (constraint 'replicated'), or take schedule simultaneous"
+            )
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))

@@ -58,7 +58,7 @@ def watched(run: Run) -> Acts:
     for unit in run._engine.units:
         exchange = groups.get(unit.name, "")
         if isinstance(unit, DenseUnit):
-            told = unit.exchange.mechanisms(run.workers)
+            told = unit.exchange.mechanisms(unit.bucket.layout, run.workers)
             acts.update({(exchange, mechanism): 0 for mechanism in told})
             unit.exchange = _told_of_pushes(unit.exchange, exchange, told, acts)
         elif isinstance(unit, RowUnit):

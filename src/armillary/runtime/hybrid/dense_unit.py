@@ -5,6 +5,7 @@ alike. Where some rank's numbers are not finite, no state moves on any rank: gra
 GradScaler then skips the step on all ranks), weights stay. Where no rank used a parameter, its state stays.
 """
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
-__all__ = ["DenseUnit", "dense_unit"]
+__all__ = ["DenseUnit", "dense_unit", "warned_of_a_second_push"]
 
 
 @dataclass(eq=False)
@@ -108,6 +109,23 @@ class DenseUnit:
                 begin, end = self.exchange.span(entry, self.bucket.layout, number)
                 value[begin:end] = self.state[entry][begin:end]
         return kept
+
+
+def warned_of_a_second_push(units: Sequence[object], arrived: nn.Parameter) -> bool:
+    """Warns if gradients that crossed since the last step are there still, so that they would be coded once more.
+
+    Where a step was left out, as after an overflow, they are gone, but for what has just arrived.
+    """
+    coded = [unit for unit in units if isinstance(unit, DenseUnit) and unit.exchange.is_guarded and unit.leaves]
+    others = [p for unit in coded for p in unit.parameters if p is not arrived and p.grad is not None]
+    if not any(bool(p.grad.any()) for p in others if p.grad is not None):
+        return False
+    warnings.warn(
+        f"step: backward() ran twice before optimizer.step(), so what the first brought of {coded[0].name} is coded "
+        "a second time; put all but the last backward() of a step under run.no_sync()",
+        stacklevel=2,
+    )
+    return True
 
 
 def dense_unit(

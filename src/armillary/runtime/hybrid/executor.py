@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from armillary.facts.collectives import Program, summed
-from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.dense_unit import DenseUnit, warned_of_a_second_push
 from armillary.runtime.hybrid.drift import refuse_drift
 from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
 from armillary.runtime.hybrid.look_ups import LookUps
@@ -64,6 +64,7 @@ class Executor:
     is_syncing: bool = True
     is_open: bool = False
     is_settled: bool = False  # a backward was exchanged since the last step
+    is_warned: bool = False  # that one step's gradients are coded twice
     settled: int = 0  # backwards that were exchanged
     weight: float = 1.0
     part: float = 1.0  # of the mean that this rank's gradients are, where weights say so
@@ -131,9 +132,11 @@ class Executor:
         """The gradient of a parameter of the dense unit at that place."""
         if not self._is_leaving():
             return
-        self._open()
         unit = self.units[place]
         assert isinstance(unit, DenseUnit)
+        if self.is_settled and not self.is_open and not self.is_warned:
+            self.is_warned = warned_of_a_second_push(self.units, unit.bucket.parameters[index])
+        self._open()
         if unit.leaves:
             unit.bucket.deposit(index, self.scale)
             self._launch_ready()
