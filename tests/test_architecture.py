@@ -183,7 +183,8 @@ LAZY = {
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
     **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
 }
-BY_NAME = {"__init__.py", "facts/registry.py", "cli/find.py"}  # the face, what stands on a shelf, the user's workload
+# The face, what stands on a shelf, the user's workload, and files of the user's own.
+BY_NAME = {"__init__.py", "facts/registry.py", "cli/find.py", "cli/own_files.py"}
 
 
 def test_no_import_is_lazy_but_those_that_are_named():

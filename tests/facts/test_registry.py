@@ -44,7 +44,7 @@ def test_entries_are_found_when_somebody_first_looks_in_the_order_of_names(shelf
 def test_a_wrong_name_is_answered_with_those_there_are_and_a_guess(shelf):
     with pytest.raises(ValueError, match=r"^fruit: no fruit 'aple'; there are apple, pear; did you mean apple\?$"):
         shelf["aple"]
-    with pytest.raises(ValueError, match=r"^fruit: no fruit 'zzz'; there are apple, pear$"):
+    with pytest.raises(ValueError, match=r"^fruit: no fruit 'zzz'; there are apple, pear; if it is your own, import"):
         shelf["zzz"]
 
 
@@ -61,3 +61,18 @@ def test_another_shelf_has_entries_of_its_own():
     ours, theirs = Registry("colour", "armillary.facts"), Registry("colour", "armillary.facts")
     ours.register("red", 1)
     assert "red" in ours and "red" not in theirs
+
+
+def test_a_shelf_follows_another_whatever_was_registered_first():
+    leader, follower = Registry("colour", "armillary.facts"), Registry("paint", "armillary.facts")
+    leader.register("red", 1)
+    follower.follow(leader, lambda name, entry: f"{name} paint" if entry else None)
+    leader.register("blue", 2)
+    leader.register("blue", leader["blue"])  # the same again
+    leader.register("none", 0)
+    assert dict(follower.all()) == {"blue": "blue paint", "red": "red paint"} and "none" in leader
+    follower.register("green", "green paint")
+    for shelf, name in ((leader, "green"), (follower, "red")):
+        with pytest.raises(ValueError, match=f"paint: '{name}' is registered twice"):
+            shelf.register(name, 3)
+    assert "green" not in leader

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from armillary.cli.find import built_in, refuse_unknown
+from armillary.cli.own_files import import_own
 from armillary.cli.sources import modules_with
 from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.rule import PRICE
@@ -29,6 +30,7 @@ __all__ = [
     "Edges",
     "Exchanges",
     "Gbit",
+    "Imports",
     "IsSmall",
     "LatencyUs",
     "Lazy",
@@ -63,6 +65,17 @@ WorkloadName = Annotated[
     ),
 ]
 Set = Annotated[list[str], _many("--set", "KEY=VALUE", "Set an option of the workload.", WORKLOAD)]
+Imports = Annotated[
+    list[str],
+    typer.Option(
+        "--import",
+        metavar="FILE",
+        help="First import this .py file (or module) of your own, here and on every worker: codecs, exchanges and "
+        "schedules that register themselves. Repeatable.",
+        callback=import_own,
+        rich_help_panel=WORKLOAD,
+    ),
+]
 IsSmall = Annotated[
     bool,
     typer.Option(

@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import edge_request, read_plan, read_profile, schedule_of, workload_of
+from armillary.cli.granted import constraints_of, edge_request, read_plan, read_profile, schedule_of, workload_of
 from armillary.cli.machines import assumed, machines, said_of
 from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
@@ -59,17 +59,19 @@ def simulate_asked(
         torch.set_num_threads(1)  # a worker is taken to have one core
         refuse_unwritable(out)
         if isinstance(subject, Path):
-            if way.edges or way.edge_backs:
-                raise ValueError("--edge, --edge-back: the plan in the file says its own edges; edit its stages")
+            if way.exchanges or way.edges or way.edge_backs:
+                raise ValueError("--exchange, --edge, --edge-back: the plan in the file says its own; edit it")
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = machines(asked.topology_file, asked.gbit, asked.latency_us)
         links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
+        task = workload_of(subject)
         wanted = PlanRequest(
+            constraints_of(way.exchanges),
             schedule=schedule_of(way.schedule, links.workers),
             edge=edge_request("--edge", way.edges),
             edge_back=edge_request("--edge-back", way.edge_backs),
         )
-        return _played(_of_workload(workload_of(subject), links, asked.topology_file, asked.profile_file, wanted))
+        return _played(_of_workload(task, links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:
         written = ", ".join(map(str, step.save(out)))

@@ -51,8 +51,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def prepare() -> _Ready:
         folder = run_folder(run.runs, stem, run.name, run.resume)
         refuse_unwritable(folder)
-        granted = job_request_of(plan, count_of(run.workers))
-        task = workload_of(workload)
+        task, granted = workload_of(workload), job_request_of(plan, count_of(run.workers))
         refuse_unnamed(task, granted)
         every = (run.every_steps, run.every_seconds)
         steps = task.steps if run.steps is None else run.steps

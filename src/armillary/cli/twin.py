@@ -62,6 +62,7 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
 
     def prepare() -> _Ready:
         refuse_unwritable(out)
+        task = workload_of(subject)
         links = machines(typed.topology_file, typed.gbit, typed.latency_us)
         count = typed.workers or (links.workers if typed.topology_file else WORKERS)
         request = PlanRequest(
@@ -75,7 +76,6 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         asked.refuse()
         settings = "".join(f" {name}={value}" for name, value in sorted(subject.settings.items()))
         words = f"{subject.name}{' small' if subject.is_small else ''}{settings}: {asked.words()}"
-        task = workload_of(subject)
         held_out = list(islice(task.batches("held_out", 0, 1, 0), HELD_OUT))
         if not held_out:
             raise ValueError(f"twin: {task.name} has no held-out batch, by which both are judged; give it one")

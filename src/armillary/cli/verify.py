@@ -49,13 +49,12 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
     ask_for_repeatable()  # before the first product here, and for the workers
 
     def prepare() -> _Ready:
-        workers = count_of(asked.workers)
+        task, joined, workers = workload_of(workload), None, count_of(asked.workers)
         granted = job_request_of(plan, workers)
         if asked.one_batch and granted.owns_loop:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
         if asked.steps < 1:
             raise ValueError(f"--steps: want at least 1, got {asked.steps}")
-        task, joined = workload_of(workload), None
         refuse_unnamed(task, granted)
         if asked.one_batch:
             size = f"batch_size={task.batch_size * workers}"

@@ -252,15 +252,13 @@ def _offers(entry: CodecEntry) -> Callable[[ParameterFact, Topology], Sequence[O
     return lambda fact, topology: entry.offers
 
 
-def _register(name: str, entry: CodecEntry) -> None:
+def _entry_of(name: str, entry: CodecEntry) -> ExchangeEntry | None:
     """A codec's name, used as an exchange, means this one with it."""
+    if not entry.carries:
+        return None
     first = entry.examples[0]
-    other = WIRES[not build_codec(name, **first).adds_up]  # than is taken by itself
-    examples = (first, {**first, "wire": other}, {**first, "feedback": False})
-    made = ExchangeEntry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
-    DENSE.register(name, made)
+    examples = (*({**first, "wire": wire} for wire in WIRES), {**first, "feedback": False})
+    return ExchangeEntry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
 
 
-for _name, _entry in CODECS.all().items():
-    if _entry.carries:
-        _register(_name, _entry)
+DENSE.follow(CODECS, _entry_of)

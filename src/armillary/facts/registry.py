@@ -7,11 +7,11 @@ imported; the shelf imports all files of its package at the first look, so nothi
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "guess"]
 
 Entry = TypeVar("Entry")
 
@@ -27,17 +27,37 @@ class Registry(Generic[Entry]):
     def __init__(self, kind: str, package: str):
         self.kind, self.package = kind, package
         self._entries: dict[str, Entry] = {}
+        self._followers: list[Callable[[str, Entry], object]] = []
         self._is_complete = False
 
     def register(self, name: str, entry: Entry) -> Entry:
         """
         Raises:
-            ValueError: another entry has that name.
+            ValueError: another entry has that name, here or on a shelf that follows this one.
         """
-        if self._entries.get(name, entry) is not entry:
+        if name not in self._entries:
+            for follow in self._followers:
+                follow(name, entry)
+        elif self._entries[name] is not entry:
             raise ValueError(f"{self.kind}: {name!r} is registered twice; give one of them another name")
         self._entries[name] = entry
         return entry
+
+    def follow(self, other: "Registry[Any]", entry_of: Callable[[str, Any], Entry | None]) -> None:
+        """What stands on the other shelf stands here too, as `entry_of` makes of it, whenever it was registered; where
+        that gives None, it does not.
+
+        Raises:
+            ValueError: a name is on both shelves.
+        """
+
+        def follow(name: str, entry: Any) -> None:
+            if (made := entry_of(name, entry)) is not None:
+                self.register(name, made)
+
+        for name, entry in other.all().items():
+            follow(name, entry)
+        other._followers.append(follow)
 
     def all(self) -> Mapping[str, Entry]:
         """Every entry by name, in the order of names."""
@@ -55,10 +75,16 @@ class Registry(Generic[Entry]):
         """
         entries = self.all()
         if name not in entries:
-            near = difflib.get_close_matches(name, entries, 1)
-            guess = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{self.kind}: no {self.kind} {name!r}; there are {', '.join(entries)}{guess}")
+            raise ValueError(
+                f"{self.kind}: no {self.kind} {name!r}; there are {', '.join(entries)}; {guess(name, entries)}"
+            )
         return entries[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.all()
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """What whoever names a method that is on no shelf may have meant, or left out."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else "if it is your own, import its file first (--import FILE)"

@@ -16,6 +16,7 @@ from armillary.facts.layout import layout_of as flat
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
+from armillary.facts.registry import guess
 from armillary.facts.topology import Topology
 from armillary.planning.parallax import PLAIN
 
@@ -114,11 +115,9 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     exchanges = {**dense_exchanges(), **row_exchanges()}
     if name not in exchanges and (isinstance(constraint, Choice) or name not in LAYOUTS):
         known = (*LAYOUTS, *sorted(exchanges))
-        near = difflib.get_close_matches(str(name), known, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"plan: {pattern!r} is to be {name!r}, which is no layout and no exchange; there are "
-            f"{', '.join(known)}{meant}"
+            f"{', '.join(known)}; {guess(str(name), known)}"
         )
     if not isinstance(constraint, Choice):
         return

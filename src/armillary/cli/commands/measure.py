@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from armillary.cli.find import built_in
-from armillary.cli.options import OUTPUT, AsJson, AskedWorkload, Corpus, Data, IsSmall, Seed, Set, Workers
+from armillary.cli.options import OUTPUT, AsJson, AskedWorkload, Corpus, Data, Imports, IsSmall, Seed, Set, Workers
 from armillary.cli.refusal import refusing
 
 __all__ = ["measure_command"]
@@ -26,7 +26,8 @@ Out = Annotated[
 
 def measure_command(
     workload: Subject = None,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = False,
     corpus: Corpus = "",
     data: Data = "",

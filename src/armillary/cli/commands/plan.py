@@ -16,6 +16,7 @@ from armillary.cli.options import (
     EdgeBacks,
     Edges,
     Exchanges,
+    Imports,
     IsSmall,
     Lazy,
     ProfileFile,
@@ -45,7 +46,8 @@ Out = Annotated[
 
 def plan_command(
     workload: WorkloadName,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = False,
     corpus: Corpus = "",
     data: Data = "",

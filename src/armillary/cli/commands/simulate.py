@@ -16,7 +16,9 @@ from armillary.cli.options import (
     Data,
     EdgeBacks,
     Edges,
+    Exchanges,
     Gbit,
+    Imports,
     IsSmall,
     LatencyUs,
     ProfileFile,
@@ -61,12 +63,14 @@ Out = Annotated[
 
 def simulate_command(
     subject: Subject = None,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = False,
     corpus: Corpus = "",
     data: Data = "",
     topology_file: TopologyFile = None,
     profile_file: ProfileFile = None,
+    exchange: Exchanges = [],  # noqa: B006
     schedule: Schedule = SIMULTANEOUS.name,
     edge: Edges = [],  # noqa: B006
     edge_back: EdgeBacks = [],  # noqa: B006
@@ -85,6 +89,8 @@ def simulate_command(
     with refusing():
         if subject is None and not scaling:
             raise ValueError("simulate: want a plan.json or a WORKLOAD; or --scaling, which takes all workloads")
+        if scaling and (exchange or edge or edge_back or schedule != SIMULTANEOUS.name):
+            raise ValueError("--scaling: compares the chosen plan with all-reduce; drop --exchange, --schedule, --edge")
         is_plan = subject is not None and subject.endswith(".json")
         task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small, data)
     from armillary.cli.simulate import AskedMachines, scaling_asked, simulate_asked
@@ -92,5 +98,5 @@ def simulate_command(
     asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
     if scaling:
         scaling_asked(subject, small, asked, out, json)
-    way = AskedPlan(schedule=schedule, edges=edge, edge_backs=edge_back)
+    way = AskedPlan(exchanges=exchange, schedule=schedule, edges=edge, edge_backs=edge_back)
     simulate_asked(task if task is not None else Path(str(subject)), asked, way, out, json)

@@ -19,6 +19,7 @@ from armillary.cli.options import (
     EdgeBacks,
     Edges,
     Exchanges,
+    Imports,
     IsSmall,
     Lazy,
     PlanFile,
@@ -72,7 +73,8 @@ Name = Annotated[
 
 def train_command(
     workload: WorkloadName,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = False,
     corpus: Corpus = "",
     data: Data = "",

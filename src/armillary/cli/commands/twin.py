@@ -17,6 +17,7 @@ from armillary.cli.options import (
     Edges,
     Exchanges,
     Gbit,
+    Imports,
     IsSmall,
     LatencyUs,
     Schedule,
@@ -56,7 +57,8 @@ Resume = Annotated[
 
 def twin_command(
     workload: WorkloadName,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = False,
     corpus: Corpus = "",
     data: Data = "",

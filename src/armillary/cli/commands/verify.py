@@ -15,6 +15,7 @@ from armillary.cli.options import (
     EdgeBacks,
     Edges,
     Exchanges,
+    Imports,
     IsSmall,
     Lazy,
     PlanFile,
@@ -46,7 +47,8 @@ OneBatch = Annotated[
 
 def verify_command(
     workload: WorkloadName,
-    options: Set = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    options: Set = [],  # noqa: B006
     small: IsSmall = True,
     corpus: Corpus = "",
     data: Data = "",
