@@ -1,7 +1,7 @@
 """Owners chosen, forecast and measured, for a skewed and an even table: python -m benchmarks.owners.run
 
 Needs root and iproute2. Writes README.md's table from what was kept. Exit code 1 if the searched plan's step takes over
-10 % longer than the best of the others.
+5 % longer than the best of the others.
 """
 
 import argparse
@@ -20,7 +20,7 @@ PAGE, KEPT = HERE / "README.md", HERE / "results" / "owners.json"
 MARK = "<!-- written by run.py -->"
 DRAWS = ("skewed", "even")
 SEARCHED = "searched"
-WITHIN = 0.10
+WITHIN = 0.05
 
 
 def main() -> int:
