@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from armillary.exchanges.exchange import RankInfo, RowTraffic, build_dense, buil
 from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
 from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.parcel import Parcel
-from armillary.facts.collectives import Program
+from armillary.facts.collectives import AllReduce, AllToAll, Program, Request
 from armillary.facts.layout import Layout
 from armillary.runtime.process_group import stop_process_group
 from armillary.runtime.transport import Transport
@@ -24,6 +24,14 @@ DENSE_BYTES = 4_000_000
 ROWS, WIDTH, READS = 40_000, 128, 6_000
 REPETITIONS = 4
 ROW_BYTES = WIDTH * 4
+
+
+class Wire(NamedTuple):
+    """What is sent over. header_bytes: of TCP and gloo around one message, as the kernel counts them."""
+
+    transport: Transport
+    topology: Topology
+    header_bytes: float
 
 
 def main() -> None:
@@ -36,10 +44,11 @@ def main() -> None:
     place = transport.place
     anything = Link(0.0, 1.0)
     topology = Topology(place.nodes, place.workers_per_node, anything, anything, 1)
+    wire = Wire(transport, topology, 0.0 if place.workers_per_node > 1 else _header_bytes(transport))
     rows = []
     for measured, entries in ((_dense, dense_exchanges()), (_rows, row_exchanges())):
         for name, entry in entries.items():
-            rows += [measured(name, example, transport, topology) for example in entry.examples]
+            rows += [measured(name, example, wire) for example in entry.examples]
     if place.rank == 0:
         Path(options.out).write_text(json.dumps([row for row in rows if row], indent=1) + "\n")
     transport.barrier()
@@ -60,7 +69,39 @@ def _counted(transport: Transport, action: Callable[[], Any]) -> float:
     return float(sum(transport.share(mine)))
 
 
-def _dense(name: str, example: Any, transport: Transport, topology: Topology) -> dict[str, Any] | None:
+def _header_bytes(transport: Transport) -> float:
+    """Of a message that carries nearly nothing, without what it carries."""
+    place, item = transport.place, torch.ones(transport.place.workers, dtype=torch.float64)
+    sizes = (1,) * place.workers
+    counted = _counted(transport, lambda: transport.complete(_asked(AllToAll(item, sizes, sizes)), "headers"))
+    return counted / (place.workers * (place.workers - 1)) - item.element_size()
+
+
+def _asked(request: Request) -> Program[Any]:
+    return (yield request)
+
+
+def _listing(program: Program[Any], made: list[Request]) -> Program[Any]:
+    """The same program; the requests that it makes are put down."""
+    answer = None
+    try:
+        while True:
+            request = program.send(answer)
+            made.append(request)
+            answer = yield request
+    except StopIteration as over:
+        return over.value
+
+
+def _headers(wire: Wire, made: list[Request]) -> float:
+    """Of all messages of one call. An all-reduce goes there and back."""
+    place = wire.transport.place
+    rounds = sum(2 if isinstance(request, AllReduce) else 1 for request in made)
+    return wire.header_bytes * rounds * place.workers * (place.workers - 1)
+
+
+def _dense(name: str, example: Any, wire: Wire) -> dict[str, Any] | None:
+    transport, topology = wire.transport, wire.topology
     exchange, place = build_dense(name, **example), transport.place
     if topology.workers_per_node > 1 and not example.get("local_aggregation"):
         return None  # what a flat exchange sends inside a node is not counted: nothing to hold it to
@@ -75,16 +116,21 @@ def _dense(name: str, example: Any, transport: Transport, topology: Topology) ->
         return None  # the data decide what it sends: `armillary compare` holds its formula to what was counted
     state = exchange.begin(layout, place, values)
 
+    made: list[Request] = []
+
     def push() -> Any:
-        return transport.complete(exchange.push(Parcel(values.clone(), tail.clone(), layout), state, place), name)
+        made.clear()
+        pushed = exchange.push(Parcel(values.clone(), tail.clone(), layout), state, place)
+        return transport.complete(_listing(pushed, made), name)
 
     counted, predicted = _counted(transport, push), sum(expected)
     if example.get("local_aggregation"):  # across nodes only: to the owner's node and back
         predicted = 2 * (topology.nodes - 1) * layout.joined_bytes
-    return _row(name, example, place, predicted, counted)
+    return _row(name, example, place, predicted, counted) | {"header_bytes": _headers(wire, made)}
 
 
-def _rows(name: str, example: Any, transport: Transport, topology: Topology) -> dict[str, Any] | None:
+def _rows(name: str, example: Any, wire: Wire) -> dict[str, Any] | None:
+    transport, topology = wire.transport, wire.topology
     exchange, place = build_row(name, **example), transport.place
     by_node = name == "owned_rows_by_node"
     if (topology.workers_per_node > 1) != by_node or (example.get("owners", 1) > place.workers):
@@ -95,7 +141,13 @@ def _rows(name: str, example: Any, transport: Transport, topology: Topology) -> 
     is_copy = exchange.placement == "replicated"
     shard = torch.zeros(ROWS if is_copy else owned.shard_rows(place.rank), WIDTH)
     table = LookupTable("table", exchange, owned, shard)
-    counted = _counted(transport, lambda: transport.complete(_pull_and_push(table, keys, place), name))
+    made: list[Request] = []
+
+    def look_up_and_push() -> Any:
+        made.clear()
+        return transport.complete(_listing(_pull_and_push(table, keys, place), made), name)
+
+    counted = _counted(transport, look_up_and_push)
     traffic = _traffic(keys, owned, transport)
     predicted = exchange.sent_bytes(traffic, topology) * place.workers
     headers = 0 if is_copy else HEADER_BYTES * place.workers * (place.workers - 1)
@@ -103,7 +155,8 @@ def _rows(name: str, example: Any, transport: Transport, topology: Topology) -> 
         here, nodes = place.workers_per_node, place.nodes
         cross = traffic.node_rows / here * (nodes - 1) / nodes * (2 * ROW_BYTES + 4) + 8 * (nodes - 1)
         predicted, headers = cross * place.workers, HEADER_BYTES * place.workers * (place.workers - here)
-    return _row(name, example, place, predicted + headers, counted)
+    row = _row(name, example, place, predicted + headers, counted)
+    return row | {"header_bytes": _headers(wire, made)}
 
 
 def _pull_and_push(table: LookupTable, keys: Tensor, place: RankInfo) -> Program[Any]:
