@@ -361,7 +361,7 @@ REACHES_INSIDE = {
         "exchanges.exchange", "runtime.cyclic.own_loop", "runtime.cyclic.team", "runtime.hybrid.dense_unit",
     },
     "cyclic_shared": BY_HAND | {
-        "facts.collectives", "runtime.cyclic.shared", "schedules.cyclic_pipeline", "schedules.gpipe",
+        "facts.collectives", "schedules.cyclic_pipeline", "schedules.gpipe",
         "schedules.schedule", "schedules.shared",
     },
     "edges": {"reference.cyclic", "reference.edges", "schedules.edge", "schedules.registry"},
