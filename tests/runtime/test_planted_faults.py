@@ -356,6 +356,18 @@ def test_gradients_out_of_worker_order_are_refused():
         means.expect(0, 1)
 
 
+@pytest.mark.parametrize("other", [(3, 2), (3, 1), (2, 5)])
+def test_sums_of_their_own_are_refused_out_of_order_too(other):
+    """Where several ranks run a stage, some of its micro-batches come to others; those here keep their order."""
+    means = StepMeans(0, parameters_of(as_stages(stages_of(1))[0]), micro_batches=1)
+    for place in ((0, 1), (3, 0), (3, 2)):
+        means.expect(*place)
+    with pytest.raises(
+        RuntimeError, match=r"gradient of step ., micro-batch . came when a later one than \(3, 2\) was due"
+    ):
+        means.expect(*other)
+
+
 def test_a_missing_version_raises_and_no_other_is_handed_out():
     stages = stages_of(1)
     store = StageWeights(as_stages(stages)[0], OPTIMIZERS["sgd"](stages.parameters()))

@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from armillary.facts.choice import Choice
 from armillary.facts.collectives import Send
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat
 from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import NORM_BYTES
+from armillary.schedules.registry import read
 from armillary.schedules.shared import Sharing, devices_for
 from armillary.schedules.shared_messages import shared_messages
 from channels import GlooChannel, ThreadChannel, in_threads
@@ -299,3 +302,30 @@ def test_what_cannot_be_shared_is_refused():
     run = shared(stages, optimizer, TrainSpec(cyclic(3), squared_error), channel, 2)
     with pytest.raises(ValueError, match="got 2 micro-batches, want 3"):
         run.step(data(1, 2)[0])
+
+
+WIDE = 64  # a stage's weights are this many times as large as what it hands on
+
+
+def copies_alive(rank, channel, schedule):
+    """Copies of a stage's weights and gradients, and letters of that size, that are here between two steps."""
+    with LiveBytes() as live:
+        stages = [nn.Linear(WIDE, WIDE) for _ in range(schedule.stages)]
+        whole, one = live.now_bytes, sum(parameter.nbytes for parameter in stages[0].parameters())
+        made = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
+        run, alive = shared(nn.Sequential(*stages), made, TrainSpec(schedule, squared_error), channel, rank), []
+        for _ in range(STEPS + 4):
+            run.step([(torch.randn(1, WIDE), torch.randn(1, WIDE))] * schedule.micro_batches)
+            alive.append((live.now_bytes - whole) / one + 1)
+        run.settle()
+    return sum(alive[STEPS:]) / 4
+
+
+@pytest.mark.parametrize(("workers", "slack"), [(2, 0), (2, 2), (3, 0), (3, 3), (4, 1)])
+def test_memory_forecast_is_what_is_alive(workers, slack):
+    schedule = cyclic(workers, slack=slack)
+    devices = devices_for(workers)
+    options = read(Choice("shared_stages", {"slack": slack}), devices)
+    alive = in_threads(devices, lambda rank, channel: copies_alive(rank, channel, schedule))
+    forecast = sum(options.method.copies(options, stage, devices, 0) for stage in range(workers))
+    assert sum(alive) / devices == pytest.approx(forecast, rel=0.15)

@@ -6,7 +6,8 @@ one queue (NCCL), up to the message before it. Where each has a lane of its own 
 goes up at the beginning of the call, a gradient when its own forward is done.
 
 A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
-some actions after the one that needed them, by the clock.
+some actions after the one that needed them, by the clock. At the latest before that of the next step leaves: weights
+and sums are as large as a stage, so one of each is on its way at a time, however seldom a rank acts.
 
 Where room is short neither holds: what is on its way takes memory on both sides. Room is made where a letter leaves,
 and the sender lets go of it with its first action after the one that needed it.
@@ -67,10 +68,19 @@ class RankList:
     def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
         """A letter is there; it leaves if somebody else reads it."""
         if sender != receiver and self.rank in (sender, receiver):
+            if self.rank == sender:
+                self._see_over_those_before(letter, receiver)
             op: Op = "SEND" if self.rank == sender else "RECEIVE"
             peer = receiver if self.rank == sender else sender
             code = self.wires.codes.get((letter.what, letter.stage))
             self._list.append(_of_letter(op, tick, letter, peer)._replace(code=code))
+
+    def _see_over_those_before(self, letter: Letter, peer: int) -> None:
+        """Letters of this edge of earlier steps, which were needed."""
+        for needed in self._needed:
+            before = [one for one in needed if one.peer == peer and _is_before(one.letter, letter)]
+            self._list += before
+            needed[:] = [one for one in needed if one not in before]
 
     def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
         """An action needs a letter: whoever sent it knows that it has arrived."""
@@ -87,6 +97,11 @@ class RankList:
         """What was written since the last call."""
         taken, self._list = self._list, []
         return taken if self.wires.lends else _with_early_room(taken, self.wires.one_queue)
+
+
+def _is_before(other: Letter | None, letter: Letter) -> bool:
+    """Whether it goes by the same edge, for an earlier step."""
+    return other is not None and (other.what, other.stage) == (letter.what, letter.stage) and other.step < letter.step
 
 
 def _of_letter(op: Op, tick: int, letter: Letter, peer: int) -> Instruction:

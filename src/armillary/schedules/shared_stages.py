@@ -40,9 +40,10 @@ def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
-    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state."""
+    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state,
+    and its copy of new weights that leaves, where others wait for it."""
     devices = len(Sharing(_table(options)).ranks(stage))
-    return ((2 + is_stale(options, stage)) * devices + slots) / workers
+    return ((2 + is_stale(options, stage)) * devices + (devices > 1) + slots) / workers
 
 
 def _notes(planned: Planned) -> list[str]:

@@ -35,20 +35,24 @@ class StepMeans:
         self._first: list[str] = []  # the sums that this micro-batch began
         self._last_means: dict[str, Tensor] = {}  # of the last step, see Note [Sums in place]
         self._summing, self._added = 0, 0  # step, micro-batches
+        self._last = (-1, -1)  # step and micro-batch that came last
 
     def expect(self, step: int, micro_batch: int) -> None:
-        """What `add` gets from now on is of that micro-batch. Where each is a sum of its own, they come in any order.
+        """What `add` gets from now on is of that micro-batch. Where each is a sum of its own, some come to other ranks.
 
         Raises:
             RuntimeError: out of order; the sum would differ from the reference's.
         """
+        place, due = (step, micro_batch), (self._summing, self._added)
         if self._micro_batches == 1:
-            self._summing = step
-        elif (step, micro_batch) != (self._summing, self._added):
+            is_out, wanted = place <= self._last, f"a later one than {self._last} was"
+        else:
+            is_out, wanted = place != due, f"step {self._summing}, micro-batch {self._added} was"
+        if is_out:
             raise RuntimeError(
-                f"stage {self._stage}: gradient of step {step}, micro-batch {micro_batch} came when "
-                f"step {self._summing}, micro-batch {self._added} was due"
+                f"stage {self._stage}: gradient of step {step}, micro-batch {micro_batch} came when {wanted} due"
             )
+        self._summing, self._last = step, place
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds one gradient, by the stage's own name; a parameter that was not used gets none."""
