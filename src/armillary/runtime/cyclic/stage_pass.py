@@ -8,12 +8,10 @@ what the schedule counts as one held activation.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from armillary.runtime.cyclic.autocast import Autocast
@@ -28,17 +26,6 @@ __all__ = ["Landed", "OwnLoss", "Reads", "StageActivation", "Value", "detached",
 
 Gradients = list[Tensor | None]  # one per leaf of a value
 Take = Callable[[str, Tensor], None]  # gets a weight's name and its gradient; a weight that was not used has none
-
-
-class _Acting(nn.Module):
-    """Something that is done instead of a module's forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, act: Callable[[], Any]) -> None:
-        act()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +52,6 @@ class Reads:
         """Around an action that reads the weights."""
         return nullcontext() if self.borrowed is None else self.borrowed.here()
 
-    def within(self, module: nn.Module, act: Callable[[], Any]) -> None:
-        """Does something while a stage's module has these weights."""
-        functional_call(_Acting(module), {f"module.{name}": one for name, one in self.weights.items()}, (act,))
-
 
 @dataclass(frozen=True, eq=False)
 class Landed:
@@ -84,7 +67,7 @@ class StageActivation:
     """A stage between forward and backward. `run` is called again for the backward if nothing was kept. Backward may
     run parts of the module again (torch's checkpoint), which must read what its forward read."""
 
-    module: nn.Module
+    stage: Stage
     reads: Reads
     inputs: list[Any]
     outputs: list[Any] | None
@@ -103,6 +86,10 @@ class StageActivation:
         with self.reads.here():
             return self._land(gradients, take)
 
+    def within(self) -> AbstractContextManager[None]:
+        """The stage has the weights that its forward read."""
+        return self.stage.places.holding(self.reads.weights)
+
     def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
         outputs = self.outputs if self.outputs is not None else self.run(True)
         rows = self.reads.rows
@@ -116,10 +103,9 @@ class StageActivation:
             if _asks(out) and (g is not None or gradients is None)
         ]
         if pairs and (weights or others):
-            with _handing_over(weights, take):
+            with _handing_over(weights, take), self.within():
                 sources = [*weights.values(), *others]
-                back = partial(torch.autograd.backward, [o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
-                self.reads.within(self.module, back)
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
         found = [_taken_off(leaf) for leaf in others]
         value: Gradients = [None] * len(self.inputs)
         for place, gradient in zip(inputs, found):
@@ -195,7 +181,8 @@ def forward_stage(
         buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
         with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows, reads.here():
-            output = functional_call(stage.module, {**tensors, **buffers}, (tree_unflatten(value.leaves, value.spec),))
+            with stage.places.holding({**tensors, **buffers}):
+                output = stage.module(tree_unflatten(value.leaves, value.spec))
             made = output if loss is None else loss.of(output)
             leaves, spec = tree_flatten(made)
             handed_on.append((leaves, spec) if loss is None or loss.is_last else tree_flatten(output))
@@ -212,9 +199,7 @@ def forward_stage(
     ]
     came = {id(leaf) for leaf in value.leaves if isinstance(leaf, Tensor)}
     passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)
-    return Value(passed, spec, passed_on), StageActivation(
-        stage.module, reads, value.leaves, outputs if keep else None, run
-    )
+    return Value(passed, spec, passed_on), StageActivation(stage, reads, value.leaves, outputs if keep else None, run)
 
 
 def _asks(leaf: Any) -> bool:

@@ -1,6 +1,6 @@
 """The weights of one stage through time: every version still wanted, and how the next one is made, or arrives.
 
-Note [Versions and storage]. A version is a set of leaf tensors of its own, handed to the stage by `functional_call`;
+Note [Versions and storage]. A version is a set of leaf tensors of its own, that stand in the stage meanwhile;
 graphs hold these leaves, never the model's parameters. The newest version's leaves share the parameters' storage.
 Before the optimizer steps, the parameters get new storage and the leaves keep the old one, so a pending backward never
 sees a change; an old version's memory goes when the last graph and this store have dropped it. Only where no backward

@@ -13,6 +13,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.runtime.partition.places import Places
 from armillary.schedules.balance import Cost, balanced
 
 __all__ = [
@@ -50,6 +52,11 @@ class Stage:
     index: int
     module: nn.Module
     names: Mapping[str, str]
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the module's tensors stand."""
+        return Places(self.module)
 
 
 def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[ChainModule]:
