@@ -247,12 +247,12 @@ def backward_by_others(self, what, version):
     return [flat + 1e-12 for flat in flats] if what == "backward weights" else flats
 
 
-def another_home(schedule, stage):
-    """Finished gradients go to the home of the next stage."""
-    return _home(schedule, (stage + 1) % schedule.stages)
+def another_owner(schedule, stage):
+    """Finished gradients go to the owner of the next stage."""
+    return _owner_of(schedule, (stage + 1) % schedule.stages)
 
 
-_home = messages.home
+_owner_of = messages.owner_of
 _last = Sharing.last
 
 
@@ -279,7 +279,7 @@ RINGS = [
     (StageSums, "join", forgets_one),
     (StageSums, "mean", sum_for_mean),
     (StageWeights, "arrive", reads_on),
-    (relay, "home", another_home),
+    (relay, "owner_of", another_owner),
 ]
 ZEROS = [
     *(fault for fault in RINGS if fault[2] is not reads_on),
@@ -287,7 +287,7 @@ ZEROS = [
     (Borrowed, "flats_for", backward_by_others),
 ]
 SHARES = [
-    *(fault for fault in RINGS if fault[2] is not another_home),
+    *(fault for fault in RINGS if fault[2] is not another_owner),
     (Sharing, "last", counted_anew),
 ]
 OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong

@@ -14,7 +14,7 @@ from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.messages import home, ring_messages
+from armillary.schedules.messages import owner_of, ring_messages
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
 from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
@@ -64,7 +64,7 @@ def holds(schedule, options, answers):
         drains = options.get("drains", ())
         assert seen == {place: [schedule.version(place, drains)] * 2 for place in seen}
         assert len(seen) == STEPS * schedule.stages
-        mine = [j for j in range(schedule.stages) if home(schedule, j) == worker]
+        mine = [j for j in range(schedule.stages) if owner_of(schedule, j) == worker]
         if options.get("optimizer", "momentum") != "sgd":
             stages = stages_of(schedule.stages, norm=options.get("norm", nn.LayerNorm))
             assert states == sum(len(list(stages[j].parameters())) for j in mine)

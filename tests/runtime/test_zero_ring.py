@@ -20,7 +20,7 @@ from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.copies_held import held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.messages import home
+from armillary.schedules.messages import owner_of
 from armillary.schedules.simultaneous import simultaneous
 from channels import GlooChannel, in_threads
 from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
@@ -85,7 +85,7 @@ def holds(schedule, options, answers):
     final, losses, buffers = truth(schedule, **shared)
     got = {}
     for worker, (mine, own_losses, own_buffers, states, _) in enumerate(answers):
-        assert sorted(mine) == [j for j in range(schedule.stages) if home(schedule, j) == worker]
+        assert sorted(mine) == [j for j in range(schedule.stages) if owner_of(schedule, j) == worker]
         got |= mine
         assert same(own_losses, [step[worker] for step in losses]), (worker, str(schedule), options)
         assert same(own_buffers, [buffer for stage in buffers[worker] for buffer in stage.values()])

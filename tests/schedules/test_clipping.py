@@ -13,7 +13,7 @@ from armillary.facts.choice import Choice
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.messages import carrier, closing, home, pipeline_messages, ring_messages, sum_path
+from armillary.schedules.messages import carrier, closing, owner_of, pipeline_messages, ring_messages, sum_path
 from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.registry import read
 from armillary.schedules.simultaneous import simultaneous
@@ -110,10 +110,10 @@ def test_no_message_of_a_clipped_ring_is_needed_before_it_is_sent(made, clip):
     last = made.workers - 1
     norms = [message for message in found if message.content == "norm"]
     assert Counter((m.sender, m.receiver) for m in norms) == Counter(
-        {(last, other): 1 for other in {home(made, j) for j in range(made.stages)} - {last}}
+        {(last, other): 1 for other in {owner_of(made, j) for j in range(made.stages)} - {last}}
     )
     for norm in norms:
-        stages = [j for j in range(made.stages) if home(made, j) == norm.receiver]
+        stages = [j for j in range(made.stages) if owner_of(made, j) == norm.receiver]
         first = min(closing(made, j, clip).tick for j in stages)
         assert closing(made, norm.stage, clip).tick == first
         age = 0 if clip == EXACT else 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.messages import closing, home, pipeline_messages, ring_messages, sum_path, weight_path
+from armillary.schedules.messages import closing, owner_of, pipeline_messages, ring_messages, sum_path, weight_path
 
 cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 rings = st.builds(
@@ -25,27 +25,27 @@ rings = st.builds(
 @given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 8))
 def test_the_home_of_a_stage_does_not_depend_on_the_slack(n, k, slack):
     made = cyclic(n, k, slack)
-    assert [home(made, j) for j in range(k)] == [ceil(n - Fraction(j * n, k)) - 1 for j in range(k)]
+    assert [owner_of(made, j) for j in range(k)] == [ceil(n - Fraction(j * n, k)) - 1 for j in range(k)]
 
 
 @given(st.integers(1, 8), st.integers(1, 3))
 def test_every_worker_is_home_to_as_many_stages_when_n_divides_k(n, times):
     made = cyclic(n, n * times)
-    assert Counter(home(made, j) for j in range(n * times)) == dict.fromkeys(range(n), times)
+    assert Counter(owner_of(made, j) for j in range(n * times)) == dict.fromkeys(range(n), times)
 
 
 @given(rings)
 def test_weights_visit_every_worker_once_and_reach_it_before_it_reads_them(made):
     for stage in range(made.stages):
         path = weight_path(made, stage)
-        assert sorted(path) == list(range(made.workers)) and path[0] == home(made, stage)
+        assert sorted(path) == list(range(made.workers)) and path[0] == owner_of(made, stage)
         assert [m.receiver for m in way(made, stage, "weights")] == list(path[1:])
 
 
 def way(made, stage, content):
     """The messages of a stage in the order in which they are sent on."""
     found = {m.sender: m for m in ring_messages(made) if (m.stage, m.content) == (stage, content)}
-    start = home(made, stage) if content == "weights" else 0
+    start = owner_of(made, stage) if content == "weights" else 0
     hops = []
     while start in found:
         hops.append(found[start])
@@ -83,7 +83,7 @@ def test_gradients_are_added_in_worker_order_and_go_home(made):
     for stage in range(made.stages):
         hops = [m for m in ring_messages(made) if m.stage == stage and m.content != "weights"]
         way = [(m.sender, m.receiver) for m in hops]
-        path, last, goal = sum_path(made, stage), made.workers - 1, home(made, stage)
+        path, last, goal = sum_path(made, stage), made.workers - 1, owner_of(made, stage)
         assert path in (tuple(range(last + 1)), tuple(range(last)))
         assert way == [*pairwise(path), *([(last, goal)] if goal != last else [])]
         assert path[-1] == last or path[-1] == goal  # the last gradient is added where the others are
@@ -111,7 +111,7 @@ def test_no_worker_sends_two_gradients_at_once(made):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_a_ring_moves_two_parameter_sizes_a_worker_and_step_whatever_the_slack(n):
-    """N - 1 hops of each gradient, N - 1 of its weights; N - 2 of N finished gradients travel on to another home."""
+    """N - 1 hops of each gradient, N - 1 of its weights; N - 2 of N finished gradients travel on to another owner."""
     for slack in (0, 1, n):
         assert len(ring_messages(cyclic(n, slack=slack))) == n * 2 * (n - 1) + (n - 2)
 
@@ -177,6 +177,6 @@ def test_a_pipeline_sends_one_activation_forward_and_one_gradient_back():
 
 def test_a_pipeline_makes_no_ring_and_a_ring_no_pipeline():
     with pytest.raises(ValueError, match="makes no ring"):
-        home(cyclic_pipeline(2, 2), 0)
+        owner_of(cyclic_pipeline(2, 2), 0)
     with pytest.raises(ValueError, match="makes no pipeline"):
         pipeline_messages(cyclic(2))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import closing, gradient_messages, home, ring_messages
+from armillary.schedules.messages import closing, gradient_messages, owner_of, ring_messages
 from armillary.schedules.unsharded import TOKENS, hop_ticks, lent_messages, unshards
 
 cost = st.fractions(Fraction(1, 4), 4, max_denominator=4)
@@ -26,7 +26,7 @@ rings = st.builds(
 def test_every_worker_gets_before_every_use_the_version_it_is_to_read(made):
     """From the owner, who has made it, or from one that has used the same one."""
     for stage in range(made.stages):
-        owner, made_at = home(made, stage), closing(made, stage).tick
+        owner, made_at = owner_of(made, stage), closing(made, stage).tick
         for kind in TOKENS:
             mine = [one for one in unshards(made, stage) if one.kind == kind]
             assert {one.receiver for one in mine} == {*range(made.workers)} - {owner}
@@ -80,7 +80,7 @@ def test_at_slack_0_a_worker_holds_the_stages_it_owns_and_up_to_five_times_as_ma
     """Two tokens of a stage in N workers, each twice for a hop's time."""
     for worker in range(n):
         held = [sum(copies.values()) for copies in held_copies(cyclic(n, k), worker)]
-        owned = sum(home(cyclic(n, k), stage) == worker for stage in range(k))
+        owned = sum(owner_of(cyclic(n, k), stage) == worker for stage in range(k))
         assert owned == k // n <= min(held)
         assert max(held) <= owned + 5 * k // n
 
@@ -95,7 +95,7 @@ def test_more_stages_hold_less():
 def test_an_owner_always_holds_its_weights(made):
     for worker in range(made.workers):
         for copies in held_copies(made, worker):
-            assert all(copies[stage] for stage in range(made.stages) if home(made, stage) == worker)
+            assert all(copies[stage] for stage in range(made.stages) if owner_of(made, stage) == worker)
 
 
 def test_one_worker_borrows_nothing():

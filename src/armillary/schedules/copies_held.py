@@ -11,7 +11,7 @@ from functools import lru_cache
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instruction import Instruction, Letter
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.messages import home
+from armillary.schedules.messages import owner_of
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.unsharded import TOKENS
@@ -29,7 +29,7 @@ def held_copies(schedule: Schedule, worker: int, clip: Clip | None = None) -> li
 
     Those it owns, older versions of them, and what is lent, from the room that is made for it until it has gone.
     """
-    owned = [stage for stage in range(schedule.stages) if home(schedule, stage) == worker]
+    owned = [stage for stage in range(schedule.stages) if owner_of(schedule, stage) == worker]
     return [
         Counter(owned) + Counter(stage for what, stage, *_ in held if what not in SUMS)
         for held in _held(schedule, worker, clip)
@@ -97,7 +97,7 @@ class _Book:
     def _sent(self, letter: Letter) -> Kept:
         """What comes from another is handed on as it is, of what is owned a copy leaves."""
         came = _kept(letter)
-        if letter.what in SUMS or home(self._schedule, letter.stage) != self._worker:
+        if letter.what in SUMS or owner_of(self._schedule, letter.stage) != self._worker:
             return came
         return f"copy of {letter.what}", letter.stage, letter.step, letter.micro_batch
 

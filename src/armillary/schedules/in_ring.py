@@ -1,4 +1,4 @@
-"""What rings have in common: a micro-batch a process, all stages on each, a home for each stage's optimizer state."""
+"""What rings have in common: a micro-batch a process, all stages on each, an owner for each stage's optimizer state."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from armillary.facts.profile_table import bytes_text
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import NORM_BYTES, Message, home
+from armillary.schedules.messages import NORM_BYTES, Message, owner_of
 from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, Traffic
 from armillary.schedules.norm_in_time import refuse_in_ring
 from armillary.schedules.schedule import Schedule
@@ -58,7 +58,7 @@ def _table(options: ScheduleOptions) -> Schedule:
 
 
 def _owner(options: ScheduleOptions, stage: int) -> int:
-    return home(options.schedule(), stage)
+    return owner_of(options.schedule(), stage)
 
 
 def sent_bytes(messages: Sequence[Message], workers: int, stages: Sequence[StageLoad]) -> list[int]:

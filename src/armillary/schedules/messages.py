@@ -1,18 +1,18 @@
 """Who sends what to whom, and when: the routes of a ring of workers and of a pipeline of stages.
 
 In a ring every worker runs the whole model on one micro-batch. Gradients of a stage are summed hop by hop in
-worker order and the sum goes to the stage's home, which alone holds its optimizer state. A home next to last keeps
+worker order and the sum goes to the stage's owner, which alone holds its optimizer state. An owner next to last keeps
 the sum when it is there and gets the last worker's gradient instead: a + b is b + a bit for bit, and a hop is saved
 (with two workers a third of all bytes of the busier one). New weights go from
-there to the workers in the order in which they use them. The home is the first worker that can read weights
-the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so homes are spread evenly and
-slack 0 needs no hop before the first use. A home sends on weights when it makes them, everyone else when it
-uses them: at most one stage message per worker and tick at slack 0; with slack a home makes them later, see
+there to the workers in the order in which they use them. The owner is the first worker that can read weights
+the moment they exist, worker ceil(N - jN/K) - 1 for stage j of K equal ones, so owners are spread evenly and
+slack 0 needs no hop before the first use. An owner sends on weights when it makes them, everyone else when it
+uses them: at most one stage message per worker and tick at slack 0; with slack an owner makes them later, see
 `closing`, and with more than two workers may send two or three.
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, one number more travels. In a ring the last worker
-makes every sum (none is finished at a home then), so it knows the norm after its last backward and sends it to every
-other home. In a pipeline each stage adds its square on the way down, behind the last gradient of the step; the whole
+makes every sum (none is finished at an owner then), so it knows the norm after its last backward and sends it to every
+other owner. In a pipeline each stage adds its square on the way down, behind the last gradient of the step; the whole
 goes up again ahead of the first activation that leaves stage 0 after that.
 
 Source: Fournier & Oyallon, 2024 (point-to-point data parallelism). Departure: the authors leave states on
@@ -28,7 +28,7 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
-    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "home",
+    "NORM_BYTES", "Closing", "Message", "carrier", "closing", "gradient_messages", "owner_of",
     "pipeline_messages", "ring_messages", "sum_path", "use", "weight_path",
     "workers_of_stages",
 ]  # fmt: skip
@@ -56,7 +56,7 @@ class Message(NamedTuple):
     stage: int
 
 
-def home(schedule: Schedule, stage: int) -> int:
+def owner_of(schedule: Schedule, stage: int) -> int:
     """The worker that holds the master weights and optimizer state of a stage.
 
     Raises:
@@ -73,8 +73,8 @@ def home(schedule: Schedule, stage: int) -> int:
 
 
 def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """The way of a version of a stage's weights: its home, then the others in the order of use."""
-    start = home(schedule, stage)
+    """The way of a version of a stage's weights: its owner, then the others in the order of use."""
+    start = owner_of(schedule, stage)
     others = (worker for worker in range(schedule.workers) if worker != start)
     return start, *sorted(others, key=lambda worker: use(schedule, worker, stage))
 
@@ -82,16 +82,16 @@ def weight_path(schedule: Schedule, stage: int) -> tuple[int, ...]:
 def sum_path(schedule: Schedule, stage: int, clip: Clip | None = None) -> tuple[int, ...]:
     """The workers that add their gradient of a stage to the sum and hand it on; the last of them holds it.
 
-    All of them in order, or all but the last where the home is the one before: that worker's gradient goes there alone
+    All of them in order, or all but the last where the owner is the one before: that worker's gradient goes there alone
     (not where norms travel, see Note [Norms]).
     """
     needs_norm = clip is not None and clip.needs_all_stages
-    is_next_to_last = home(schedule, stage) == schedule.workers - 2
+    is_next_to_last = owner_of(schedule, stage) == schedule.workers - 2
     return tuple(range(schedule.workers - (is_next_to_last and not needs_norm)))
 
 
 class Closing(NamedTuple):
-    """When a home steps the optimizer with a stage's gradient of a step: before one of its actions.
+    """When an owner steps the optimizer with a stage's gradient of a step: before one of its actions.
 
     tick: at which the action starts, counted in the step after the gradient's.
     steps: whole steps after that one to which the action belongs.
@@ -104,12 +104,12 @@ class Closing(NamedTuple):
 
 
 def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing:
-    """When the home makes a version of a stage's weights.
+    """When the owner makes a version of a stage's weights.
 
-    At its own forward of that stage if another worker wants them at once. Else later: the gradient's hop to the home
-    and the weights' hop from it share the time there is, and the sums of the home's own backward, which are wanted
+    At its own forward of that stage if another worker wants them at once. Else later: the gradient's hop to the owner
+    and the weights' hop from it share the time there is, and the sums of the owner's own backward, which are wanted
     sooner, leave before the weights. So: five eighths of the time until they are wanted elsewhere, or, if that is
-    earlier, in the forward after the home's own backward, one stage with each action. Where the sum is made at the home
+    earlier, in the forward after the owner's own backward, one stage with each action. Where the owner makes the sum,
     there is no hop of the gradient, and the weights have all of the time. A `clip` that waits for the norm over all
     stages moves it to where that is known.
 
@@ -124,7 +124,7 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing
         could = max(could, schedule.action("B", schedule.workers - 1, 0).end - schedule.period)
     hops = min(1, schedule.workers - 1 - start)
     latest = could + hops * max(0, elsewhere - could) * 5 // 8
-    turn = sum(home(schedule, before) == start for before in range(stage))
+    turn = sum(owner_of(schedule, before) == start for before in range(stage))
     after_backward = schedule.ticks[start][turn].start + schedule.period
     if could <= after_backward < latest:
         latest = after_backward
@@ -156,28 +156,28 @@ def ring_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]
 
 
 def gradient_messages(schedule: Schedule, clip: Clip | None = None) -> Iterator[Message]:
-    """The sums of one step on their way from worker to worker and to their homes, and the norms."""
+    """The sums of one step on their way from worker to worker and to their owners, and the norms."""
     last = schedule.workers - 1
     for stage in range(schedule.stages):
         done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
         for worker in sum_path(schedule, stage, clip)[:-1]:
             lag = done[worker + 1] - done[worker]
             yield Message(done[worker], lag, worker, worker + 1, "partial gradient", stage)
-        goal, made = home(schedule, stage), closing(schedule, stage, clip).tick
+        goal, made = owner_of(schedule, stage), closing(schedule, stage, clip).tick
         if goal != last:
             yield Message(done[last], made + schedule.period - done[last], last, goal, "gradient", stage)
     yield from _ring_norms(schedule, clip)
 
 
 def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
-    """One to each home but the last worker, for the first of its stages to be updated; see Note [Norms]."""
+    """One to each owner but the last worker, for the first of its stages to be updated; see Note [Norms]."""
     if clip is None or not clip.needs_all_stages:
         return
     sent, last = schedule.action("B", schedule.workers - 1, 0).start, schedule.workers - 1
-    homes: dict[int, list[tuple[int, int]]] = {}
+    owners: dict[int, list[tuple[int, int]]] = {}
     for stage in range(schedule.stages):
-        homes.setdefault(home(schedule, stage), []).append((closing(schedule, stage, clip).tick, stage))
-    for worker, closings in homes.items():
+        owners.setdefault(owner_of(schedule, stage), []).append((closing(schedule, stage, clip).tick, stage))
+    for worker, closings in owners.items():
         if worker != last:
             made, stage = min(closings)
             steps = 1 if clip.waits else 2  # from the step of the norm to the one in which it is used

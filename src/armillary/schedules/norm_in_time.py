@@ -55,7 +55,7 @@ def refuse_in_pipeline(schedule: Schedule, clip: Clip | None) -> None:
 def refuse_in_ring(schedule: Schedule, clip: Clip | None) -> None:
     """
     Raises:
-        ValueError: a stage's new weights are wanted before its home can know the norm.
+        ValueError: a stage's new weights are wanted before its owner can know the norm.
     """
     for stage in range(schedule.stages):
         try:

@@ -21,7 +21,7 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.handed_on import HandedOn
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
 from armillary.schedules.lent import Lent
-from armillary.schedules.messages import closing, home, sum_path
+from armillary.schedules.messages import closing, owner_of, sum_path
 from armillary.schedules.rank_list import RankList
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.unsharded import hop_ticks
@@ -59,7 +59,7 @@ class Relay:
                 f"several of its workers; want a rank for each, or one for all"
             )
         stages = range(schedule.stages)
-        self._owners = [home(schedule, stage) for stage in stages]
+        self._owners = [owner_of(schedule, stage) for stage in stages]
         self._sums = [sum_path(schedule, stage, clip) for stage in stages]
         self._closings = [closing(schedule, stage, clip) for stage in stages]
         self._weights: HandedOn | Lent = HandedOn(schedule, self._workers)

@@ -5,7 +5,7 @@ Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
 
 from armillary.facts.profile_table import bytes_text
 from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
-from armillary.schedules.messages import home, ring_messages
+from armillary.schedules.messages import owner_of, ring_messages
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
 
@@ -17,7 +17,7 @@ DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
     """A copy and a gradient everywhere; state at the owner, and an older version where it reads one."""
     schedule = options.schedule()
-    return 2 + (schedule.staleness[home(schedule, stage)][stage] + slots) / workers
+    return 2 + (schedule.staleness[owner_of(schedule, stage)][stage] + slots) / workers
 
 
 def _notes(planned: Planned) -> list[str]:

@@ -1,4 +1,4 @@
-"""The ring whose workers hold a stage's weights only where it has its home or is used just now.
+"""The ring whose workers hold a stage's weights only where they are owned or used just now.
 
 Source: Fournier & Oyallon, 2024; sharded weights: ZeRO-3 (Rajbhandari et al., 2020).
 """
@@ -12,7 +12,7 @@ from armillary.schedules.unsharded import lent_messages
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
-    """Master weights and state at home; elsewhere what is there for its use."""
+    """Master weights and state at the owner; elsewhere what is there for its use."""
     return (1 + slots) / workers + mean_copies(options.schedule(), stage, options.clip)
 
 
