@@ -321,11 +321,11 @@ def copies_alive(rank, channel, schedule):
     return sum(alive[STEPS:]) / 4
 
 
-@pytest.mark.parametrize(("workers", "slack"), [(2, 0), (2, 2), (3, 0), (3, 3), (4, 1)])
+@pytest.mark.parametrize(("workers", "slack"), [(2, 0), (3, 0), (3, 1), (4, 1)])
 def test_memory_forecast_is_what_is_alive(workers, slack):
     schedule = cyclic(workers, slack=slack)
     devices = devices_for(workers)
     options = read(Choice("shared_stages", {"slack": slack}), devices)
     alive = in_threads(devices, lambda rank, channel: copies_alive(rank, channel, schedule))
     forecast = sum(options.method.copies(options, stage, devices, 0) for stage in range(workers))
-    assert sum(alive) / devices == pytest.approx(forecast, rel=0.15)
+    assert sum(alive) / devices == pytest.approx(forecast, rel=0.1)

@@ -40,10 +40,13 @@ def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
-    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state,
-    and its copy of new weights that leaves, where others wait for it."""
+    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state.
+
+    The owner's gradient goes when it steps, but a copy of its new weights is on its way then. Where all weights are a
+    step old, letters wait longer: up to a sixth more was alive (N = 3, slack 3).
+    """
     devices = len(Sharing(_table(options)).ranks(stage))
-    return ((2 + is_stale(options, stage)) * devices + (devices > 1) + slots) / workers
+    return ((2 + is_stale(options, stage)) * devices + slots) / workers
 
 
 def _notes(planned: Planned) -> list[str]:

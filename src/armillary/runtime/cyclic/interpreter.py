@@ -152,7 +152,7 @@ class Interpreter:
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = CorrectedStep(self._optimizer, self.schedule, stage.index, self._spec.corrections)
-        if stage.index in self._lowering.lends:  # room is short, also for what the next step would write over
+        if len(self._where.ranks(stage.index)) > 1:  # they lie in a letter's room, which no backward writes over
             return StageWeights(stage, step)
         return StageWeights(stage, step, self._means[stage.index].keep)
 
