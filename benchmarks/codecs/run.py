@@ -1,7 +1,7 @@
 """Times every codec on one core, beside torch's own: python -m benchmarks.codecs.run [--small]
 
-Writes results/codecs.json and prints the page's table. --small: few numbers and one round, to see that it works; its
-times say nothing.
+Writes results/codecs.json, and its table to figures.md beside that folder. --small: few numbers and one round, to see
+that it works; its times say nothing.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.codecs.measure import MILLION, Row, kinds, measured, ours, torchs
+from benchmarks.measuring.record import machine
 
 HERE = Path(__file__).parent
 
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [measured(coding, numbers, rounds) for coding in (*ours(), *torchs())]
     given.out.parent.mkdir(exist_ok=True, parents=True)
     given.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    print("\n".join(table(rows)))
+    text = "\n".join([f"{machine()}, one thread, {rounds} rounds", "", *table(rows)])
+    print(text)
+    if not given.small:
+        (given.out.parent.parent / "figures.md").write_text(text + "\n")
     return 0
 
 

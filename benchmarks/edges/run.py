@@ -145,6 +145,7 @@ def bars(slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> list[Ba
     crossed = [sum(_median(slow, name)[kind] for kind in KINDS[1:]) for name in (UNCODED, sparse)]
     quickest = max(statistics.median(_over_uncoded(free, name)) for name in CODED if name != UNCODED)
     warned = [any("is thinned for itself" in note for note in slow["notes"][name]) for name in thinned]
+    idle = [any("coded edges do not help" in note for note in free["notes"][name]) for name in CODED if name != UNCODED]
     lost = [100 * each for each in _worse(out, slow["stages"], rotated)]
     stages = f"{slow['stages']} stages: "
     return [
@@ -154,6 +155,8 @@ def bars(slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> list[Ba
             [crossed[0] / crossed[1]], lambda it: it >= 8),
         Bar(f"{stages}no limit: the quickest coded steps, times as fast as uncoded", f"below {HELPS}", [quickest],
             lambda it: it < HELPS),
+        Bar(f"{stages}no limit: plans that say that coded edges do not help", str(len(CODED) - 1), [sum(idle)],
+            lambda it: it == len(CODED) - 1),
         Bar(f"{stages}plans that warn, of {len(thinned)} that thin gradients for themselves", str(len(thinned)),
             [sum(warned)], lambda it: it == len(thinned)),
     ]  # fmt: skip

@@ -22,7 +22,8 @@ def test_a_small_run_writes_a_row_for_every_codec_and_for_torchs_own(tmp_path, c
     ours_error, theirs = (by_name[name]["errors"] for name in ("quantize(bits=8)", "torch: quantize_per_channel"))
     assert all(ours_error[kind] == pytest.approx(theirs[kind], rel=0.1) for kind in ours_error)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 2 + len(rows) and printed[0].startswith("| codec | encode, ms/M")
+    assert len(printed) == 4 + len(rows) and printed[2].startswith("| codec | encode, ms/M")
+    assert not (tmp_path / "figures.md").exists()
 
 
 def test_an_error_is_relative_and_of_the_kind_it_is_said_of():

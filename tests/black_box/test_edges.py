@@ -306,6 +306,8 @@ def test_the_clock_plays_codes_and_what_coding_costs():
         plans = [armillary.plan(seen, case.topology, schedule=choice("gpipe"), **ways) for ways in ({}, named)]
         plain, coded = (simulate(plan, case) for plan in plans)
         assert (coded.step_seconds < plain.step_seconds) is is_shorter
+        said = [note for note in plans[1].notes if "coded edges do not help at these links: simulated step" in note]
+        assert len(said) == (not is_shorter) and not any("coded edges" in note for note in plans[0].notes)
         assert sum(flight.sent_bytes for flight in coded.flights) == pytest.approx(plans[1].forecast.sent_bytes)
         assert {"encode", "decode"} <= {span.action for span in coded.spans} - {span.action for span in plain.spans}
 

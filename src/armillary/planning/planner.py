@@ -37,7 +37,7 @@ from armillary.planning.prefetch import prefetching, prefetching_by_price, with_
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
-from armillary.planning.savings import with_savings, with_taken
+from armillary.planning.savings import with_edges_weighed, with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
 from armillary.planning.staged_request import staged_request
 from armillary.planning.uncut_plan import plan_uncut
@@ -108,7 +108,10 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
         _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
             asked = staged_request(case, request)
-            return with_expected(with_taken(plan_staged(case, schedule, *asked, request.edges)), case)
+            made = with_expected(with_taken(plan_staged(case, schedule, *asked, request.edges)), case)
+            if request.edges:
+                made = with_edges_weighed(made, with_expected(plan_staged(case, schedule, *asked), case))
+            return made
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     if request.rule != PRICE:

@@ -20,7 +20,7 @@ from armillary.planning.fitting import held_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate
 
-__all__ = ["with_savings", "with_taken"]
+__all__ = ["with_edges_weighed", "with_savings", "with_taken"]
 
 WORTH_SAYING = 1.15
 NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
@@ -62,6 +62,22 @@ def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) ->
 def with_taken(plan: Plan) -> Plan:
     """The plan with what is not exact about its exchanges."""
     return replace(plan, notes=(*plan.notes, *_said_of_taken(plan)))
+
+
+def with_edges_weighed(plan: Plan, uncoded: Plan) -> Plan:
+    """The plan with a note where its codes of edges make no step shorter.
+
+    Args:
+        uncoded: the same without them; both with what a step is expected to take, if a clock plays it.
+    """
+    coded, bare = plan.step_seconds, uncoded.step_seconds
+    if not coded or not bare or bare / coded >= WORTH_SAYING:
+        return plan
+    note = (
+        f"coded edges do not help at these links: simulated step {seconds_text(coded)}, without them "
+        f"{seconds_text(bare)}, exactly"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _said_of_taken(plan: Plan) -> list[str]:
