@@ -67,6 +67,14 @@ def export_on_rank_0(rank, ranks, plan):
     train(run, range(2, 9), rank)
 
 
+def evaluate_on_rank_0(rank, ranks, plan):
+    run = started(plan)
+    train(run, range(2), rank)
+    if rank == 0:
+        face.evaluate(run, word_loss, [word_batch(0, 9)])
+    train(run, range(2, 9), rank)
+
+
 def norm_on_rank_0(rank, ranks, plan):
     run = started(plan)
     for step in range(4):
@@ -190,6 +198,7 @@ def work_alone_for_longer_than_a_report(rank, ranks, plan):
 JOBS = {
     "save": (save_on_rank_0, SPREAD),
     "export": (export_on_rank_0, DENSE),
+    "evaluate": (evaluate_on_rank_0, SPREAD),
     "norm": (norm_on_rank_0, SPREAD),
     "uneven": (uneven_batches, DENSE),
     "raise": (raise_on_rank_1, SPREAD),
@@ -256,6 +265,12 @@ def test_export_on_rank_0_alone_is_named_on_both_ranks():
     assert "rank 0: in export, " in lines and "rank 1: in step, all-reduce of bucket 0, step 2" in lines
     assert is_placed(1, "step", first) and is_placed(0, "export", second)
     assert all("Every rank must call run.export" in error for error in (first, second))
+
+
+def test_evaluation_on_rank_0_alone_is_named_at_once_on_both_ranks():
+    for lines, error in said("evaluate"):
+        assert "ranks [0] are in run.evaluate while the others run a backward" in error and not lines
+        assert "every rank must call run.evaluate, not one alone" in error
 
 
 def test_a_gradient_norm_of_a_spread_table_on_rank_0_alone_is_named():

@@ -2,7 +2,7 @@
 
 Ranks need not look up the same tables, nor equally often: a look-up repeats rounds until its own table was served,
 and a rank that has none to make (it reached its backward, or has finished) takes part with an idle request until all
-are idle. So a rank that never reads a table never blocks the rest, and evaluation on one rank is served by the others.
+are idle. So a rank that never reads a table never blocks the rest, and a rank that reads more is served by the others.
 
 The header every rank sends to every other carries the request, how many rows it wants of the receiver, whether their
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
@@ -42,10 +42,15 @@ FIELDS = 5  # columns of a header
 STEP = 3  # which of them is the sender's step
 HEADER_BYTES = FIELDS * 8  # float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
-State = Literal["idle", "finished", "asking"]  # of a rank that asks for no table
+State = Literal["idle", "finished", "asking", "evaluated"]  # of a rank that asks for no table
 _IDLE = 0
-_CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2}
-_DOING = {_IDLE: "run a backward", -1: "have finished", -2: "ask for a norm, sum or other value of a whole table"}
+_CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2, "evaluated": -3}
+_DOING = {
+    _IDLE: "run a backward",
+    -1: "have finished",
+    -2: "ask for a norm, sum or other value of a whole table",
+    -3: "are in run.evaluate",
+}
 
 
 class LookupTable(NamedTuple):
@@ -60,8 +65,8 @@ class LookupTable(NamedTuple):
 class LookupRequest(NamedTuple):
     """What this rank wants of the round.
 
-    table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), or "asking"
-        (it wants a value of a whole table, of which every rank tells a part).
+    table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), "asking"
+        (it wants a value of a whole table, of which every rank tells a part), or "evaluated" (it has no batch left).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is asked for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     extra: (ranks, n) float64, what rides on the header to each rank.
@@ -138,6 +143,8 @@ def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:
         remedy = "give every rank as many batches, or iterate over run.batches(loader)"
         if _CODES["asking"] in doing:
             remedy = "let every rank ask, not one alone (under `if rank == 0:`)"
+        if _CODES["evaluated"] in doing:
+            remedy = "every rank must call run.evaluate, not one alone (under `if rank == 0:`)"
         raise RuntimeError(f"look-up: {' while '.join(told)}; {remedy}")
     if len(set(steps)) > 1:
         raise RuntimeError(

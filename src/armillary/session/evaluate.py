@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from armillary.exchanges.look_up import State
 from armillary.facts.plan import Plan
 from armillary.runtime.transport import Transport
 from armillary.session.edges_at_eval import edges_at_eval
@@ -31,8 +32,8 @@ class Shown(Protocol):
     def newest(self) -> AbstractContextManager[None]:
         """Inside, the model holds the newest weights."""
 
-    def finish(self) -> None:
-        """Waits for all ranks, and serves them meanwhile."""
+    def finish(self, state: State = "finished") -> None:
+        """Waits for all ranks to be so far, and serves them meanwhile."""
 
 
 def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str, float]:
@@ -50,7 +51,7 @@ def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str,
             for batch in batches:
                 for name, value in measure(run.model, batch).items():
                     mine[name] = mine.get(name, 0.0) + value
-        run.finish()
+        run.finish("evaluated")
         everyones = run.transport.share(mine)
     totals: dict[str, float] = {}
     for theirs in everyones:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.exchanges.look_up import State
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.row_update import Held
@@ -80,8 +81,8 @@ class Job(Protocol):
     def newest(self) -> AbstractContextManager[None]:
         """Inside, the model holds the newest weights. Collective."""
 
-    def finish(self) -> None:
-        """Waits for all ranks, and serves them meanwhile."""
+    def finish(self, state: State = "finished") -> None:
+        """Waits for all ranks to be so far, and serves them meanwhile."""
 
     @property
     def units(self) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from armillary.exchanges.look_up import State
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.agreement import checksum
@@ -251,10 +252,10 @@ class OwnedLoop:
             if self.parts.tables.look_ups is not None:  # of the others, who may look longer
                 self.parts.tables.look_ups.serve_until("idle")
 
-    def finish(self) -> None:
+    def finish(self, state: State = "finished") -> None:
         """Serves the other processes' look-ups until every process has called this."""
         if self.parts.tables.look_ups is not None:
-            self.parts.tables.look_ups.serve_until("finished")
+            self.parts.tables.look_ups.serve_until(state)
         self.transport.barrier()
 
     @contextmanager

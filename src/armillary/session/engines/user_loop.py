@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
+from armillary.exchanges.look_up import State
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.checkpointing.optimizer_state import parameter_names
 from armillary.runtime.consensus import differing, mean_optimizer, shown, take_mean
@@ -175,9 +176,9 @@ class UserLoop:
         """Losses that were still to come: none."""
         return []
 
-    def finish(self) -> None:
+    def finish(self, state: State = "finished") -> None:
         """Serves the others until every rank has called this."""
-        self.executor.look_ups.serve_until("finished")
+        self.executor.look_ups.serve_until(state)
         self.executor.prefetch.finish()
         self.transport.barrier()
 
