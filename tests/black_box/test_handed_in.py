@@ -49,7 +49,10 @@ def as_fsdp(model):
 
 
 WRAPPED = {
-    "DistributedDataParallel": (DistributedDataParallel, ["is wrapped in DistributedDataParallel", "model.module"]),
+    "DistributedDataParallel": (
+        DistributedDataParallel,
+        ["is wrapped in DistributedDataParallel", "model.module, and make the optimizer over"],
+    ),
     "DDP inside": (lambda m: nn.Sequential(DistributedDataParallel(m)), ["module '0' is wrapped in DistributedData"]),
     "DataParallel": (DataParallel, ["is wrapped in DataParallel", "model.module"]),
     "FSDP": (as_fsdp, ["is wrapped in FullyShardedDataParallel", "plain model"]),

@@ -76,7 +76,7 @@ def test_the_text_names_every_group_with_its_exchange_and_what_it_costs():
         group = plan.group_of(parameter)
         (line,) = [line for line in text.splitlines() if line.startswith(group.name) and group.exchange.name in line]
         assert exchange in line
-    assert "2 workers" in text and "mean over data coordinates" in text
+    assert "2 workers" in text and "mean over workers" in text
     assert "NOT exact" not in text
     assert "the sum of declared weights" in str(words_plan(mean="weights"))
 

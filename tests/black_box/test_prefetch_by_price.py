@@ -23,7 +23,10 @@ from armillary.session.plain_loader import is_plain_loader
 TABLE, STEPS = "words.weight", 7
 BY_ROW = {TABLE: "owned_rows"}
 FAR = armillary.Topology(2, 1, *[armillary.Link(5e-3, 1e6)] * 2, 1 << 33)  # look-ups in time are dear there
-TAKEN, OFF = "prefetch was taken by price", "prefetch is off (parallelize(..., prefetch=True)"
+TAKEN, OFF = (
+    "prefetch was taken by price",
+    "prefetch is off (parallelize(..., prefetch=True), for loops over run.batches): ",
+)
 
 
 def data():

@@ -253,7 +253,7 @@ def test_a_plan_can_be_made_for_machines_one_does_not_have(armillary, tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps(topology))
     code, out, err = armillary("plan", "language_model", "--small", "--topology", "cluster.json", "--out", "plan.json")
     assert code == 0, err
-    assert "plan for 8 workers (data 8), 2 a node" in out
+    assert "plan for 8 workers, 2 a node" in out
     assert Plan.load(tmp_path / "plan.json").workers == 8
 
 

@@ -47,6 +47,18 @@ def test_a_plan_prints_as_one_table():
     assert str(PLAN) == (Path(__file__).parent / "plan_picture.txt").read_text().rstrip("\n")
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "said"),
+    [
+        (0.0, "time: nothing hidden behind compute\nplan for"),
+        (70.0, "; the expected step takes 3.54 ms less than the sum, which are hidden\nplan for"),
+        (75.0, "; the expected step takes 1.46 ms more than the sum, as requests slow compute down and ranks wait"),
+    ],
+)
+def test_the_expected_step_is_held_against_the_sum_of_the_table(step_ms, said):
+    assert said in str(replace(PLAN, step_seconds=step_ms / 1e3)).replace("\n  ", " ")
+
+
 def test_the_table_adds_up():
     """Sums of what is shown, compute included, are what the plan forecasts."""
     totals = next(line for line in str(PLAN).splitlines() if line.startswith("step"))
@@ -84,7 +96,7 @@ def test_stages_are_a_table_of_their_own_and_columns_stand_only_where_they_say_s
         ["1", "c", "keep", "0.5", "10.00"],
     ]
     assert "STALE, LAZY" in str(STAGED) and "(stage 2)" in str(STAGED) and "under pipeline(slack=1): " in lines[0]
-    assert "schedule pipeline(slack=1); mean over data coordinates" in lines
+    assert "schedule pipeline(slack=1); mean over replicas" in lines
     heads = [next(line for line in str(plan).splitlines() if line.startswith("group ")) for plan in (STAGED, PLAN)]
     assert [" stage " in head for head in heads] == [True, False]
     plain = str(replace(STAGED, stages=tuple(replace(stage, residency=Choice("keep")) for stage in STAGED.stages)))

@@ -84,6 +84,7 @@ def test_naive_servers_get_whole_parameters_the_emptiest_first():
     ("constraints", "said"),
     [
         ({"embeding.weight": "replicated"}, r"names no parameter.*did you mean 'embedding.weight'"),
+        ({"embedding.weigth": "replicated"}, r"did you mean 'embedding.weight'\?$"),
         ({"zzz": "replicated"}, r"names no parameter.*there are embedding.weight, tied.weight"),
         ({"*.bias": "replicated"}, r"'\*.bias' names no parameter"),
         ({"cold.weight": "replicated"}, "only frozen parameters"),

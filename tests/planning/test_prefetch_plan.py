@@ -17,8 +17,8 @@ PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), d
 OWNED = {"one": Choice("owned_rows"), "two": Choice("owned_rows", {"order": "hashed"})}
 
 
-def made(constraints=OWNED, assumptions=SGD, lazy=()):
-    return plan(PROFILE, machines(), constraints=constraints, assumptions=assumptions, lazy=lazy)
+def made(constraints=OWNED, assumptions=SGD, lazy=(), links=None):
+    return plan(PROFILE, links or machines(), constraints=constraints, assumptions=assumptions, lazy=lazy)
 
 
 def kinds(of):
@@ -52,8 +52,13 @@ def test_a_plan_with_prefetch_and_one_without_both_say_what_it_brings():
     assert gain in prospect and "of one, " in prospect and prospect.endswith("of two")
     assert ahead.notes[-1].startswith(gain)
     assert not any(note.startswith(PROSPECT) for note in ahead.notes)
-    moving = made(assumptions=ADAM)
-    assert any(note.endswith("rows that may go before the step: none") for note in moving.notes)
+    moving = made(assumptions=ADAM, links=machines(latency=1e-3))  # of whose rows none may go before the step
+    assert any(note.startswith(PROSPECT) and note.endswith("without") for note in moving.notes), moving.notes
+
+
+def test_prefetch_that_brings_nothing_is_no_note():
+    slow = made(links=machines(latency=0.0, megabits=1e6))
+    assert "owned_rows" in str(slow) and not any(note.startswith(PROSPECT) for note in slow.notes)
 
 
 def test_a_plan_without_tables_to_foresee_promises_nothing():

@@ -145,4 +145,4 @@ def test_a_scaler_that_attach_was_not_given_is_found_out(crew):
     for step, error in crew(2).run(train_without_telling):
         assert step == 2
         assert "different numbers of optimizer steps [1, 2]" in error
-        assert "pass it to attach(..., scaler=scaler)" in error
+        assert "pass it to parallelize or attach (scaler=scaler)" in error

@@ -149,5 +149,5 @@ def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:
     if len(set(steps)) > 1:
         raise RuntimeError(
             f"look-up: ranks have taken different numbers of optimizer steps {steps} (rank order); if a GradScaler "
-            "skips steps, pass it to attach(..., scaler=scaler)"
+            "skips steps, pass it to parallelize or attach (scaler=scaler)"
         )

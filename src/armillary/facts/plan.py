@@ -165,11 +165,11 @@ class Plan:
         groups = [replace(group, departures=self.departures_of(group)) for group in self.groups]
         words = plan_words(groups, self.workers, len(self.stages), None if is_plain else self.schedule)
         expected = expected_words(self.forecast, self.step_seconds, self.all_reduce_seconds)
-        divisor = "data coordinates" if self.mean == "workers" else "the sum of declared weights"
-        machines = f", topology {self.topology_fingerprint}" if self.topology_fingerprint else ""
+        is_of_data = self.mesh.data_coordinates == self.workers
+        divisor = "the sum of declared weights" if self.mean != "workers" else "workers" if is_of_data else "replicas"
         title = (
-            f"plan for {self.workers} workers ({self.mesh}), {self.workers_per_node} a node, model "
-            f"{self.model_fingerprint}{machines}\nschedule {self.schedule}; mean over {divisor}"
+            f"plan for {self.workers} workers{'' if is_of_data else f' ({self.mesh})'}, {self.workers_per_node} a "
+            f"node, model {self.model_fingerprint}\nschedule {self.schedule}; mean over {divisor}"
         )
         ahead = [
             f"prefetch {kind} ({meaning}): {', '.join(names)}"
@@ -177,7 +177,7 @@ class Plan:
             if (names := [group.name for group in self.groups if group.prefetch == kind])
         ]
         said = f"{words}\n{expected}"
-        return plan_page(said, title, groups, self.stages, self.forecast, (*ahead, *self.notes))
+        return plan_page(said, title, groups, self.stages, self.forecast, self.step_seconds, (*ahead, *self.notes))
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -21,8 +21,7 @@ MIB = 1 << 20
 
 LEGEND = (
     "sent: mean over workers, 1 kB = 1000 B; memory: weight, gradient and optimizer state on the fullest worker, of "
-    "compute what the fullest moment of a step adds, 1 MiB = 1048576 B; time: nothing hidden behind compute, so the "
-    "step is expected to take less than their sum"
+    "compute what the fullest moment of a step adds, 1 MiB = 1048576 B; time: nothing hidden behind compute"
 )
 
 
@@ -37,17 +36,33 @@ class _Column(NamedTuple):
 
 
 def plan_page(
-    words: str, title: str, groups: Sequence[Group], stages: Sequence[StagePlan], total: Forecast, notes: Sequence[str]
+    words: str,
+    title: str,
+    groups: Sequence[Group],
+    stages: Sequence[StagePlan],
+    total: Forecast,
+    step_seconds: float,
+    notes: Sequence[str],
 ) -> Page:
     """
     Args:
-        words: what stands first. total: of the step, compute included.
+        words: what stands first. total: of the step, compute included. step_seconds: against a clock, 0 if unknown.
     """
     why = [*_why([(group.name, group.reason) for group in groups]), *_why(_of_stages(stages))]
-    below = [*_exactness(groups), LEGEND, title]
+    below = [*_exactness(groups), LEGEND + _beside(total.seconds, step_seconds), title]
     tables = [_groups(groups, total), *([_stages(stages)] if stages else [])]
     last = [*why, *(f"note: {note}" for note in notes)]
     return (words, *tables, "\n".join(below), *(["\n".join(last)] if last else []))
+
+
+def _beside(sum_seconds: float, step_seconds: float) -> str:
+    """What a step against a clock takes more or less than what stands in the table."""
+    if not step_seconds:
+        return ""
+    if step_seconds < sum_seconds:
+        return f"; the expected step takes {_ms(sum_seconds - step_seconds)} ms less than the sum, which are hidden"
+    more = f"; the expected step takes {_ms(step_seconds - sum_seconds)} ms more than the sum"
+    return f"{more}, as requests slow compute down and ranks wait for one another"
 
 
 def _why(reasons: Sequence[tuple[str, str]]) -> list[str]:

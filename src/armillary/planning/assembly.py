@@ -11,6 +11,7 @@ from dataclasses import replace
 from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Consensus, Forecast, Group
+from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
 from armillary.planning.buckets import arrival_of, buckets
 from armillary.planning.candidates import Candidate, Question
@@ -42,7 +43,17 @@ def groups(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], question
             made.append((max(map(arrival_of, members)), _bucket(members, choice, reasons, question)))
     # Parameters without a gradient have no place in the order: they keep the model's.
     ordered = [group for _, group in sorted(made, key=lambda pair: pair[0])]
-    return with_idle_round(_numbered(ordered), question.case.topology)
+    numbered = _numbered(ordered)
+    charged = with_idle_round(numbered, question.case.topology)
+    return tuple(_told(group, alone.forecast.seconds) for group, alone in zip(charged, numbered, strict=True))
+
+
+def _told(group: Group, alone_seconds: float) -> Group:
+    """Its reason prices the table alone; what it is charged besides is said, so that both figures can be found."""
+    more = group.forecast.seconds - alone_seconds
+    if more < 1e-6 or not group.reason:
+        return group
+    return replace(group, reason=f"{group.reason}; {seconds_text(more)} more ends the look-ups of all tables")
 
 
 def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Choice, list[ParameterFact]]]:

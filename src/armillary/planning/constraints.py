@@ -63,9 +63,7 @@ def matching(pattern: str, parameters: Sequence[ParameterFact]) -> list[Paramete
     found = [fact for fact in parameters if _means(pattern, fact)]
     if not found:
         names = [name for fact in parameters for name in (fact.name, *fact.aliases)]
-        near = (
-            difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or [one for one in names if pattern in one][:3]
-        )
+        near = _near(pattern, names) or [one for one in names if pattern in one][:3]
         others = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(names)}"
         raise ValueError(f"plan: {pattern!r} names no parameter of the model; {others}")
     if trained := [fact for fact in found if fact.requires_grad]:
@@ -74,6 +72,13 @@ def matching(pattern: str, parameters: Sequence[ParameterFact]) -> list[Paramete
         f"plan: {pattern!r} names only frozen parameters, which never travel; drop the constraint, or train "
         f"{', '.join(fact.name for fact in found)}"
     )
+
+
+def _near(pattern: str, names: Sequence[str]) -> list[str]:
+    """Those that are about as like it as the most like one."""
+    alike = {name: difflib.SequenceMatcher(None, name, pattern).ratio() for name in names}
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    return [name for name in close if alike[name] > alike[close[0]] - 0.1]
 
 
 def _means(pattern: str, fact: ParameterFact) -> bool:

@@ -7,6 +7,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.planning.candidates import Candidate, Question, allowed, candidates
 from armillary.planning.constraints import allows, why_not_by_row
+from armillary.planning.pricing import idle_round
 
 __all__ = ["Verdict", "reason", "verdicts"]
 
@@ -50,12 +51,20 @@ def reason(
 
 
 def _against(one: Candidate, question: Question, fact: ParameterFact) -> str:
-    """The cheapest other exchange that the constraint allows."""
+    """The cheapest other exchange that the constraint allows; and why it lost, if by itself it is cheaper."""
     others = [other for other in allowed(fact, question) if other.choice.name != one.choice.name]
     if not others:
         return ""
     other = min(others, key=lambda way: way.forecast.seconds)
-    return f"; next {other.choice}, {seconds_text(other.forecast.seconds)}"
+    said, round_ = f"; next {other.choice}, {seconds_text(other.forecast.seconds)}", 0.0
+    if other.is_row_sharded != one.is_row_sharded:
+        round_ = idle_round(question.case.topology).seconds
+    saved = one.forecast.seconds - other.forecast.seconds
+    if other.is_row_sharded and saved > 0 and round_:
+        said += f" and {seconds_text(round_)} for the round that ends look-ups"
+    saved += round_ if one.is_row_sharded else -round_
+    more = other.forecast.memory_bytes - one.forecast.memory_bytes
+    return f"{said}, no clear gain for {bytes_text(more)} more" if saved > 0 and more > 0 else said
 
 
 def verdicts(free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question) -> tuple[Verdict, ...]:
@@ -77,8 +86,11 @@ def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question
     slower = way.forecast.seconds - chosen.forecast.seconds
     if slower >= 0 and chosen == free:
         return f"{seconds_text(slower)} slower"
-    if way.forecast.memory_bytes > chosen.forecast.memory_bytes:
-        return f"needs {bytes_text(way.forecast.memory_bytes - chosen.forecast.memory_bytes)} more, which do not fit"
+    more = way.forecast.memory_bytes - chosen.forecast.memory_bytes
+    if chosen == free and more > 0:
+        return f"{seconds_text(-slower)} faster, no clear gain for {bytes_text(more)} more"
+    if more > 0:
+        return f"needs {bytes_text(more)} more, which do not fit"
     if slower >= 0:
         return f"{seconds_text(slower)} slower"
     return f"{seconds_text(-slower)} faster, but costs the round that ends look-ups"

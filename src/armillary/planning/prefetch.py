@@ -68,23 +68,26 @@ def prefetching_by_price(plan: Plan, profile: Profile, topology: Topology) -> Pl
 
 
 def with_prospect(plan: Plan, case: Case) -> Plan:
-    """The same plan; if it has tables that could prefetch, its notes say what that would bring."""
+    """The same plan; if it has tables that could prefetch and gain by it, its notes say what."""
     names = _prefetchable(plan)
     if not names or plan.workers == 1:
         return plan
-    gain = _gain(simulate(plan, case).step_seconds, _prefetching_plan(plan, names, case), case)
-    how = "parallelize(..., prefetch=True), or train --autotune; for loops over run.batches"
-    return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {gain}"))
+    before_seconds, ahead = simulate(plan, case).step_seconds, _prefetching_plan(plan, names, case)
+    if before_seconds < WORTH * simulate(ahead, case).step_seconds:
+        return plan
+    how = "parallelize(..., prefetch=True), for loops over run.batches"
+    return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {_gain(before_seconds, ahead, case)}"))
 
 
 def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:
     """What a step takes against a clock, and what that rests on."""
     after, before = seconds_text(simulate(ahead, case).step_seconds), seconds_text(before_seconds)
     rows = {"rows": 1, "gradients": 2}
-    stays = _shares(ahead, rows, case) or "none"
+    stays = _shares(ahead, rows, case)
+    early = f"; rows that may go before the step: {stays}" if stays else ""
     rests = _shares(ahead, {"gradients": 1}, case)
     waiting = f"; gradients that may follow it: {rests}" if rests else ""
-    return f"simulated step {after} with it, {before} without; rows that may go before the step: {stays}{waiting}"
+    return f"simulated step {after} with it, {before} without{early}{waiting}"
 
 
 def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:

@@ -17,7 +17,7 @@ AT_WORK: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with paramete
 
 WRAPPERS = {
     "DistributedDataParallel": "is wrapped in DistributedDataParallel, which exchanges gradients itself; hand in the "
-    "model inside it: model.module",
+    "model inside it: model.module, and make the optimizer over the same model",
     "DataParallel": "is wrapped in DataParallel, which cuts batches itself; hand in the model inside it: model.module, "
     "and start a process for each device",
     "FullyShardedDataParallel": "is wrapped in FullyShardedDataParallel, which keeps its weights elsewhere; hand in "

@@ -30,8 +30,8 @@ ROUNDS = 2  # of every pass of a shard
 MOST_ROWS, MOST_NUMBERS = 256, 1024  # of a tensor that are looked at, and of each of its rows
 BY_CHANCE = 3  # how many samples more than by chance ranks must have in common
 REMEDY = (
-    "give every rank its own share, by run.shard(loader) or a DistributedSampler; or attach(..., check_data=False) if "
-    "this is meant"
+    "give every rank its own share, by run.shard(loader) or a DistributedSampler; if this is meant, say "
+    "check_data=False to parallelize or attach"
 )
 
 
@@ -176,7 +176,7 @@ def shuffled_apart(everyones: Sequence[Mapping[tuple[int, int, int], tuple[int, 
                     f"run.shard: in its pass {key[1] + 1} over the loader rank {rank} drew other batches than rank 0, "
                     "so some are trained on twice and others never; let every rank shuffle from one seed: "
                     "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)). If only random "
-                    "augmentation differs: attach(..., check_data=False)"
+                    "augmentation differs, say check_data=False to parallelize or attach"
                 )
     return ""
 

@@ -45,9 +45,8 @@ __all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
 
 WATCHED_STEPS = 2
 NOTE = (
-    f"made from the first {WATCHED_STEPS} steps of the loop: times of compute include the watching, the model is one "
-    "stage, its peak is what forward keeps for backward, with nothing for what kernels make on their way, and whether "
-    "a batch may be cut was not tried"
+    f"made from the first {WATCHED_STEPS} steps of the loop, so compute is forecast too slow and the fullest moment "
+    "too small; parallelize(model, optimizer, batches, loss) profiles both before the first step"
 )
 
 

@@ -67,7 +67,8 @@ class Buffers:
         if buffer.shape != place.shape:
             raise RuntimeError(
                 f"rank {self.transport.place.rank}: buffer {place.name!r} is {tuple(buffer.shape)} and was "
-                f"{tuple(place.shape)} at attach, so ranks cannot share it; attach(..., broadcast_buffers=False)"
+                f"{tuple(place.shape)} at attach, so ranks cannot share it; say "
+                "broadcast_buffers=False to parallelize or attach"
             )
 
 
