@@ -41,7 +41,8 @@ def verify(
     exchanges: Sequence[str] | Literal["every"] = "every",
 ) -> Verification:
     """Trains copies of the model on all workers and in one process, in float64, and compares every parameter. Every
-    rank must call it; model and optimizer stay as they were. `print` it; `.is_equal` is the answer.
+    rank must call it; model and optimizer stay as they were. `print` it; `.is_equal` is the answer. What a loop does
+    besides (clipping, schedulers, accumulation) is not tried.
 
     Args:
         batches: the same on every rank, as many as steps x workers; each is one worker's batch of one step.
