@@ -74,7 +74,7 @@ class Verification:
         )
         parts: list[str | Table] = [words, _by_plan(judged)]
         if len({one.plan for one in judged}) > 1:
-            parts.append("planned is the plan of this job; each row below it forces one exchange, whatever the plan takes")
+            parts.append("planned is the plan of this job; each row below it forces one exchange")
         for exchange in dict.fromkeys(one.exchange for one in judged if one.departs):
             parts.append(f"NOT exact, held to its own oracle instead of one process: {exchange}")
         parts += [f"lowered, so that all of it happens in a few steps: {one}" for one in self.lowered]
