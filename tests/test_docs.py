@@ -4,16 +4,19 @@ import ast
 import io
 import os
 import re
-from contextlib import redirect_stdout
+import shlex
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 import typer
 
 import armillary
+import face
+from armillary.cli.find import built_in
 from armillary.cli.main import app
 from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import DENSE, dense_exchanges, row_exchanges
 from armillary.schedules.corrections.correction import CORRECTIONS
 from armillary.schedules.registry import SCHEDULES
 
@@ -38,13 +41,25 @@ def bare(text):
 RUN = [page for page, text in PAGES.items() if page != GUIDE and blocks(text, "python")]
 
 
+@contextmanager
+def shelves_as_they_were():
+    """What a page registers is off the shelves again at its end."""
+    shelves = (SCHEDULES, DENSE, CODECS)
+    before = [dict(shelf.all()) for shelf in shelves]
+    try:
+        yield
+    finally:
+        for shelf, entries in zip(shelves, before, strict=True):
+            shelf._entries = entries
+
+
 def run_page(rank, workers, page, folder):
     """One script of all blocks of the page; what it printed, and the runs that it left open."""
     before, printed = Path.cwd(), io.StringIO()
     os.chdir(folder)
     names = {"__name__": page}
     try:
-        with redirect_stdout(printed):
+        with redirect_stdout(printed), shelves_as_they_were():
             for number, block in enumerate(blocks(PAGES[page], "python")):
                 exec(compile(block, f"{page}, block {number}", "exec"), names)
     finally:
@@ -60,6 +75,32 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(crew, tmp_path, 
     for shown in re.findall(r'^```text title="printed"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
         for part in shown.split("\n\n"):
             assert bare(part) in bare(said), f"{page} shows what was not printed"
+
+
+OWN = "extending.md"  # whose files are files, and whose commands are run on them
+REGISTERS = {"@codec(": "my_codecs.py", "@dense_exchange(": "my_exchange.py", "SCHEDULES.register(": "my_schedule.py"}
+COMMANDS_OF_OWN = [
+    line for block in blocks(PAGES[OWN], "text") for line in block.splitlines() if line[:9] == "armillary"
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS_OF_OWN)
+def test_the_commands_for_files_of_ones_own_run_on_the_files_of_the_page(tmp_path, line):
+    for block in blocks(PAGES[OWN], "python"):
+        for sign, name in REGISTERS.items():
+            if sign in block:
+                (tmp_path / name).write_text(block)
+    words = shlex.split(line)[1:]
+    ends = (
+        face.command_in_job(2, *words, folder=tmp_path)
+        if words[0] == "verify"
+        else [face.command(*words, folder=tmp_path)]
+    )
+    assert [one.code for one in ends] == [0] * len(ends) and ends[0].out, ends
+
+
+def test_every_kind_of_method_has_commands_that_run():
+    assert {word for line in COMMANDS_OF_OWN for word in line.split() if word.endswith(".py")} == {*REGISTERS.values()}
 
 
 def run_guide(rank, workers, folder):
@@ -109,7 +150,8 @@ def test_files_of_the_source_that_a_page_names_exist(page):
     source = Path(armillary.__file__).parent
     there = [path.relative_to(source).as_posix() for path in source.rglob("*.py")]
     for file in re.findall(r"`([\w/]+\.py)`", PAGES[page]):
-        assert (ROOT / file).exists() or any(f"/{path}".endswith(f"/{file}") for path in there), file
+        is_there = (ROOT / file).exists() or any(f"/{path}".endswith(f"/{file}") for path in there)
+        assert is_there or (page == OWN and file in REGISTERS.values()), file
 
 
 def test_the_design_names_every_room():
@@ -165,6 +207,17 @@ def test_commands_and_their_options_exist(page):
         }
         for option in re.findall(r"(--[a-z-]+)", rest):
             assert option in known, f"armillary {command} {option}"
+
+
+def test_workloads_that_commands_name_are_built_in():
+    found = set()
+    for page, text in PAGES.items():
+        for name in re.findall(
+            r"(?:`|^)armillary (?:train|plan|measure|simulate|twin|verify) ([a-z_]+)(?![\w./])", text, re.M
+        ):
+            assert name in built_in(), f"{page}: no workload {name}"
+            found.add(name)
+    assert len(found) > 1
 
 
 def test_every_name_in_the_table_of_methods_is_on_a_shelf():

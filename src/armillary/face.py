@@ -7,6 +7,7 @@ from armillary.planning.planner import plan
 from armillary.runtime.checkpointing.checkpoint import latest_checkpoint
 from armillary.runtime.profiling.profiler import profile
 from armillary.session.attach import attach
+from armillary.session.check import check
 from armillary.session.coded_sum import coded_sum
 from armillary.session.decide import assumptions_of
 from armillary.session.every import CheckpointEvery
@@ -27,6 +28,7 @@ __all__ = [
     "assumptions_of",
     "attach",
     "auto_plan",
+    "check",
     "coded_sum",
     "latest_checkpoint",
     "measure",

@@ -124,6 +124,9 @@ def test_every_worker_imports_them_and_a_run_that_goes_on_asks_for_them(own):
     first, second = face.command_in_job(2, "train", both[0], *again, folder=own[1])
     said = first.reason + second.reason
     assert first.code and second.code and "no dense exchange 'halves'" in said and NOT_THERE in said, (first, second)
+    told = face.command("compare", plan.parent, folder=own[1])
+    assert told.code == 2 and NOT_THERE in told.err
+    assert face.command("compare", plan.parent, *both[1:], folder=own[1]).code in (0, 3)
     resumed = ("train", both[0], "--resume", "--name", plan.parent.name, "--steps", "4", "--json")
     said = "".join(one.reason for one in face.command_in_job(2, *resumed, folder=own[1]))
     assert "no dense exchange 'halves'" in said and NOT_THERE in said
@@ -138,9 +141,9 @@ def test_a_workload_that_imports_what_lies_beside_it_needs_no_more(own):
 
 
 def test_a_module_is_named_as_python_names_it(own):
-    (own[1] / "mine").mkdir()
-    (own[1] / "mine" / "halving.py").write_text(CODEC.replace("from scale import LARGEST", "LARGEST = 127"))
-    more = ("--import", "mine.halving", "--exchange", "halves=*", "--topology", "two.json")
+    (own[1] / "of_my_own").mkdir()
+    (own[1] / "of_my_own" / "halving.py").write_text(CODEC.replace("from scale import LARGEST", "LARGEST = 127"))
+    more = ("--import", "of_my_own.halving", "--exchange", "halves=*", "--topology", "two.json")
     assert "NOT exact" in done(face.command("plan", own[0] / "plain.py", *more, folder=own[1]))
 
 

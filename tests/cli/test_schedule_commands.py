@@ -1,6 +1,7 @@
 """Schedules on the command line: typed as they print, the picture before anything runs, clear refusals."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.schedules.schedule import parse
 from armillary.schedules.shared import Sharing
+from face import command_in_job, machines
 
 VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
 
@@ -46,6 +48,20 @@ def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_
     code, out, err = armillary("train", *VISION, "--plan", out_file, "--workers", "1", "--steps", "2")
     assert (code, err) == (0, "")
     assert picture in out
+
+
+@pytest.mark.parametrize("more", [(), ("--edge", "one_bit")], ids=str)
+def test_what_cannot_be_cut_is_neither_planned_nor_simulated_as_if_it_could(armillary, tmp_path, more):
+    machines(2).save(tmp_path / "two.json")
+    asked = ("language_model", "--small", "--schedule", "gpipe(micro_batches=2)", *more, "--topology", "two.json")
+    for command in ("plan", "simulate"):
+        code, out, err = armillary(command, *asked, *(("--workers", "2") if command == "simulate" else ()))
+        assert (code, out) == (2 if command == "simulate" else 1, ""), (out, err)
+        assert "what torch's tracer made of SampledSoftmaxLSTM cannot be run" in err and "vision is one that can" in err
+    words = ("verify", *asked[:2], *asked[2:-2])
+    told = "".join(one.reason for one in command_in_job(2, *words, folder=tmp_path))
+    assert re.search(r"stages: what .* cannot be run", err)[0] in told
+    assert armillary("simulate", *VISION, *asked[2:], "--workers", "2")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from armillary.facts.choice import Choice
 from armillary.facts.mesh import DATA, Mesh
 from armillary.facts.plan import SIMULTANEOUS, Group, Plan
 from armillary.facts.stage_plan import StagePlan
+from armillary.reference.schedule_contract import SCHEDULE_RULES
 from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read
 from armillary.schedules.rows import refuse_rows
 
@@ -28,6 +29,12 @@ def test_there_are_these_and_every_one_has_examples():
     }  # fmt: skip
     assert {name for name, _, _ in EXAMPLES} == set(SCHEDULES.all())
     assert [name for name in SCHEDULES.all() if not owns_loop(Choice(name))] == [SIMULTANEOUS.name]
+
+
+@pytest.mark.parametrize("rule", SCHEDULE_RULES)
+@every_example
+def test_a_schedule_keeps_the_rules(name, workers, given, rule):
+    assert SCHEDULE_RULES[rule](read(Choice(name, given), workers), workers) == ""
 
 
 @every_example

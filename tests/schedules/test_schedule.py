@@ -80,12 +80,6 @@ def test_a_schedule_looks_like_its_picture(picture, table, name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), EXAMPLES)
-def test_a_picture_reads_back_as_the_same_schedule(name, options):
-    made = table_of(name, options)
-    assert parse(str(made)) == made
-
-
-@pytest.mark.parametrize(("name", "options"), EXAMPLES)
 def test_every_registered_schedule_reads_no_weights_from_the_future(name, options):
     made = table_of(name, options)
     for micro_batch, ages in enumerate(made.staleness):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from armillary.cli.own_files import beside
+from armillary.cli.own_files import look_in
 from armillary.cli.sources import modules_with, options_in
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _module(name_or_path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"{path=}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
-    beside(path)
+    look_in(path.parent)
     spec.loader.exec_module(module)
     return module
 

@@ -73,7 +73,6 @@ Imports = Annotated[
         help="First import this .py file (or module) of your own, here and on every worker: codecs, exchanges and "
         "schedules that register themselves. Repeatable.",
         callback=import_own,
-        rich_help_panel=WORKLOAD,
     ),
 ]
 IsSmall = Annotated[

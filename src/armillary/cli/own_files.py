@@ -11,7 +11,7 @@ from pathlib import Path
 
 from armillary.cli.refusal import refusing
 
-__all__ = ["beside", "import_own"]
+__all__ = ["import_own", "look_in"]
 
 
 def import_own(named: Sequence[str]) -> list[str]:
@@ -25,30 +25,28 @@ def import_own(named: Sequence[str]) -> list[str]:
     return list(named)
 
 
-def beside(path: Path) -> None:
-    """Lets Python find what lies beside this file, as for a script that it runs; nothing else is hidden by that."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+def look_in(folder: Path) -> None:
+    """Lets Python find what lies in this folder, as beside a script that it runs; that hides nothing else."""
+    if (found := str(folder.resolve())) not in sys.path:
+        sys.path.append(found)
 
 
 def _import_file(name: str) -> None:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"--import: no file {name}; pass the path of a .py file, or a module's name")
-    beside(path)
+    look_in(path.parent)
     found = importlib.import_module(path.stem).__file__
     if found is None or not path.samefile(found):
         raise ValueError(f"--import: Python has another module {path.stem}, {found}; give {name} another name")
 
 
 def _import_module(name: str) -> None:
-    beside(Path("here"))
+    look_in(Path())
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(
-            f"--import: no module {name!r}; pass the path of a .py file, or the name of a module"
-        ) from None
+        wanted = "pass the path of a .py file, or a module's name"
+        raise ValueError(f"--import: no module {name!r}; {wanted}") from None

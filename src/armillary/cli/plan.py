@@ -19,6 +19,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
+from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
 from armillary.session.folder import refuse_unwritable
 from armillary.session.workload import Workload
@@ -53,6 +54,7 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         subject, granted = subject_of(ready.task, seed), ready.request
         decided = decide(subject, granted)
         if rank() == 0:
+            refuse_uncut(decided.plan, subject.model, subject.loss, next(iter(subject.draw(1))))
             case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer))
             is_priced = granted.wanted.rule == PRICE and not granted.owns_loop
             found = explain(case, granted.wanted) if is_priced else ()

@@ -21,6 +21,7 @@ from armillary.planning.request import PlanRequest
 from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.profiling.profiler import profile
+from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import assumptions_of, subject_of
 from armillary.session.folder import open_folder, refuse_unwritable
 from armillary.session.foresight.scaling import PROFILED_WORKERS
@@ -131,6 +132,7 @@ def _of_workload(
     )
     case = Case(found, topology, assumptions_of(subject.optimizer))
     made = make_plan(case, request)
+    refuse_uncut(made, subject.model, subject.loss, next(iter(subject.draw(1))))
     return _Scene(task.name, made, case, _said(case, topology, topology_file, profile_file is not None))
 
 

@@ -21,12 +21,15 @@ Draw = torch.Generator | None  # where random numbers come from
 
 class Codec(NamedTuple):
     """
+    draw, below: a generator on the CPU, or None where the codec does not draw; encode and meaning get generators in the
+        same state, so they draw the same numbers in the same order.
     encode(values, draw): (n,) floating -> (bytes,) uint8. A tile of zeros stays zeros; what is finite gives nothing
         that is not. What is not finite is coded without an error, and spoils no tile but its own.
     decode(code, n, like): -> (n,) in the dtype and on the device of `like`.
     meaning(values, draw): what decoding the code of these values gives, written without bytes: oracles use only this.
     coded_bytes(n, item_bytes): of the code of n values of so many bytes each; the most, where the data decide.
-    bound(values): (n,), what |values - meaning| never exceeds.
+    bound(values): (n,), what |values - meaning| never exceeds. Both are compared in float64, so it covers how the
+        values' dtype rounds.
     is_fixed: whether the length of a code is always `coded_bytes`.
     is_biased: whether errors do not cancel in the mean; then an exchange must send later what was left out.
     align: values are coded in tiles of so many; cut at their borders, pieces are coded as the whole is. 0: a code hangs

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.options import AsJson
+from armillary.cli.options import AsJson, Imports
 
 __all__ = ["compare_command"]
 
@@ -27,7 +27,12 @@ Seconds = Annotated[
 
 
 def compare_command(
-    run: Run, sent: Sent = None, memory: Memory = None, seconds: Seconds = None, json: AsJson = False
+    run: Run,
+    imports: Imports = [],  # noqa: B006  typer copies it, and has imported them
+    sent: Sent = None,
+    memory: Memory = None,
+    seconds: Seconds = None,
+    json: AsJson = False,
 ) -> None:
     """Show the forecast of a run's plan beside what the run measured, for every group: bytes, memory and seconds.
 

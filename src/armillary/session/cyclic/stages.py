@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_leaves
 from armillary.facts.plan import Plan
 from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model
 from armillary.runtime.partition.tracer import cut_traced
+from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.untouched import untouched
+from armillary.schedules.registry import options_of
 from armillary.session.cyclic.split_loss import SplitLoss
 
-__all__ = ["TracedInput", "refuse_other_groups", "stages_of"]
+__all__ = ["TracedInput", "refuse_other_groups", "refuse_uncut", "stages_of"]
 
 Form = tuple[Any, ...]
 
@@ -47,9 +49,20 @@ def stages_of(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stage
         raise ValueError(
             f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}); it loses values that "
             f"the forward reads in several places. Parameters outside every module: {loose}. Put them into modules, or "
-            f"name the modules in an nn.Sequential"
+            f"name the modules in an nn.Sequential; of the built-in workloads, vision is one that can be cut"
         ) from error
     return stages
+
+
+def refuse_uncut(plan: Plan, model: nn.Module, loss: Loss, example: Any) -> None:
+    """Before a plan is shown that could not be carried out.
+
+    Raises:
+        ValueError: the plan cuts the model, which cannot be cut there; in the words in which a run would say so.
+    """
+    if len(plan.stages) > 1:
+        split = SplitLoss(loss, model, example)
+        refuse_other_groups(plan, stages_of(model, split.input_of(example), options_of(plan).points))
 
 
 def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:

@@ -1,0 +1,193 @@
+"""The contract of a dense exchange, held against ranks in one process: which of its rules are broken, in words.
+
+Tests hold every exchange of the package to it, and `check` one of the user's own. A rule says where it broke first.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.rank_info import RankInfo
+from armillary.facts.collectives import Program
+from armillary.facts.layout import Layout
+from armillary.facts.topology import Link, Topology
+from armillary.reference import lockstep
+
+__all__ = ["EXCHANGE_RULES", "is_the_sum"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
+LINK = Link(1e-4, 1e8)
+
+
+class Shape(NamedTuple):
+    """Of a job."""
+
+    workers: int
+    per_node: int
+
+
+SHAPES = (Shape(1, 1), Shape(2, 1), Shape(3, 1), Shape(8, 1), Shape(2, 2), Shape(4, 2), Shape(6, 3))
+
+
+def layout_for(exchange: DenseExchange, dtype: str = "float64") -> Layout:
+    return Layout(("a", "b", "c"), ((3, 3), (), (3,)), dtype, exchange.align, exchange.is_guarded)
+
+
+def parcels_for(layout: Layout, workers: int) -> list[Parcel]:
+    """Each with other values and other flags; the second parameter is used by nobody."""
+    generator = torch.Generator().manual_seed(workers)
+    found = []
+    for rank in range(workers):
+        values = torch.zeros(layout.numel, dtype=getattr(torch, layout.dtype))
+        for begin, end in layout.spans:
+            values[begin:end] = torch.randn(end - begin, generator=generator, dtype=torch.float64)
+        tail = torch.tensor([1.0, 0.0, float(rank % 2)] + [0.0] * layout.is_guarded, dtype=torch.float64)
+        found.append(Parcel(values, tail, layout))
+    return found
+
+
+def states_for(exchange: DenseExchange, layout: Layout, workers: int) -> list[State]:
+    weights = torch.zeros(layout.numel, dtype=getattr(torch, layout.dtype))
+    return [exchange.begin(layout, RankInfo(rank, workers), weights) for rank in range(workers)]
+
+
+class LandedPush(NamedTuple):
+    """By rank: results with next states, and bytes sent."""
+
+    moved: Sequence[Moved]
+    sent: Sequence[float]
+
+
+def pushed(exchange: DenseExchange, layout: Layout, shape: Shape) -> LandedPush:
+    """The first push of all ranks of a job."""
+    places = [RankInfo(rank, *shape) for rank in range(shape.workers)]
+    given = zip(parcels_for(layout, shape.workers), states_for(exchange, layout, shape.workers), places, strict=True)
+    return LandedPush(*lockstep.run([exchange.push(*one) for one in given], shape.per_node))
+
+
+def means_what_its_oracle_says(exchange: DenseExchange) -> str:
+    layout = layout_for(exchange)
+    for shape in SHAPES:
+        states, parcels = states_for(exchange, layout, shape.workers), parcels_for(layout, shape.workers)
+        for rank, (got, want) in enumerate(
+            zip(pushed(exchange, layout, shape).moved, zip(*exchange.oracle(parcels, states), strict=True), strict=True)
+        ):
+            if how := _apart(got, want):
+                return f"{_said(shape)}, rank {rank}: {how}"
+    return ""
+
+
+def _apart(got: Moved, want: Moved) -> str:
+    (result, state), (wanted, wanted_state) = got, want
+    if not _near(result.values, wanted.values):
+        return f"push gives {_few(result.values)}, the oracle {_few(wanted.values)}"
+    if not torch.equal(result.tail, wanted.tail):
+        return f"push gives the tail {result.tail.tolist()}, the oracle {wanted.tail.tolist()}"
+    if state.keys() != wanted_state.keys():
+        return f"push leaves a state of {sorted(state)}, the oracle of {sorted(wanted_state)}"
+    others = [name for name, value in state.items() if not _near(value, wanted_state[name])]
+    return f"push leaves another state than the oracle: {', '.join(others)}" if others else ""
+
+
+def is_the_sum(exchange: DenseExchange) -> str:
+    """Asked of an exchange that departs from nothing."""
+    layout = layout_for(exchange)
+    total = torch.stack([parcel.values for parcel in parcels_for(layout, 3)]).sum(0)
+    results, _ = exchange.oracle(parcels_for(layout, 3), states_for(exchange, layout, 3))
+    others = [one.values for one in results if not torch.allclose(one.values, total, rtol=1e-7, atol=1e-7)]
+    return f"it departs from nothing, but its oracle gives {_few(others[0])} for {_few(total)}" if others else ""
+
+
+def brings_the_tail_exactly(exchange: DenseExchange) -> str:
+    """Whatever the values are, and however many ranks add up to more than their dtype counts to."""
+    for dtype in DTYPES:
+        layout = layout_for(exchange, dtype)
+        if exchange.refuses(layout):
+            continue
+        for shape in (*SHAPES, Shape(24 if exchange.is_guarded else 200, 2)):
+            total = torch.stack([parcel.tail for parcel in parcels_for(layout, shape.workers)]).sum(0)
+            for result, _ in pushed(exchange, layout, shape).moved:
+                if result.values.dtype != getattr(torch, dtype) or result.tail.dtype != torch.float64:
+                    return f"values in {dtype}: they arrive in {result.values.dtype}, the tail in {result.tail.dtype}"
+                if not torch.equal(result.tail, total):
+                    return f"values in {dtype}, {_said(shape)}: {_few(result.tail)} arrives for {_few(total)}"
+    return ""
+
+
+def sends_what_it_says(exchange: DenseExchange) -> str:
+    layout = layout_for(exchange, "float32")
+    for shape in SHAPES:
+        topology = Topology(shape.workers // shape.per_node, shape.per_node, LINK, LINK, 1 << 30)
+        sent = pushed(exchange, layout, shape).sent
+        if exchange.most_bytes is None:
+            said = exchange.sent_bytes(layout, topology)
+            is_right = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(sent, said, strict=True))
+        else:
+            said = exchange.most_bytes(layout, topology)
+            is_right = all(a <= most for a, most in zip(sent, said, strict=True))
+        if not is_right:
+            return f"{_said(shape)}: ranks send {sent} bytes, it says {said}"
+    return ""
+
+
+def asks_alike_and_no_more_than_it_says(exchange: DenseExchange) -> str:
+    layout = layout_for(exchange)
+    for shape in SHAPES:
+        counted = [0] * shape.workers
+        states, parcels = states_for(exchange, layout, shape.workers), parcels_for(layout, shape.workers)
+        places = [RankInfo(rank, *shape) for rank in range(shape.workers)]
+        programs = [exchange.push(*one) for one in zip(parcels, states, places, strict=True)]
+        lockstep.run([_counting(one, counted, rank) for rank, one in enumerate(programs)], shape.per_node)
+        if len(set(counted)) > 1 or counted[0] > exchange.requests:
+            return f"{_said(shape)}: ranks make {counted} requests, it says {exchange.requests} at most"
+    return ""
+
+
+def _counting(program: Program[Moved], counted: list[int], rank: int) -> Program[Moved]:
+    answer: Any = None
+    while True:
+        try:
+            request = program.send(answer)
+        except StopIteration as stop:
+            moved: Moved = stop.value
+            return moved
+        counted[rank] += 1
+        answer = yield request
+
+
+def leaves_the_state_it_was_given(exchange: DenseExchange) -> str:
+    layout, shape = layout_for(exchange), Shape(2, 1)
+    states, parcels = states_for(exchange, layout, 2), parcels_for(layout, 2)
+    before = [{name: value.clone() for name, value in state.items()} for state in states]
+    places = [RankInfo(rank, *shape) for rank in range(2)]
+    lockstep.run([exchange.push(*one) for one in zip(parcels, states, places, strict=True)])
+    both = list(zip(states, before, strict=True))
+    changed = {name for state, was in both for name in was if not torch.equal(state[name], was[name])}
+    return f"push changes {', '.join(sorted(changed))} in place; give a next state instead" if changed else ""
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _few(values: Tensor) -> str:
+    shown = ", ".join(f"{value:.6g}" for value in values[:4].tolist())
+    return f"[{shown}{', ...' if len(values) > 4 else ''}]"
+
+
+def _said(shape: Shape) -> str:
+    return f"{shape.workers} workers, {shape.per_node} a node"
+
+
+EXCHANGE_RULES: Mapping[str, Callable[[DenseExchange], str]] = {
+    "a push means what the oracle says, values, tail and state": means_what_its_oracle_says,
+    "the tail arrives exactly, whatever the values are": brings_the_tail_exactly,
+    "as many bytes are sent as it says": sends_what_it_says,
+    "every rank makes as many requests as the others, and no more than it says": asks_alike_and_no_more_than_it_says,
+    "a push leaves the state that it was given": leaves_the_state_it_was_given,
+}

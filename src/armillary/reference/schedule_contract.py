@@ -1,0 +1,62 @@
+"""The contract of a schedule, held against its own examples: which of its rules are broken, in words.
+
+Its table refuses by itself what cannot be computed. What is looked at here is what ranks make of it: that none waits
+for ever, under the rules of gloo and of NCCL, and that the entry says of its table what is so.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import product
+
+from armillary.schedules.checker import Rule, Setting, flaw
+from armillary.schedules.lowering import Lowering
+from armillary.schedules.method import ScheduleOptions
+from armillary.schedules.rank_list import Wires
+from armillary.schedules.schedule import parse
+
+__all__ = ["SCHEDULE_RULES"]
+
+CALLS = ("tttd", "tsttd", "tdtttsd")  # t: a step is handed in; s: what is under way is worked off; d: all of it
+RULES: tuple[Rule, ...] = ("gloo", "nccl")
+
+
+def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
+    schedule, together = options.schedule(), range(workers // options.replicas(workers))
+    ranks = options.ranks(together) if len(together) > 1 else [0] * schedule.workers
+    played = (0,) * schedule.workers if len(together) == 1 else tuple(range(schedule.workers))
+    for calls, rule in product(CALLS, RULES):
+        lists = []
+        for rank in together:
+            wires = Wires(lends=options.method.lends, buffered=range(schedule.stages))
+            rows = Lowering(schedule, rank, ranks, wires=wires)
+            does = {"t": rows.next_step, "s": rows.rest, "d": rows.drain}
+            lists.append([one for call in calls for one in does[call]()])
+        drains = [calls[:place].count("t") for place, call in enumerate(calls) if call == "d"]
+        if found := flaw(lists, Setting(schedule, played, drains=drains), rule):
+            return f"on {workers} processes, under the rules of {rule}: {found}"
+    return ""
+
+
+def looks_like_its_picture(options: ScheduleOptions, workers: int) -> str:
+    schedule = options.schedule()
+    return "" if parse(str(schedule)) == schedule else f"this picture reads back as another table:\n{schedule}"
+
+
+def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
+    schedule, method = options.schedule(), options.method
+    said = (options.stages, options.micro_batches)
+    if said != (schedule.stages, schedule.micro_batches):
+        return f"its options say {said} stages and micro-batches, its table {schedule.stages, schedule.micro_batches}"
+    for stage in range(options.stages):
+        if not 0 <= (owner := method.owner(options, stage)) < workers:
+            return f"the owner of stage {stage} is process {owner} of {workers}"
+        for message in method.traffic(options, stage).messages:
+            if message.stage != stage or not (0 <= message.sender < workers and 0 <= message.receiver < workers):
+                return f"stage {stage} has the message {message}, which is of another stage or of no process"
+    return ""
+
+
+SCHEDULE_RULES: Mapping[str, Callable[[ScheduleOptions, int], str]] = {
+    "no rank waits for ever, reads what is not there, or leaves a letter": nobody_waits_for_ever,
+    "its picture reads back as its table": looks_like_its_picture,
+    "owners, messages and sizes are those of its table": says_of_its_table_what_is_so,
+}
