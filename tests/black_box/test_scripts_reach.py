@@ -137,3 +137,79 @@ def test_a_plan_shows_itself_in_a_notebook():
     shown = plan._repr_html_()
     assert shown.startswith("<pre") and "words.weight" in shown and "<>" not in shown
     assert shown.startswith(f'<pre style="overflow-x: auto; white-space: pre">{str(plan).splitlines()[0]}')
+
+
+def left(rank, world, folder, plan):
+    """A script that plans before its first step; what its report says."""
+    seen = armillary.profile(Reader(), batches_of(4), word_loss, workers=2)
+    given = {"profile": seen, "topology": face.machines(2)}
+    run = face.start(plan, model := Reader(), OPTIMIZERS["adam"](model.parameters()), word_loss, **given)
+    with pytest.raises(ValueError, match="the plan has taken 0 steps, and a folder to compare wants 2 at least"):
+        run.run.report(folder)
+    for step in range(4):
+        face.step(run, [word_batch(step % 2, rank)])  # those of the profile
+    found = run.run.report(folder)
+    face.close(run)
+    return found
+
+
+def test_a_script_leaves_a_folder_that_compare_reads_and_a_wrong_forecast_is_found(crew, tmp_path):
+    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2, exchange={"words.weight": "owned_rows"})
+    report, _ = crew(2).run(left, str(tmp_path / "mine"), plan)
+    loose = ("--seconds", "1", "--memory", "1")  # a busy machine, and a model of which alignment is half
+    told = face.command("compare", "mine", "--json", *loose, folder=tmp_path)
+    assert told.code == 0, told
+    lines = {line["group"]: line for line in json.loads(told.out)["lines"]}
+    for line in report.lines:
+        for side in ("forecast", "measured"):
+            assert lines[line.group][side]["sent_bytes"] == getattr(line, side).sent_bytes, (line.group, side)
+            assert lines[line.group][side]["seconds"] == pytest.approx(getattr(line, side).seconds, rel=1e-3)
+    wrong = json.loads((tmp_path / "mine" / "plan.json").read_text())
+    dense = next(group for group in wrong["groups"] if "words.weight" not in group["parameters"])
+    dense["forecast"]["sent_bytes"] *= 1.1
+    (tmp_path / "mine" / "plan.json").write_text(json.dumps(wrong))
+    told = face.command("compare", "mine", *loose, folder=tmp_path)
+    assert told.code == 3 and dense["name"] in told.out, told
+    assert face.command("compare", "nobody", folder=tmp_path).code == 2
+
+
+def unknowing(rank, world, folder):
+    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2)
+    run = face.start(plan, model := Reader(), OPTIMIZERS["sgd"](model.parameters()), word_loss)
+    face.step(run, [word_batch(0, rank)])
+    with pytest.raises(ValueError, match="does not know what its plan was made from.*give attach profile=... and top"):
+        run.run.report(folder)
+    face.close(run)
+
+
+def test_a_script_whose_run_does_not_know_its_profile_is_told_why_it_can_leave_no_folder(crew, tmp_path):
+    crew(2).run(unknowing, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def piped(rank, world, folder):
+    """Under a schedule; what the report says of edges."""
+    model = chain(0.0)
+    batches = [pair_batch(step, number) for step in range(3) for number in range(4)]
+    seen = armillary.profile(model, batches[:4], pair_loss, workers=2)
+    plan = armillary.plan(seen, face.machines(2), schedule=face.schedule_named("gpipe(micro_batches=4)"))
+    given = {"profile": seen, "topology": face.machines(2)}
+    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), pair_loss, batches[0], **given)
+    for step in range(3):
+        face.step(run, batches[4 * step :][:4])
+    found = run.run.report(folder)
+    face.close(run)
+    return found
+
+
+def test_edges_of_a_report_have_the_forecast_of_compare(crew, tmp_path):
+    report, other = crew(2).run(piped, str(tmp_path / "mine"))
+    told = face.command("compare", "mine", "--json", "--seconds", "1", "--memory", "1", folder=tmp_path)
+    assert told.code == 0, told
+    lines = {line["group"]: line for line in json.loads(told.out)["lines"]}
+    assert {edge.name for edge in report.edges} == {"activation of stage 0", "activation gradient of stage 1"}
+    for edge in report.edges:
+        assert edge.forecast.sent_bytes == lines[edge.name]["forecast"]["sent_bytes"] == edge.measured.sent_bytes > 0
+        assert edge.forecast.seconds == pytest.approx(lines[edge.name]["forecast"]["seconds"]) and edge.forecast.seconds
+        assert edge.measured.seconds == pytest.approx(lines[edge.name]["measured"]["seconds"], rel=1e-3)
+    assert "of which, by edge" in str(report) and str(report) == str(other)

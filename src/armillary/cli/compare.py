@@ -59,7 +59,8 @@ def _page(found: Compared) -> Page:
         "off: of the larger of the two, as the bands are; x22 is 22 times the forecast\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
         "middle half: from the first to the third quartile of steps; a group's time is held to it, ms is the median\n"
-        "step: the median, from batch to update; memory is of all tensors in its fullest moment\n"
+        "step: the median, from batch to update (a script's: from end to end); memory is of all tensors in its fullest "
+        "moment, which a script does not count\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"
     )
     return f"The run beside its forecast: {verdict}.", table, legend
@@ -74,6 +75,9 @@ def _cells(line: ComparedLine) -> list[str]:
             cells += ["-", measured if seen else "-", "-"]
             continue
         expected = getattr(line.forecast, name)
+        if not expected and not seen:
+            cells += ["-", "-", "-"]
+            continue
         cells += [
             _number(expected / unit, digits),
             measured,

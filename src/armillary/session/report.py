@@ -1,16 +1,23 @@
 """What the groups of a plan really sent, held and took, beside the forecast: the same type, so that the two can be
 subtracted."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from armillary.facts.plan import Forecast
 from armillary.facts.table import Table
+from armillary.planning.pricing import Case, assumptions_behind
+from armillary.session.edge_labels import EdgeLabels
+from armillary.session.edges_seen import SeenEdge
+from armillary.session.foreseen import Foreseen, foreseen
 from armillary.session.health import Health, health_of, health_table
 from armillary.session.job import Job
+from armillary.session.rank_zero import by_rank_zero
+from armillary.session.seen import Middle, Seen, seen_in
 from armillary.session.tally import OTHER, Tally
+from armillary.session.traced import everyones_trace
 
-__all__ = ["Comparison", "EdgeSent", "Report", "compare", "comparison_table", "report_of"]
+__all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -24,27 +31,28 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class EdgeSent:
-    """What goes from stage to stage, or a stage from rank to rank: per worker and step (mean over workers)."""
+class EdgeLine:
+    """What goes from stage to stage, or a stage from rank to rank, as in a `Comparison`. forecast: None where nobody
+    gave the run its profile and topology."""
 
     name: str
-    sent_bytes: float
-    waited_seconds: float
+    forecast: Forecast | None
+    measured: Forecast
 
 
 @dataclass(frozen=True)
 class Report:
     """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
-    that are not exact. edges: bytes and seconds waited of the schedule's messages; groups are charged with what their
-    stage sends of them. step_seconds: of a whole step, from its end to that of the next, the median of the last ones in
-    the mean over workers; forecast_seconds: what the plan expected of it. 0 where nobody knows."""
+    that are not exact. edges: of the schedule's messages; groups are charged with what their stage sends. step_seconds:
+    of a whole step, from its end to that of the next, the median of the last ones in the mean over workers;
+    forecast_seconds: what is expected of it. 0 where nobody knows."""
 
     steps: int
     lines: tuple[Comparison, ...]
     health: tuple[Health, ...] = ()
     step_seconds: float = 0.0
     forecast_seconds: float = 0.0
-    edges: tuple[EdgeSent, ...] = ()
+    edges: tuple[EdgeLine, ...] = ()
 
     def __str__(self) -> str:
         forecast, measured = Forecast(), Forecast()
@@ -64,28 +72,55 @@ class Report:
 
 
 def report_of(run: Job) -> Report:
-    """Collective."""
+    """Collective. Seconds are those of the median step among the last, since the last rank had asked; forecasts are by
+    the clock where the run knows what the plan was made from."""
     run.count()
     seconds = run.transport.share(run.tally.step_seconds)
     lines, health = compare(run, run.tally), health_of(run)
-    edges = _edges(run)
-    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), run.plan.step_seconds, edges)
+    expected = by_rank_zero(run.transport, lambda: _foreseen(run))
+    seen = seen_in(everyones_trace(run.tally.records, run.transport), run.plan)
+    if expected is not None:
+        lines = tuple(replace(line, forecast=expected.groups.get(line.group, line.forecast)) for line in lines)
+    lines = tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)
+    step = run.plan.step_seconds if expected is None else expected.step.seconds
+    edges = _edges(seen, {} if expected is None else expected.edges)
+    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), step, edges)
 
 
-def _edges(run: Job) -> tuple[EdgeSent, ...]:
-    everyones = run.transport.share(run.tally.edges)
-    steps = max(run.tally.steps, 1) * len(everyones)
-    names = sorted({name for theirs in everyones for name in theirs})
-    pairs = {name: [theirs.get(name, (0.0, 0.0)) for theirs in everyones] for name in names}
-    return tuple(
-        EdgeSent(name, sum(sent for sent, _ in told) / steps, sum(waited for _, waited in told) / steps)
-        for name, told in pairs.items()
-    )
+def _foreseen(run: Job) -> Foreseen | None:
+    profile, topology = run.job.profile, run.job.topology
+    if profile is None or topology is None:
+        return None
+    steps = range(run.transport.step - run.tally.steps, run.transport.step)
+    try:
+        return foreseen(run.plan, Case(profile, topology, assumptions_behind(run.plan)), steps)
+    except ValueError:  # of a plan that nobody priced, or that is not played
+        return None
 
 
-def _edge_table(edges: Sequence[EdgeSent]) -> Table:
-    rows = [(edge.name, f"{edge.sent_bytes / 1e3:,.1f}", f"{edge.waited_seconds * 1e3:,.2f}") for edge in edges]
-    return Table(("of which, by edge", "sent kB/step", "waited ms"), rows)
+def _in_flight(line: Comparison, seen: Middle | None) -> Comparison:
+    return replace(line, measured=replace(line.measured, seconds=0.0 if seen is None else seen.median))
+
+
+def _edges(seen: Seen, expected: Mapping[str, Forecast]) -> tuple[EdgeLine, ...]:
+    names = sorted({*seen.edges, *expected}, key=EdgeLabels.order)
+    return tuple(EdgeLine(name, expected.get(name), _measured(seen.edge(name))) for name in names)
+
+
+def _measured(edge: SeenEdge) -> Forecast:
+    return Forecast(edge.sent_bytes, 0.0, Middle.of([*edge.seconds.values()]).median)
+
+
+def _edge_table(edges: Sequence[EdgeLine]) -> Table:
+    rows = [(edge.name, *_edge_cells(edge)) for edge in edges]
+    return Table(("of which, by edge", "sent kB/step", ":", "time ms", ":"), rows)
+
+
+def _edge_cells(edge: EdgeLine) -> tuple[str, ...]:
+    expected, seen = edge.forecast, edge.measured
+    sent = "-" if expected is None else f"{expected.sent_bytes / 1e3:,.1f}"
+    flown = "-" if expected is None else f"{expected.seconds * 1e3:,.2f}"
+    return sent, f"{seen.sent_bytes / 1e3:,.1f}", flown, f"{seen.seconds * 1e3:,.2f}"
 
 
 def comparison_table(lines: Sequence[Comparison]) -> Table:

@@ -33,6 +33,7 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.evaluate import Measure, evaluated
 from armillary.session.events import Rebalanced
 from armillary.session.export import export
+from armillary.session.kept_report import kept_report
 from armillary.session.load import load
 from armillary.session.rebalance import rebalance
 from armillary.session.reload import reload
@@ -179,10 +180,19 @@ class Run:
         with self._aside("ema"):
             return begin_ema(lambda: self._engine, decay)
 
-    def report(self) -> Report:
-        """Forecast beside measured, per worker and step since attach; it prints."""
+    def report(self, folder: str | Path | None = None) -> Report:
+        """Forecast beside measured, per worker and step since the plan came into force; it prints.
+
+        Args:
+            folder: where rank 0 leaves what `armillary compare FOLDER` reads: the plan and what it was made from, a
+                trace of the last steps, and these figures.
+
+        Raises:
+            ValueError: for a folder: it cannot be written, the plan has taken fewer than two steps, or the run does not
+                know what it was made from.
+        """
         with self._aside("report") as engine:
-            return report_of(engine)
+            return report_of(engine) if folder is None else kept_report(engine, Path(folder))
 
     def metrics(self) -> dict[str, float]:
         """What this rank sent and how long its steps took since the last call, as means per step: "step_seconds",

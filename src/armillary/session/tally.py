@@ -41,7 +41,6 @@ class Tally:
         self.steps = 0
         self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
-        self.edges: dict[str, tuple[float, float]] = {}  # bytes and seconds of each, which groups are charged with
         self._told = _Told()
 
     def add(self, records: tuple[Record, ...]) -> None:
@@ -79,11 +78,6 @@ class Tally:
         self.sent[group] += sent_bytes
         self.seconds[group] += seconds
         self.sent_bytes += sent_bytes
-
-    def put_edge(self, edge: str, sent_bytes: float, seconds: float) -> None:
-        """A part of what was put for a group."""
-        before = self.edges.get(edge, (0.0, 0.0))
-        self.edges[edge] = before[0] + sent_bytes, before[1] + seconds
 
     def _group(self, label: str) -> str:
         """Pulls are recorded under the table's name, pushes under the group's."""

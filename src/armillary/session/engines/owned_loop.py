@@ -353,8 +353,6 @@ class OwnedLoop:
         edges = EdgeLabels(self.plan)
         for label, (sent, waited) in self.parts.channel.take().items():
             self.tally.put(edges.group_of(label), sent, waited)
-            if edge := edges.edge_of(label):
-                self.tally.put_edge(edge, sent, waited)
         self.tally.keep(self.transport.take_records())
 
     def forecasts(self) -> list[tuple[str, str, Forecast]]:

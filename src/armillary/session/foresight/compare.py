@@ -15,36 +15,26 @@ its median.
 
 Memory of the step is that of its tensors in its fullest moment: forecast from a plain step that the profile watched in
 one process, measured in a step of the run. What the process needs beside tensors (scratch memory of libraries, gloo's
-buffers, what the allocator keeps) nobody forecasts; it is shown without a band.
+buffers, what the allocator keeps) nobody forecasts; it is shown without a band. Of a script's run both are unknown.
 """
 
 import json
-import math
-import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.facts.layout import layout_of
-from armillary.facts.plan import Choice, Forecast, Plan
+from armillary.facts.plan import Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.planning.simulation import Simulation
-from armillary.planning.simulator import LOOK_UPS, simulate
-from armillary.planning.staged_clock import ALL_REDUCE
-from armillary.schedules.edge import codes_of
-from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.edge_labels import EdgeLabels, way_of
 from armillary.session.folder import read_kept
-from armillary.session.foresight.edges_seen import SeenEdge, edges_seen
+from armillary.session.foreseen import foreseen
+from armillary.session.seen import Middle, seen_in
 from armillary.session.tally import OTHER, STEP
 
-__all__ = ["Band", "Compared", "ComparedLine", "Middle", "compare_run"]
+__all__ = ["Band", "Compared", "ComparedLine", "compare_run"]
 
 PROCESS = "process"
 # Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
@@ -73,24 +63,6 @@ class Band:
     def small(self) -> Forecast:
         """Shares of the whole step: differences of a group below them are let pass."""
         return Forecast(**{name: part * getattr(self, name) for name, part in SMALL_PARTS.items()})
-
-
-@dataclass(frozen=True)
-class Middle:
-    """Seconds of the middle half of steps: first quartile, median, third quartile."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Middle":
-        if len(seconds) < 2:
-            return cls(*(3 * list(seconds) or [0.0, 0.0, 0.0]))
-        return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
-
-    def nearest(self, seconds: float) -> float:
-        return min(max(seconds, self.low), self.high)
 
 
 @dataclass(frozen=True)
@@ -124,8 +96,8 @@ class _Summary:
 
     comparison: list[dict[str, Any]]
     forecast: Forecast
-    peak_bytes: float
-    resident_bytes: float
+    peak_bytes: float | None  # None: nobody counted
+    resident_bytes: float | None
     step_seconds: float
     steps: range
 
@@ -145,33 +117,35 @@ def compare_run(folder: Path, band: Band) -> Compared:
     plan: Plan = _file(folder, "plan", Plan)
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
-    forecasts = _forecasts(folder, plan, summary.steps)
+    case = Case(_file(folder, "profile", Profile), _file(folder, "topology", Topology), assumptions_behind(plan))
+    forecasts = foreseen(plan, case, summary.steps)
     _refuse_other_plan(folder, plan, trace, summary)
-    edges = _edges_in(trace, plan)
-    spent = _seconds(trace, plan, edges)
-    seen: list[ComparedLine] = []
+    found, seen = seen_in(trace, plan), list[ComparedLine]()
     for line in summary.comparison:
         name, held = line["group"], Forecast(**line["measured"])
-        middle = spent.get(name, Middle.of([]))
+        middle = found.seconds(name)
         measured = replace(held, seconds=middle.median)
         seen.append(ComparedLine(name, line["exchange"], forecasts.groups.get(name), measured, (), middle))
     sent_bytes = sum(line.measured.sent_bytes for line in seen if line.forecast is not None)
-    whole = Forecast(sent_bytes, summary.peak_bytes, summary.step_seconds)
     expected = Forecast(forecasts.step.sent_bytes, summary.forecast.memory_bytes, forecasts.step.seconds)
+    peak_bytes = expected.memory_bytes if summary.peak_bytes is None else summary.peak_bytes
+    whole = Forecast(sent_bytes, peak_bytes, summary.step_seconds)
     seen[len(plan.groups) : len(plan.groups)] = [
-        ComparedLine(edge, "edge", forecast, Forecast(found.sent_bytes, 0.0, middle.median), (), middle)
+        ComparedLine(edge, "edge", forecast, Forecast(found.edge(edge).sent_bytes, 0.0, middle.median), (), middle)
         for edge, forecast in sorted(forecasts.edges.items(), key=lambda one: EdgeLabels.order(one[0]))
-        for found in [edges.get(edge, SeenEdge({}, 0.0))]
-        for middle in [Middle.of([*found.seconds.values()])]
+        for middle in [Middle.of([*found.edge(edge).seconds.values()])]
     ]
-    seen.append(ComparedLine(STEP, "", expected, whole, ()))
-    decided = {group.name for group in plan.groups if _is_decided(group.exchange)} | forecasts.decided
-    decided |= {STEP} if decided else set()
+    shown = (expected, whole)
+    if summary.peak_bytes is None:
+        shown = replace(expected, memory_bytes=0.0), replace(whole, memory_bytes=0.0)
+    seen.append(ComparedLine(STEP, "", *shown, ()))
+    decided = forecasts.decided | ({STEP} if forecasts.decided else set())
     lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
     if forecasts.edges:
         lines = [line if line.group == STEP else _without_memory(line) for line in lines]
-    process = ComparedLine(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ())
-    return Compared(band, (*lines, process))
+    if summary.resident_bytes is not None:
+        lines.append(ComparedLine(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ()))
+    return Compared(band, tuple(lines))
 
 
 def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
@@ -179,7 +153,7 @@ def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
     if not path.is_file():
         raise ValueError(
             f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` leaves "
-            "it. A script leaves none: there, print(run.report()) before run.close()"
+            "it; a script leaves one by run.report(folder)"
         )
     return read_kept(path, kind, noun)
 
@@ -196,106 +170,6 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
     known, edges = {*planned, *plan.parameters}, EdgeLabels(plan)
     if plan.workers > 1 and not any(label in known or edges.edge_of(label) for label in trace.groups):
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
-
-
-@dataclass(frozen=True)
-class _Forecasts:
-    """By group and by edge, and of the step. decided: where the data decide how much an edge sends."""
-
-    groups: dict[str, Forecast]
-    step: Forecast
-    edges: dict[str, Forecast] = field(default_factory=dict)
-    decided: frozenset[str] = frozenset()
-
-
-def _forecasts(folder: Path, plan: Plan, steps: range) -> _Forecasts:
-    """
-    Raises:
-        ValueError: the plan's schedule is not played.
-    """
-    held = {group.name: group.forecast for group in plan.groups}
-    topology, profile = _file(folder, "topology", Topology), _file(folder, "profile", Profile)
-    case = Case(profile, topology.of(plan.workers), assumptions_behind(plan))
-    played = simulate(plan, case)
-    if owns_loop(plan.schedule):
-        return _foreseen_by_edge(plan, played)
-    sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
-    forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
-    forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
-    return _Forecasts(forecast, Forecast(sum(sent.values()), 0.0, played.step_seconds))
-
-
-def _foreseen_by_edge(plan: Plan, played: Simulation) -> _Forecasts:
-    """Groups as the plan has them, in flight as played; edges as played."""
-    names, edges = EdgeLabels(plan), dict[str, Forecast]()
-    flown = dict.fromkeys((group.name for group in plan.groups), 0.0)
-    for flight in played.flights:
-        label = flight.group if flight.action == ALL_REDUCE else f"{flight.action} of {flight.group}"
-        flown[names.group_of(label)] += flight.seconds
-        if edge := names.edge_of(label):
-            edges[edge] = edges.get(edge, Forecast()) + Forecast(flight.sent_bytes, 0.0, flight.seconds)
-    groups = {group.name: replace(group.forecast, seconds=flown[group.name]) for group in plan.groups}
-    codes = codes_of(options_of(plan).edges)
-    decided = frozenset(f"{what} of stage {stage}" for (what, stage), code in codes.items() if not code.is_fixed)
-    decided |= {names.group_of(edge) for edge in decided}
-    return _Forecasts(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
-
-
-def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
-    """As the plan has them, by group. It charges tables with headers of look-ups, which are counted by themselves: so
-    these are taken out as the clock has them, if the two agree on the sum."""
-    planned = {group.name: group.forecast.sent_bytes for group in plan.groups}
-    look_ups = played.sent_bytes.get(LOOK_UPS, 0.0)
-    pulled = [group.name for group in plan.groups if group.layout == "row_sharded"]
-    alone = {name: played.sent_bytes.get(name, 0.0) for name in pulled}
-    if math.isclose(sum(planned[name] for name in pulled), sum(alone.values()) + look_ups, rel_tol=1e-6):
-        planned |= alone
-    return {**planned, LOOK_UPS: look_ups}
-
-
-def _bytes_by_push(plan: Plan, case: Case, steps: range) -> dict[str, float]:
-    """A step, by group, in the mean over these steps: of groups whose pushes are not all alike."""
-    found = {}
-    for group in plan.groups:
-        if _is_dense(group.exchange):
-            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
-            if exchange.bytes_after is not None and steps:
-                facts = [case.profile.parameter(name) for name in group.parameters]
-                layout = layout_of(facts, exchange.align, exchange.is_guarded)
-                due = [step + 1 for step in range(steps.stop) if exchange.due(step + 1)]
-                pushes = [number for number, step in enumerate(due) if step > steps.start]
-                sent = [exchange.bytes_after(layout, case.topology, number) for number in pushes]
-                found[group.name] = sum(map(sum, sent)) / plan.workers / len(steps)
-    return found
-
-
-def _is_dense(choice: Choice | None) -> bool:
-    return choice is not None and choice.name in dense_exchanges()
-
-
-def _edges_in(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
-    return edges_seen(trace, plan) if owns_loop(plan.schedule) else {}
-
-
-def _seconds(trace: Trace, plan: Plan, edges: Mapping[str, SeenEdge]) -> dict[str, Middle]:
-    """Of steps, by group; requests that are of no group go together."""
-    steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    names = EdgeLabels(plan)
-    for (label, step), seconds in trace.joint_seconds().items():
-        if not names.edge_of(label):
-            steps[label if label == STEP else names.group_of(label)][f"step {step}"] += seconds
-    for edge, seen in edges.items():
-        for at, seconds in seen.seconds.items():
-            steps[names.group_of(edge)][at] += seconds
-    return {group: Middle.of([*spent.values()]) for group, spent in steps.items()}
-
-
-def _is_decided(choice: Choice | None) -> bool:
-    """Whether the data decide how much such an exchange sends."""
-    if choice is None or not _is_dense(choice):
-        return False
-    exchange = build_dense(choice.name, **choice.options)
-    return exchange.most_bytes is not None and exchange.bytes_after is None
 
 
 def _without_memory(line: ComparedLine) -> ComparedLine:
