@@ -1,4 +1,4 @@
-"""Habits of a user's loop beside a spread table: module hooks, a group added, a layer unfrozen, a new optimizer."""
+"""Habits of a user's loop beside a spread table: hooks, a group added, a layer unfrozen, a new optimizer."""
 
 import pytest
 import torch
@@ -26,6 +26,12 @@ def adds_a_group(model, optimizer):
 def unfreezes(model, optimizer):
     model.get_submodule(HEAD).requires_grad_(True)
     return adds_a_group(model, optimizer)
+
+
+def hooks_a_gradient(model, optimizer):
+    """Of a dense parameter, with a tensor hook, as the loop goes on."""
+    model.get_submodule(HEAD).weight.register_hook(lambda gradient: gradient * 3)
+    return optimizer
 
 
 def makes_another(model, optimizer):
@@ -64,9 +70,10 @@ def on_a_rank(rank, world, habit):
         return str(error)
 
 
-@pytest.mark.parametrize("habit", [nothing, adds_a_group])
-def test_hooks_of_a_spread_tables_module_and_a_group_added_midway_do_as_in_one_process(crew, habit):
+@pytest.mark.parametrize("habit", [nothing, adds_a_group, hooks_a_gradient])
+def test_hooks_of_a_spread_tables_module_and_a_group_or_hook_added_midway_do_as_in_one_process(crew, habit):
     want, shapes = looped(habit, [0, 1])
+    assert habit is nothing or differ(looped(nothing, [0, 1])[0], want, 1e-6), "the habit changes nothing"
     for state, seen in crew(2).run(on_a_rank, habit):
         assert differ(state, want, 1e-10) == {}
         assert seen == shapes[:2] * STEPS

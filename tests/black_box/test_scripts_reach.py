@@ -139,9 +139,14 @@ def test_a_plan_shows_itself_in_a_notebook():
     assert shown.startswith(f'<pre style="overflow-x: auto; white-space: pre">{str(plan).splitlines()[0]}')
 
 
-def left(rank, world, folder, plan):
+def seen_and_planned(model, batches, loss, **asked):
+    """A profile, and a plan made of it for two workers."""
+    seen = armillary.profile(model, batches, loss, workers=2)
+    return seen, armillary.plan(seen, face.machines(2), **asked)
+
+
+def left(rank, world, folder, seen, plan):
     """A script that plans before its first step; what its report says."""
-    seen = armillary.profile(Reader(), batches_of(4), word_loss, workers=2)
     given = {"profile": seen, "topology": face.machines(2)}
     run = face.start(plan, model := Reader(), OPTIMIZERS["adam"](model.parameters()), word_loss, **given)
     with pytest.raises(ValueError, match="the plan has taken 0 steps, and a folder to compare wants 2 at least"):
@@ -154,8 +159,8 @@ def left(rank, world, folder, plan):
 
 
 def test_a_script_leaves_a_folder_that_compare_reads_and_a_wrong_forecast_is_found(crew, tmp_path):
-    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2, exchange={"words.weight": "owned_rows"})
-    report, _ = crew(2).run(left, str(tmp_path / "mine"), plan)
+    decided = seen_and_planned(Reader(), batches_of(4), word_loss, constraints={"words.weight": "owned_rows"})
+    report, _ = crew(2).run(left, str(tmp_path / "mine"), *decided)
     loose = ("--seconds", "1", "--memory", "1")  # a busy machine, and a model of which alignment is half
     told = face.command("compare", "mine", "--json", *loose, folder=tmp_path)
     assert told.code == 0, told
@@ -173,26 +178,25 @@ def test_a_script_leaves_a_folder_that_compare_reads_and_a_wrong_forecast_is_fou
     assert face.command("compare", "nobody", folder=tmp_path).code == 2
 
 
-def unknowing(rank, world, folder):
-    plan = face.plan_for(Reader(), word_loss, batches_of(4), 2)
+def unknowing(rank, world, folder, plan):
     run = face.start(plan, model := Reader(), OPTIMIZERS["sgd"](model.parameters()), word_loss)
     face.step(run, [word_batch(0, rank)])
-    with pytest.raises(ValueError, match="does not know what its plan was made from.*give attach profile=... and top"):
+    with pytest.raises(ValueError, match="does not know what its plan was made from, which compare plays; give attach"):
         run.run.report(folder)
     face.close(run)
 
 
 def test_a_script_whose_run_does_not_know_its_profile_is_told_why_it_can_leave_no_folder(crew, tmp_path):
-    crew(2).run(unknowing, str(tmp_path))
+    crew(2).run(unknowing, str(tmp_path), face.plan_for(Reader(), word_loss, batches_of(4), 2))
     assert not list(tmp_path.iterdir())
 
 
-def piped(rank, world, folder):
-    """Under a schedule; what the report says of edges."""
-    model = chain(0.0)
-    batches = [pair_batch(step, number) for step in range(3) for number in range(4)]
-    seen = armillary.profile(model, batches[:4], pair_loss, workers=2)
-    plan = armillary.plan(seen, face.machines(2), schedule=face.schedule_named("gpipe(micro_batches=4)"))
+PAIRS = [pair_batch(step, number) for step in range(3) for number in range(4)]
+
+
+def piped(rank, world, folder, seen, plan):
+    """Under a schedule; what the report says."""
+    model, batches = chain(0.0), PAIRS
     given = {"profile": seen, "topology": face.machines(2)}
     run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), pair_loss, batches[0], **given)
     for step in range(3):
@@ -203,7 +207,9 @@ def piped(rank, world, folder):
 
 
 def test_edges_of_a_report_have_the_forecast_of_compare(crew, tmp_path):
-    report, other = crew(2).run(piped, str(tmp_path / "mine"))
+    schedule = face.schedule_named("gpipe(micro_batches=4)")
+    decided = seen_and_planned(chain(0.0), PAIRS[:4], pair_loss, schedule=schedule)
+    report, other = crew(2).run(piped, str(tmp_path / "mine"), *decided)
     told = face.command("compare", "mine", "--json", "--seconds", "1", "--memory", "1", folder=tmp_path)
     assert told.code == 0, told
     lines = {line["group"]: line for line in json.loads(told.out)["lines"]}

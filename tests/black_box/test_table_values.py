@@ -302,3 +302,30 @@ def copied_after(rank, world, plan):
 
 def test_a_closed_or_exported_model_can_be_copied_averaged_and_pickled(crew):
     assert crew(2).run(copied_after, plan_of("owned_rows")) == [(True, True)] * 2
+
+
+def copied_while_open(rank, world, plan):
+    """Every kind of copy between two steps, on one rank alone; the run goes on. What differs from the model."""
+    model = made(Reader)
+    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), word_loss)
+    face.step(run, [word_batch(rank, 0)])
+    unlike, before = [], {name: value.clone() for name, value in model.state_dict().items()}
+    if rank == 0:
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        averaged.update_parameters(model)
+        copies = [copy.deepcopy(model), averaged.module, pickle.loads(pickle.dumps(model))]
+        unlike = [
+            (number, name)
+            for number, one in enumerate(copies)
+            for name, value in one.state_dict().items()
+            if not torch.equal(value, before[name])
+        ]
+        for one in copies:  # a copy learns by itself, and asks nobody
+            word_loss(one, word_batch(rank, 1)).backward()
+    face.step(run, [word_batch(rank, 1)])
+    face.close(run)
+    return unlike, any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_spread_tables_is_copied_averaged_and_pickled_while_its_run_is_open(crew):
+    assert crew(2).run(copied_while_open, plan_of("all_reduce")) == [([], True)] * 2

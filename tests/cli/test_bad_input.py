@@ -262,6 +262,15 @@ def test_verify_prints_one_object_when_asked_to(armillary):
     assert (code, json.loads(out)["is_equal"]) == (0, True), err
 
 
+def test_verify_prints_a_line_for_each_plan_whatever_many_parameters_there_are(armillary):
+    code, out, err = armillary("verify", "recommender", "--workers", "1", "--steps", "2")
+    assert code == 0, err
+    table = out[out.index("plan ") :].split("\n\n")[0].splitlines()
+    plans = {line.split("  ")[0] for line in table[2:]}
+    assert len(table) - 2 == len(plans) > 1, out
+    assert out.count("0.0e+00") <= len(plans), out
+
+
 def test_help_names_units_and_defaults(armillary):
     code, out, _ = armillary("train", "--help")
     said = " ".join(out.replace("│", " ").split())

@@ -10,7 +10,7 @@ from armillary.facts.layout import Layout
 from armillary.reference import lockstep
 
 LAYOUT = Layout(("table", "bias", "image", "none"), ((500, 4), (), (3, 2, 2), (0, 7)), "float64")
-HEADER_BYTES = 8 * (3 + len(LAYOUT.names))
+HEADER_BYTES = 8 * (2 + 3 + len(LAYOUT.names))  # counts, a flag for each tensor that holds anything, the tail
 
 
 def parcels_for(touched):
@@ -107,3 +107,15 @@ def test_what_lists_its_rows_arrives_as_what_does_not_and_lists_them_where_all_d
         torch.testing.assert_close(whole(result), wanted, rtol=0, atol=0)
         assert set(result.rows) == ({0, 1} if len(listing) == 3 and len(touched[0]) < 100 else set())
     assert sent == pushed(listed_for(touched, ()))[1]
+
+
+def test_a_tensor_that_one_rank_does_not_list_keeps_no_other_from_arriving_as_rows():
+    touched = [[1, 3], [3], [0, 499]]
+    parcels = listed_for(touched, (0, 1, 2))
+    wanted = sum(whole(parcel) for parcel in parcels)
+    flat = parcels[1].rows[1]
+    parcels[1].values[2000:].view(300, 2)[flat.numbers] = flat.values
+    parcels[1] = Parcel(parcels[1].values, parcels[1].tail, ROWS, rows={0: parcels[1].rows[0]})
+    for result, _ in pushed(parcels)[0]:
+        assert set(result.rows) == {0} and not result.values[:2000].any()
+        torch.testing.assert_close(whole(result), wanted, rtol=0, atol=0)

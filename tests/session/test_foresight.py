@@ -285,7 +285,7 @@ def test_bytes_below_a_thousandth_of_the_step_are_let_pass(run_folder):
 @pytest.mark.parametrize("name", ["plan", "trace", "summary", "topology", "profile"])
 def test_a_missing_file_is_named(run_folder, name):
     (run_folder / f"{name}.json").unlink()
-    with pytest.raises(ValueError, match=rf"has no {name}.json; give the folder of a run that ended.*run.report\(\)"):
+    with pytest.raises(ValueError, match=rf"has no {name}.json; give the folder of a run that ended.*report\(folder\)"):
         compare_run(run_folder, Band())
 
 

@@ -1,7 +1,7 @@
 """Gradients of which most rows are zero, summed on every worker: only rows that some worker touched cross the links.
 
 A gradient that lists its rows sends those, of any other the values decide. They decide how much is sent, never what
-arrives: a row that is not sent is zero. Where every rank listed its rows, so does the result. Where so many
+arrives: a row that is not sent is zero. A tensor whose rows every rank listed comes back as rows. Where so many
 rows are touched that one all-reduce of everything sends less, that is made, on all workers alike. So it is exact for
 any parameter, and asks nobody how the parameter is read: what a run takes while it does not know that yet.
 
@@ -9,7 +9,7 @@ Source: SparCML (Renggli et al., SC 2019), sparse all-reduce that turns dense. D
 one gather to all instead of recursive doubling.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from armillary.facts.topology import Topology
 __all__ = ["sparse_all_reduce"]
 
 NUMBER_BYTES = 8  # of a number in the header
-OWN_NUMBERS = 3  # in the header, before the tail
+OWN_NUMBERS = 2  # in the header, before a flag for each tensor and the tail
 ID_BYTES = 4
 BLOCK_ROWS = 4096
 
@@ -65,13 +65,14 @@ def sparse_all_reduce() -> DenseExchange:
     """One small gather (how many rows each worker touched, and the tail), then the rows of all or everything."""
 
     def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
-        values, layout = parcel.values, parcel.layout
+        values, layout, tables = parcel.values, parcel.layout, list(_tables(parcel.layout))
         ids, rows = _touched(parcel)
-        is_listed = all(table.number in parcel.rows for table in _tables(layout))
-        mine = torch.tensor([len(ids), len(rows), is_listed], dtype=torch.float64)
+        flags = [table.number in parcel.rows for table in tables]
+        mine = torch.tensor([len(ids), len(rows), *flags], dtype=torch.float64)
         everyones = yield AllGather(torch.cat([mine, parcel.tail.cpu()]))
-        tail = everyones[:, OWN_NUMBERS:].sum(0).to(parcel.tail)
-        counts = [(int(one), int(other)) for one, other, _ in everyones[:, :OWN_NUMBERS].tolist()]
+        told, flags_told, tails = everyones.split_with_sizes([OWN_NUMBERS, len(tables), layout.tail], 1)
+        tail = tails.sum(0).to(parcel.tail)
+        counts = [(int(one), int(other)) for one, other in told.tolist()]
         sizes = tuple(count * ID_BYTES + numbers * values.element_size() for count, numbers in counts)
         if max(sizes) * place.workers > 2 * values.nbytes:
             for number, listed in parcel.rows.items():
@@ -87,26 +88,32 @@ def sparse_all_reduce() -> DenseExchange:
             theirs, numbers = piece.split([count * ID_BYTES, len(piece) - count * ID_BYTES])
             theirs, numbers = theirs.clone().view(torch.int32).long(), numbers.clone().view(values.dtype)
             everyones_rows.append(list(_parts(theirs, numbers, layout)))
-        if bool(everyones[:, OWN_NUMBERS - 1].all()):
-            return parcel.answered(values, tail, _merged(everyones_rows, layout)), state
+        by_row = {table.number for table, every in zip(tables, flags_told.all(0).tolist(), strict=True) if every}
         for table, local, _ in _parts(ids, rows, layout):
-            table.of(values)[local] = 0
+            if table.number not in by_row:
+                table.of(values)[local] = 0
         for parts in everyones_rows:
             for table, local, added in parts:
-                table.of(values).index_add_(0, local, added)
-        return parcel.answered(values, tail), state
+                if table.number not in by_row:
+                    table.of(values).index_add_(0, local, added)
+        return parcel.answered(values, tail, _merged(everyones_rows, by_row, layout)), state
 
     def most_bytes(layout: Layout, topology: Topology) -> list[float]:
-        header = (topology.workers - 1) * (OWN_NUMBERS + layout.tail) * NUMBER_BYTES
+        header = (topology.workers - 1) * _numbers(layout) * NUMBER_BYTES
         return [header + 2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
 
     def legs(layout: Layout, topology: Topology) -> list[Leg]:
         others = topology.workers - 1
-        header = Leg("slowest", others * (OWN_NUMBERS + layout.tail) * NUMBER_BYTES, others, "AllGather")
+        header = Leg("slowest", others * _numbers(layout) * NUMBER_BYTES, others, "AllGather")
         whole = Leg("slowest", 2 * others / topology.workers * layout.nbytes, 2 * others, "AllReduce")
         return [header, whole]
 
     return DenseExchange(push, 2, most_bytes, legs, most_bytes=most_bytes, takes_rows=True)
+
+
+def _numbers(layout: Layout) -> int:
+    """In the header."""
+    return OWN_NUMBERS + len(list(_tables(layout))) + layout.tail
 
 
 def _tables(layout: Layout) -> Iterator[_Table]:
@@ -146,11 +153,13 @@ def _parts(ids: Tensor, rows: Tensor, layout: Layout) -> Iterator[_Part]:
         begin += len(local) * width
 
 
-def _merged(everyones: Sequence[Sequence[_Part]], layout: Layout) -> Mapping[int, Rows]:
-    """The sum over ranks, of every tensor as rows."""
+def _merged(everyones: Sequence[Sequence[_Part]], listed: Collection[int], layout: Layout) -> Mapping[int, Rows]:
+    """The sum over ranks as rows, of the tensors with these numbers."""
     found = {}
     for parts in zip(*everyones, strict=True):
         table = parts[0].table
+        if table.number not in listed:
+            continue
         numbers, sums = merge_rows(torch.cat([one.numbers for one in parts]), torch.cat([one.rows for one in parts]))
         found[table.number] = Rows(numbers, sums.view(-1, *layout.shapes[table.number][1:]))
     return found

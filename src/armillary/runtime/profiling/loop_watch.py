@@ -145,7 +145,7 @@ class LoopWatch(TorchDispatchMode):
         is_step = (is_backward or torch.is_grad_enabled()) and not self.is_paused
         if not is_step:
             return func(*args, **kwargs)
-        is_reader = self.reads.touches((args, kwargs))
+        is_reader = self.reads.touches((*args, *kwargs.values()))
         is_turn = (is_backward is not self.is_backward or self.since is None) and (is_backward or is_reader)
         is_kept = self.since is not None and not is_backward and not self.steps and not func.is_view
         if not (is_reader or is_turn or is_kept) or os.getpid() != self.process:
@@ -155,7 +155,7 @@ class LoopWatch(TorchDispatchMode):
         self.reads.counts_lookups = not is_backward
         result = self.reads.noted(func, args, kwargs) if is_reader else func(*args, **kwargs)
         if is_kept or (is_turn and not is_backward and not self.steps and not func.is_view):
-            for leaf in tree_leaves(result):
+            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                     storage = leaf.untyped_storage()
                     self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()

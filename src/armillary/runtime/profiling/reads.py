@@ -9,7 +9,7 @@ graph; eager PyTorch has neither, hence a dispatch mode. Departure: a tied table
 counts as "both", where the type of the gradient would call it sparse.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,7 +122,7 @@ class WatchReads(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self.noted(func, args, kwargs) if self.touches((args, kwargs)) else func(*args, **kwargs)
+        return self.noted(func, args, kwargs) if self.touches((*args, *kwargs.values())) else func(*args, **kwargs)
 
     def noted(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation that touches a parameter."""
@@ -175,16 +175,16 @@ class WatchReads(TorchDispatchMode):
             reading.pending.append(_counted(name, ids, len(reading.parameter), None if padding < 0 else padding))
         return True
 
-    def touches(self, arguments: object) -> bool:
+    def touches(self, arguments: Iterable[object]) -> bool:
         """Whether a tensor among them shares memory with a parameter. Asked at every operation, so without torch's own
         walk, which takes as long as a small operation."""
-        if isinstance(arguments, Tensor):
-            return bool(self._touched(arguments))
-        if isinstance(arguments, dict):
-            arguments = arguments.values()
-        elif not isinstance(arguments, (tuple, list)):
-            return False
-        return any(map(self.touches, arguments))
+        for one in arguments:
+            if isinstance(one, Tensor):
+                if self._touched(one):
+                    return True
+            elif isinstance(one, (tuple, list)) and self.touches(one):
+                return True
+        return False
 
     def _touched(self, leaf: object) -> list[str]:
         """The parameters whose memory a tensor shares."""
