@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import Parcel, Rows
+from armillary.exchanges.parcel import Parcel, Rows, touched_rows
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
 from armillary.reference import lockstep
@@ -67,6 +67,25 @@ def test_what_is_not_a_number_arrives():
     parcels[2].values[3 * 4] = float("inf")
     for result, _ in pushed(parcels)[0]:
         assert result.values[8].isnan() and result.values[12].isinf()
+
+
+NAN, INF = float("nan"), float("inf")
+ROWS_OF = {
+    "of either sign": ([[0.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [-0.0, 0.0]], [1, 2]),
+    "that are no numbers": ([[NAN, 0.0], [0.0, 0.0], [-INF, 0.0], [0.0, INF], [NAN, -NAN]], [0, 2, 3, 4]),
+    "as small as there are": ([[5e-324, 0.0], [0.0, -5e-324], [0.0, 0.0]], [0, 1]),
+    "imaginary": ([[0.0, 1j], [0.0, 0.0], [-1j, 1j]], [0, 2]),
+    "of one number": ([0.0, 1.0, NAN], [1, 2]),
+    "of none": ([[], []], []),
+    "that are none": ([], []),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS_OF)
+def test_a_row_is_touched_where_anything_in_it_is_not_zero(rows):
+    values, touched = ROWS_OF[rows]
+    dtype = torch.complex128 if rows == "imaginary" else torch.float64
+    assert touched_rows(torch.tensor(values, dtype=dtype)).tolist() == touched
 
 
 ROWS = Layout(("table", "other"), ((500, 4), (300, 2)), "float64")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.facts.layout import Layout
 
-__all__ = ["Parcel", "Rows", "State", "parted"]
+__all__ = ["Parcel", "Rows", "State", "parted", "touched_rows"]
 
 State = dict[str, Tensor]  # by entry: flat, parameter after parameter (`DenseExchange.span`)
 
@@ -81,3 +81,13 @@ def parted(total: Tensor, layout: Layout) -> Parcel:
     """The result from the sum of `Parcel.joined` over ranks."""
     values, tail = total.split_with_sizes((layout.numel, layout.tail))
     return Parcel(values, (tail.real if tail.is_complex() else tail).double(), layout, total)
+
+
+def touched_rows(tensor: Tensor) -> Tensor:
+    """Numbers of the rows that are not all zero, (touched,), ascending. Whole tables are asked, so nothing as large as
+    one is made on the way: what comparing with zero makes takes longer than reading."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+    rows = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = rows.reshape(len(rows), -1)
+    return ((flat.amax(1) != 0) | (flat.amin(1) != 0)).nonzero().flatten()

@@ -19,7 +19,7 @@ from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.exchanges.parcel import Parcel, Rows, State
+from armillary.exchanges.parcel import Parcel, Rows, State, touched_rows
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program
 from armillary.facts.layout import Layout
@@ -31,7 +31,6 @@ __all__ = ["sparse_all_reduce"]
 NUMBER_BYTES = 8  # of a number in the header
 OWN_NUMBERS = 2  # in the header, before a flag for each tensor and the tail
 ID_BYTES = 4
-BLOCK_ROWS = 4096
 
 
 class _Table(NamedTuple):
@@ -135,8 +134,7 @@ def _touched(parcel: Parcel) -> tuple[Tensor, Tensor]:
             ids.append(listed.numbers + table.first_row)
             rows.append(listed.values.flatten())
             continue
-        blocks = table.of(values).split(BLOCK_ROWS)
-        local = torch.cat([(block != 0).any(1) for block in blocks]).nonzero().flatten()
+        local = touched_rows(table.of(values))
         ids.append(local + table.first_row)
         rows.append(table.of(values)[local].flatten())
     return torch.cat(ids), torch.cat(rows)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from armillary.runtime.profiling.probe import UNSEEN, has_unseen_reader, touched_rows
+from armillary.runtime.profiling.probe import UNSEEN, has_unseen_reader, rows_of
 from armillary.runtime.profiling.reads import WatchReads
 from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, merged
 from armillary.runtime.when_final import when_final
@@ -135,7 +135,7 @@ class LoopWatch(TorchDispatchMode):
         """By table: where the loop drops gradients before it, as most do, there are none to look at."""
         by_row = {name: one for name, one in self.reads.readings.items() if one.gathers and not one.dense}
         gradients = {name: one.parameter.grad for name, one in by_row.items()}
-        return {name: touched_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
+        return {name: rows_of(gradient) for name, gradient in gradients.items() if gradient is not None}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

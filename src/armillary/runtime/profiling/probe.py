@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from armillary.exchanges.parcel import touched_rows
 from armillary.runtime.profiling.gathered_rows import gathering
 from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.runtime.profiling.reads import Reading, WatchReads
@@ -22,8 +23,8 @@ from armillary.runtime.profiling.stage_costs import Activations, CountOperations
 from armillary.runtime.profiling.stage_paths import OUTSIDE, following
 
 __all__ = [
-    "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "scalar_loss", "stage_seconds", "step_bytes",
-    "timed_step", "touched_rows",
+    "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "rows_of", "scalar_loss", "stage_seconds",
+    "step_bytes", "timed_step",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -109,15 +110,14 @@ def has_unseen_reader(reading: Reading, lookups: Lookups) -> bool:
         return False
     if not reading.gathers:
         return True
-    return not bool(torch.isin(touched_rows(gradient), lookups.rows).all())
+    return not bool(torch.isin(rows_of(gradient), lookups.rows).all())
 
 
-def touched_rows(gradient: Tensor) -> Tensor:
+def rows_of(gradient: Tensor) -> Tensor:
     """Numbers of the rows that are not zero, on the CPU; of one that lists its rows, those listed."""
     if gradient.is_sparse:
         return gradient._indices()[0].cpu()  # equal ones are still to be merged
-    touched = gradient.flatten(1).count_nonzero(1) if gradient.dim() > 1 else gradient
-    return touched.nonzero().flatten().cpu()
+    return touched_rows(gradient).cpu()
 
 
 def stage_seconds(
