@@ -5,7 +5,7 @@ would show that this has ended, on one rank, by its own doing: each would train 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ EARLY = (3, 10, 100)  # most faults are there from the beginning; the first two 
 ROUNDING = 1e-5  # of a tensor's norm: what unlike processors make of the same steps
 
 
-def refuse_drift(units: Sequence[object], transport: Transport) -> None:
+def refuse_drift(units: Sequence[object], transport: Transport, serve: Callable[[], None]) -> None:
     """After a step, on all ranks: looks in steps 3, 10, 100 and every 1,000.
+
+    Args:
+        serve: waits for ranks that look at rows on their own before they step.
 
     Raises:
         RuntimeError: ranks hold a parameter otherwise; the message names it, and who. If that is little more than
@@ -37,6 +40,7 @@ def refuse_drift(units: Sequence[object], transport: Transport) -> None:
         return
     mine = torch.tensor([checksum(value) for value in named.values()])
     with transport.unrecorded():
+        serve()
         everyones: Tensor = transport.complete(_gathered(mine), "checksums")
         unlike = [name for name, sums in zip(named, everyones.unbind(1), strict=True) if len(sums.unique()) > 1]
         if unlike:

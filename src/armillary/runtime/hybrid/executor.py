@@ -269,7 +269,7 @@ class Executor:
         self.is_settled = False
         self.weight = 1.0
         self._meet()
-        refuse_drift(self.units, self.transport)
+        refuse_drift(self.units, self.transport, lambda: self.look_ups.serve_until("idle"))
 
     def _meet(self) -> None:
         """Weights are exchanged where they are due."""
