@@ -197,9 +197,8 @@ def left_by_the_one_line(rank, world, folder):
 
 def test_the_one_line_leaves_a_folder_that_compare_reads_once_its_watched_steps_are_over(crew, tmp_path):
     assert crew(2).run(left_by_the_one_line, str(tmp_path / "mine")) == [4, 4]
-    told = face.command("compare", "mine", "--json", folder=tmp_path)
-    assert told.code in (0, 3), told  # how near two steps of a tiny table foretell the others is not looked at here
-    assert {"words.weight", "step"} <= {line["group"] for line in json.loads(told.out)["lines"]}
+    told = face.command("compare", "mine", "--seconds", "1", "--memory", "1", folder=tmp_path)
+    assert told.code == 0 and "words.weight" in told.out, told.out  # watched steps are not counted to the plan's groups
 
 
 def unknowing(rank, world, folder, plan):

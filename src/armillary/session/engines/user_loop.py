@@ -72,6 +72,7 @@ class UserLoop:
         is_shared = job.broadcast_buffers and plan.consensus == "same"
         self.buffers = Buffers(job.model, self.transport, is_shared)
         self.tally = Tally(plan)
+        self.transport.take_records()  # of before, under another plan
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
