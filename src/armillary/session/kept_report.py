@@ -13,8 +13,7 @@ from armillary.session.events import Decided
 from armillary.session.folder import keep_decision
 from armillary.session.job import Job
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.report import Report, report_of
-from armillary.session.traced import everyones_trace
+from armillary.session.report import Report, last_steps, report_of
 
 __all__ = ["kept_report"]
 
@@ -27,7 +26,8 @@ def kept_report(run: Job, folder: Path) -> Report:
     Raises:
         ValueError: there is too little to compare, or the folder cannot be written.
     """
-    report, trace = report_of(run), everyones_trace(run.tally.records, run.transport)
+    trace = last_steps(run)
+    report = report_of(run, trace)
     profile, topology = run.job.profile, run.job.topology
     if profile is None or topology is None:
         raise ValueError(

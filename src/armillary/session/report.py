@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from armillary.facts.plan import Forecast
 from armillary.facts.table import Table
+from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.session.edge_labels import EdgeLabels
 from armillary.session.edges_seen import SeenEdge
@@ -17,7 +18,7 @@ from armillary.session.seen import Middle, Seen, seen_in
 from armillary.session.tally import OTHER, Tally
 from armillary.session.traced import everyones_trace
 
-__all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "report_of"]
+__all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,23 @@ class Report:
         return f"; a step took {self.step_seconds * 1e3:.2f} ms{forecast}"
 
 
-def report_of(run: Job) -> Report:
-    """Collective. Seconds are those of the median step among the last, since the last rank had asked; forecasts are by
-    the clock where the run knows what the plan was made from."""
+def last_steps(run: Job) -> Trace:
+    """Collective: what was asked for in the last steps under this plan."""
     run.count()
+    return everyones_trace(run.tally.records, run.transport)
+
+
+def report_of(run: Job, trace: Trace) -> Report:
+    """Collective. Seconds are those of the median step among the last, since the last rank had asked; forecasts are by
+    the clock where the run knows what the plan was made from.
+
+    Args:
+        trace: `last_steps`.
+    """
     seconds = run.transport.share(run.tally.step_seconds)
     lines, health = compare(run, run.tally), health_of(run)
     expected = by_rank_zero(run.transport, lambda: _foreseen(run))
-    seen = seen_in(everyones_trace(run.tally.records, run.transport), run.plan)
+    seen = seen_in(trace, run.plan)
     if expected is not None:
         lines = tuple(replace(line, forecast=expected.groups.get(line.group, line.forecast)) for line in lines)
     lines = tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)

@@ -37,7 +37,7 @@ from armillary.session.kept_report import kept_report
 from armillary.session.load import load
 from armillary.session.rebalance import rebalance
 from armillary.session.reload import reload
-from armillary.session.report import Report, report_of
+from armillary.session.report import Report, last_steps, report_of
 from armillary.session.shard import Shard
 
 __all__ = ["Run"]
@@ -192,7 +192,7 @@ class Run:
                 know what it was made from.
         """
         with self._aside("report") as engine:
-            return report_of(engine) if folder is None else kept_report(engine, Path(folder))
+            return report_of(engine, last_steps(engine)) if folder is None else kept_report(engine, Path(folder))
 
     def metrics(self) -> dict[str, float]:
         """What this rank sent and how long its steps took since the last call, as means per step: "step_seconds",
