@@ -1,5 +1,8 @@
 """One line that goes on from a checkpoint goes on under its plan at once, if that is what the line asks for."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
@@ -29,28 +32,51 @@ def exchanges(run):
 
 
 def resumed(rank, workers, folder, first, then):
-    """What differs in any bit from a run that never stopped; by what it goes on right after loading."""
+    """What differs in any bit from a run that never stopped; by what it goes on right after loading, and
+    what that said."""
     model, optimizer, run = started(first)
     train(model, optimizer, rank, range(4))
     path = run.save(folder)
     train(model, optimizer, rank, range(4, 6))
-    want = {name: p.detach().clone() for name, p in model.named_parameters()}
     run.close(gather=True)
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
     model, optimizer, run = started(then)
-    run.load(path)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run.load(path)
     goes_by = exchanges(run)
     train(model, optimizer, rank, range(4, 6))
     run.close(gather=True)
-    return [name for name, p in model.named_parameters() if not torch.equal(p, want[name])], goes_by
+    return [name for name, p in model.named_parameters() if not torch.equal(p, want[name])], goes_by, said.getvalue()
 
 
 def test_a_lossy_exchange_that_is_named_again_loses_nothing(crew, tmp_path):
-    assert crew(2).run(resumed, tmp_path, {"constraints": LOSSY}, {"constraints": LOSSY}) == [([], {"top_k"})] * 2
+    for differs, goes_by, _ in crew(2).run(resumed, tmp_path, {"constraints": LOSSY}, {"constraints": LOSSY}):
+        assert differs == [] and goes_by == {"top_k"}
+
+
+BY_ROW = {"words.weight": Choice.parse("owned_rows")}
+
+
+def test_a_table_with_its_owners_goes_on_there_at_once_and_rank_0_says_so(crew, tmp_path):
+    """Hooks of our own, on what is whole until then, are not in the way."""
+    asked = {"constraints": BY_ROW}
+    (first, goes_by, told), (second, _, nothing) = crew(2).run(resumed, tmp_path, asked, asked)
+    assert first == second == [] and "owned_rows" in goes_by
+    assert told == "load: the run goes on under the plan of the checkpoint, at once\n" and nothing == ""
+
+
+def test_why_a_checkpoints_plan_is_not_gone_on_with_is_said_once(crew, tmp_path):
+    other = {"constraints": {"*": "replicated"}}
+    (_, goes_by, told), (_, _, nothing) = crew(2).run(resumed, tmp_path, {"constraints": BY_ROW}, other)
+    assert "owned_rows" not in goes_by and nothing == ""
+    assert told.startswith(
+        "load: the plan of the checkpoint is not gone on with: words.weight goes by owned_rows there"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:load")
 def test_one_that_is_named_no_more_is_not_gone_on_with(crew, tmp_path):
-    for _, goes_by in crew(2).run(resumed, tmp_path, {"constraints": LOSSY}, {}):
+    for _, goes_by, _ in crew(2).run(resumed, tmp_path, {"constraints": LOSSY}, {}):
         assert "top_k" not in goes_by
 
 

@@ -49,6 +49,9 @@ NOTE = (
     "too small; parallelize(model, optimizer, batches, loss) profiles both before the first step"
 )
 
+TAKEN = "the run goes on under the plan of the checkpoint, at once"
+NOT_TAKEN = "the plan of the checkpoint is not gone on with: {}; the first steps are watched, and a plan is made anew"
+
 
 @dataclass(frozen=True, eq=False)
 class Watched:
@@ -85,13 +88,17 @@ class Watched:
         return True
 
     def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
-        """Whether the run has moved to the plan of the checkpoint."""
+        """Whether the run has moved to the plan of the checkpoint; rank 0 says so, or why not."""
         plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
-        if plan is None or not self._takes(plan, loop):
+        if plan is None or is_provisional(plan):
             return False
-        with loop.transport.unrecorded(), self._released(loop):
-            _move(loop, plan)
-        return True
+        why_not = self._why_unwanted(plan, loop) or self._why_unfit(plan, loop)
+        if not why_not:
+            with loop.transport.unrecorded(), self._released(loop):
+                _move(loop, plan)
+        if loop.rank == 0:
+            print(f"load: {NOT_TAKEN.format(why_not)}" if why_not else f"load: {TAKEN}")
+        return not why_not
 
     def stop(self) -> None:
         self.watch.end()
@@ -124,31 +131,47 @@ class Watched:
         made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
         return replace(made, notes=(*made.notes, NOTE)).to_json(), case.profile.to_json()
 
-    def _takes(self, plan: Plan, loop: UserLoop) -> bool:
-        """Whether the user would have asked for that plan, and it fits everywhere."""
-        request = self.request
-        is_free = not request.lazy and plan.mean == request.mean and request.rule == PRICE
-        same_nodes = plan.workers_per_node == self.topology.workers_per_node
-        if not is_free or not same_nodes or is_provisional(plan) or owns_loop(plan.schedule):
-            return False
-        seen = blank_profile(parameter_facts(loop.model), self.topology)
-        return not any(loop.transport.share(_why_unfit(plan, loop))) and _is_asked(plan, request, seen)
+    def _why_unfit(self, plan: Plan, loop: UserLoop) -> str:
+        """What speaks against it on any rank, our own hooks apart."""
+        self.watch.is_paused = True
+        self.watch.let_go()
+        loop.executor.release()
+        everyones = loop.transport.share(_why_unfit(plan, loop))
+        self.watch.hang_on()
+        loop.begin(loop.plan, units_of(loop.plan, loop.job, loop.transport, loop.first))
+        self.watch.is_paused = False
+        return next(filter(None, everyones), "")
+
+    def _why_unwanted(self, plan: Plan, loop: UserLoop) -> str:
+        """What is asked for here that this plan does not do; empty if it may be what the user would get."""
+        request, nodes = self.request, self.topology
+        if owns_loop(plan.schedule):
+            return f"its schedule {plan.schedule.name} owns the loop"
+        if (plan.workers, plan.workers_per_node) != (nodes.workers, nodes.workers_per_node):
+            there, here = (f"{one.workers} workers, {one.workers_per_node} a node" for one in (plan, nodes))
+            return f"it is for {there}, and here are {here}"
+        if request.lazy or request.rule != PRICE or plan.mean != request.mean:
+            return "lazy=, rule= or mean= ask for another here"
+        return _why_unasked(plan, request, blank_profile(parameter_facts(loop.model), nodes))
 
 
-def _is_asked(plan: Plan, request: PlanRequest, seen: Profile) -> bool:
-    """Whether every parameter goes as is demanded of it, and departs from exactness only where that was named."""
+def _why_unasked(plan: Plan, request: PlanRequest, seen: Profile) -> str:
+    """The first parameter that does not go as is demanded of it, or departs from exactness where that was not named."""
     patterns = sorted(request.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
     demands = {
         name: request.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen.parameters)
     }
     for group in plan.groups:
-        for constraint in map(demands.get, group.parameters):
+        for name in group.parameters:
+            constraint = demands.get(name)
             is_named = constraint is not None and constraint not in LAYOUTS
             entry = dense_exchanges().get(group.own_exchange.name) if is_named else None
             permitted = {*request.allow, *(entry.departs if entry is not None else ())}
-            if not allows(constraint, group.own_exchange) or {*group.departures} - permitted:
-                return False
-    return True
+            if not allows(constraint, group.own_exchange):
+                return f"{name} goes by {group.own_exchange} there, and {str(constraint)!r} is asked for here"
+            if missing := {*group.departures} - permitted:
+                return f"{name} goes by {group.own_exchange} there, which is {', '.join(sorted(missing))}; name it here"
+    return ""
 
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:

@@ -8,7 +8,7 @@ are compiled afterwards.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,6 +77,7 @@ class LoopWatch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         parameters = dict(model.named_parameters())
+        self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.reads = WatchReads(parameters, lambda _: None)
         self.is_paused = False
         self.process = os.getpid()  # a loader's workers inherit the watch
@@ -84,12 +85,9 @@ class LoopWatch(TorchDispatchMode):
         self.arrivals: dict[str, None] = {}
         self.activation_bytes = 0
         self._begin_step()
-        self._undo = [
-            when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
-            for name, parameter in parameters.items()
-            if parameter.requires_grad
-        ]
+        self._undo: list[Callable[[], None]] = []
         self._stance: Any = None
+        self.hang_on()
 
     def _begin_step(self) -> None:
         self.forward = self.backward = 0.0
@@ -99,6 +97,18 @@ class LoopWatch(TorchDispatchMode):
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # storages of this forward
         self.left: dict[str, Tensor] | None = None  # rows of gradients that were there before this step's are added
 
+    def hang_on(self) -> None:
+        """Its hooks are on the parameters."""
+        self._undo = [
+            when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
+            for name, parameter in self.parameters.items()
+        ]
+
+    def let_go(self) -> None:
+        """Its hooks are off the parameters, until it hangs on again."""
+        for undo in self._undo:
+            undo()
+
     def begin(self) -> None:
         self._stance = torch.compiler.set_stance("force_eager")
         _push_mode(self)
@@ -106,8 +116,7 @@ class LoopWatch(TorchDispatchMode):
     def end(self) -> None:
         """Nothing of the watch is left; a second time does nothing. The script may have opened modes of its own since,
         and not closed them yet."""
-        for undo in self._undo:
-            undo()
+        self.let_go()
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
         self._stance = None
