@@ -165,6 +165,11 @@ def test_a_script_leaves_a_folder_that_compare_reads_and_a_wrong_forecast_is_fou
     told = face.command("compare", "mine", "--json", *loose, folder=tmp_path)
     assert told.code == 0, told
     lines = {line["group"]: line for line in json.loads(told.out)["lines"]}
+    all_, rest = (line.split()[-2:] for line in str(report).splitlines()[-2:])
+    for whole, flown, left_over in zip((report.forecast_seconds, report.step_seconds), all_, rest, strict=True):
+        assert left_over == "-" or float(flown) + float(left_over) == pytest.approx(whole * 1e3, abs=0.011)
+    other = next(line for line in report.lines if line.group == "other requests")
+    assert other.forecast.seconds > 0, "headers of look-ups are foreseen"
     for line in report.lines:
         for side in ("forecast", "measured"):
             assert lines[line.group][side]["sent_bytes"] == getattr(line, side).sent_bytes, (line.group, side)
@@ -204,13 +209,16 @@ def test_the_one_line_leaves_a_folder_that_compare_reads_once_its_watched_steps_
 def unknowing(rank, world, folder, plan):
     run = face.start(plan, model := Reader(), OPTIMIZERS["sgd"](model.parameters()), word_loss)
     face.step(run, [word_batch(0, rank)])
+    (told,) = [line for line in str(run.run.report()).splitlines() if line.startswith("other requests")]
+    assert told.split()[2:8:2] == ["-", "-", "-"], told
     with pytest.raises(ValueError, match="does not know what its plan was made from, which compare plays; give attach"):
         run.run.report(folder)
     face.close(run)
 
 
 def test_a_script_whose_run_does_not_know_its_profile_is_told_why_it_can_leave_no_folder(crew, tmp_path):
-    crew(2).run(unknowing, str(tmp_path), face.plan_for(Reader(), word_loss, batches_of(4), 2))
+    spread = {"words.weight": "owned_rows"}  # so there are look-ups, which are of no group
+    crew(2).run(unknowing, str(tmp_path), face.plan_for(Reader(), word_loss, batches_of(4), 2, exchange=spread))
     assert not list(tmp_path.iterdir())
 
 

@@ -60,6 +60,9 @@ class Report:
         for line in self.lines:
             forecast, measured = forecast + line.forecast, measured + line.measured
         table = comparison_table((*self.lines, Comparison("all", "", forecast, measured)))
+        if self.step_seconds and self.forecast_seconds:
+            rest = _left(self.forecast_seconds - forecast.seconds), _left(self.step_seconds - measured.seconds)
+            table = replace(table, rows=[*table.rows, ("rest of the step", *[""] * 5, *rest)])
         text = f"after {self.steps} steps{self._step_words()}\n{table}"
         parts = [_edge_table(self.edges)] if self.edges else []
         parts += [health_table(self.health)] if self.health else []
@@ -70,6 +73,11 @@ class Report:
             return ""
         forecast = f" (forecast {self.forecast_seconds * 1e3:.2f} ms)" if self.forecast_seconds else ""
         return f"; a step took {self.step_seconds * 1e3:.2f} ms{forecast}"
+
+
+def _left(seconds: float) -> str:
+    """What of a step no request was in flight in; nothing can be said where they overlap by more than that."""
+    return f"{seconds * 1e3:,.2f}" if seconds > 0 else "-"
 
 
 def last_steps(run: Job) -> Trace:
@@ -135,17 +143,20 @@ def _edge_cells(edge: EdgeLine) -> tuple[str, ...]:
 
 def comparison_table(lines: Sequence[Comparison]) -> Table:
     """Bytes sent, memory and seconds per step, one row a line."""
-    rows = [(line.group, line.exchange, *_cells(line.forecast, line.measured)) for line in lines]
+    rows = [(line.group, line.exchange, *_cells(line)) for line in lines]
     pairs = ("sent kB/step", "memory MiB", "time ms")
     header = ("forecast : measured", "exchange", *(cell for pair in pairs for cell in (pair, ":")))
     return Table(header, rows, (0, 1))
 
 
-def _cells(forecast: Forecast, measured: Forecast) -> tuple[str, ...]:
+def _cells(line: Comparison) -> tuple[str, ...]:
     units = (("sent_bytes", 1e3, 1), ("memory_bytes", 1 << 20, 1), ("seconds", 1e-3, 2))
-    return tuple(
-        f"{getattr(one, name) / unit:,.{digits}f}" for name, unit, digits in units for one in (forecast, measured)
-    )
+    pairs = [
+        tuple(f"{getattr(one, name) / unit:,.{digits}f}" for one in (line.forecast, line.measured))
+        for name, unit, digits in units
+    ]
+    is_foreseen = line.group != OTHER or line.forecast != Forecast()  # only a clock foresees what is of no group
+    return tuple(cell for forecast, measured in pairs for cell in (forecast if is_foreseen else "-", measured))
 
 
 def compare(run: Job, tally: Tally) -> tuple[Comparison, ...]:
