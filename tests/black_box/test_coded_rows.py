@@ -44,7 +44,7 @@ REFUSED = {
     "owned_rows(gradients_as=random_k(keep=0.5))": "gradients_as=random_k.*it draws by lot",
     "owned_rows(gradients_as=hadamard(random_k(keep=0.5)))": "it draws by lot",
     "owned_rows(rows_as=low_rank(rank=2))": "no codec 'low_rank'.*rows keep no state",
-    "owned_rows(rows_as=quantise)": "no codec 'quantise'.*did you mean quantize",
+    "owned_rows(rows_as=quantise)": "no codec 'quantise'.*did you mean 'quantize'",
     "owned_rows(rows_as=3)": "rows_as=3.*want a codec",
     "owned_rows(rows_as=quantize(bits=3))": "rows_as=quantize.bits=3.: codec: quantize knows 8, 4 and 2 bits",
     "owned_rows(rows_as=one_bit(tile=8, bits=1))": "rows_as=one_bit.*refuses options",

@@ -85,7 +85,7 @@ def test_a_plan_says_what_is_coded_that_it_is_not_exact_and_what_it_saves():
         ("simultaneous", 2, EIGHT, None, "every process runs the whole model"),
         ("gpipe", 1, EIGHT, None, "there is one stage"),
         ("gpipe", 2, None, "same", "whose edge is not coded; name the edge's codec too"),
-        ("gpipe", 2, "quantise(bits=8)", None, "did you mean quantize"),
+        ("gpipe", 2, "quantise(bits=8)", None, "did you mean 'quantize'"),
         ("gpipe", 2, "quantize(bits=3)", None, "edge quantize.bits=3.: codec: quantize knows 8, 4 and 2 bits"),
         ("gpipe", 2, "one_bit(warm_up=-1)", None, "warm_up is a number of steps"),
         ("gpipe", 2, EIGHT, "one_bit(at_eval=off)", "at_eval is same or off, and of an edge"),

@@ -77,7 +77,7 @@ def test_numbers_that_no_code_makes_shorter_are_refused_before_anything_happens(
         face.plan_for(half, word_loss, batches, 2, exchange={"*": Choice.parse("lower_precision(dtype=float16)")})
     plan = words_plan({"*": Choice.parse("quantize(bits=8)")}, 2).to_json()
     for said in crew(2).run(refused_start, plan.replace('"name": "quantize"', '"name": "quantise"', 1)):
-        assert "no dense exchange 'quantise'" in said and "did you mean quantize" in said
+        assert "no dense exchange 'quantise'" in said and "did you mean 'quantize'" in said
 
 
 def refused_start(rank, world, text):

@@ -42,7 +42,7 @@ def test_entries_are_found_when_somebody_first_looks_in_the_order_of_names(shelf
 
 
 def test_a_wrong_name_is_answered_with_those_there_are_and_a_guess(shelf):
-    with pytest.raises(ValueError, match=r"^fruit: no fruit 'aple'; there are apple, pear; did you mean apple\?$"):
+    with pytest.raises(ValueError, match=r"^fruit: no fruit 'aple'; there are apple, pear; did you mean 'apple'\?$"):
         shelf["aple"]
     with pytest.raises(ValueError, match=r"^fruit: no fruit 'zzz'; there are apple, pear; if it is your own, import"):
         shelf["zzz"]

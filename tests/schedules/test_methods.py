@@ -85,7 +85,7 @@ def test_owners_by_hand():
 @pytest.mark.parametrize(
     ("name", "options", "workers", "said"),
     [
-        ("rign", {}, 2, "no schedule 'rign'; there are .*; did you mean ring"),
+        ("rign", {}, 2, "no schedule 'rign'; there are .*; did you mean 'ring'"),
         ("cyclic", {"mode": "ring"}, 2, "no schedule 'cyclic'"),
         ("simultaneous", {"slack": 1}, 2, "simultaneous has no slack; it may have no options"),
         ("ring", {"micro_batches": 3}, 2, "ring on 2 processes has micro_batches=2, got 3; drop micro_batches"),

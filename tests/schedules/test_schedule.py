@@ -136,7 +136,7 @@ def test_a_picture_that_cannot_be_read_is_quoted(text, complaint):
 
 
 def test_an_unknown_schedule_is_answered_with_those_there_are():
-    with pytest.raises(ValueError, match=r"no schedule 'pipline'; there are accumulation, .*; did you mean pipeline"):
+    with pytest.raises(ValueError, match=r"no schedule 'pipline'; there are accumulation, .*; did you mean 'pipeline'"):
         read(Choice("pipline"), 2)
 
 

@@ -87,4 +87,4 @@ class Registry(Generic[Entry]):
 def guess(name: str, known: Iterable[str]) -> str:
     """What whoever names a method that is on no shelf may have meant, or left out."""
     near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else "if it is your own, import its file first (--import FILE)"
+    return f"did you mean {near[0]!r}?" if near else "if it is your own, import its file first (--import FILE)"

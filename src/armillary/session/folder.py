@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from armillary.facts.plan import Plan
@@ -51,9 +52,7 @@ def open_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        TemporaryFile(dir=folder).close()  # with no name: ranks may open one folder at once
     except OSError as error:
         raise ValueError(
             f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written"
