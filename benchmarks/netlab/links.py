@@ -23,7 +23,7 @@ import json
 from benchmarks.netlab.counters import INTERFACE, Counted, hardware_address
 from benchmarks.netlab.namespaces import LabName, tell
 
-BUCKET = ("burst", "256kb", "latency", "400ms")
+BURST_SECONDS, LEAST_BURST_BYTES = 1e-3, 1 << 14  # what a rested link passes at once: small messages must not slip by
 NO_IPV6 = "entry=/proc/sys/net/ipv6/conf/default/disable_ipv6; test ! -e $entry || echo 1 > $entry"
 RENO = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
 MOST_HOSTS = 250  # what one /24 holds
@@ -61,7 +61,9 @@ def lay(name: LabName, hosts: int) -> None:
 
 def shape(name: LabName, hosts: int, mbit_per_second: float) -> None:
     """Holds every link to a speed in each direction; 0 takes the limit away."""
-    how = ("tbf", "rate", f"{mbit_per_second:g}mbit", *BUCKET) if mbit_per_second > 0 else ("noqueue",)
+    burst = max(LEAST_BURST_BYTES, round(mbit_per_second * 1e6 / 8 * BURST_SECONDS))
+    bucket = ("tbf", "rate", f"{mbit_per_second:g}mbit", "burst", f"{burst}b", "latency", "400ms")
+    how = bucket if mbit_per_second > 0 else ("noqueue",)
     for host in range(hosts):
         for there, interface in ((name.host(host), INTERFACE), (name.switch, f"port{host}")):
             tell("tc", "-n", there, "qdisc", "replace", "dev", interface, "root", *how)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.netlab
 
 ROOT = Path(__file__).resolve().parents[2]
 SENDING = [sys.executable, "-S", str(Path(__file__).with_name("rank_that_sends.py"))]
-BURST_BYTES = 256 * 1024
+BURST_BYTES = 16 * 1024
 
 
 @pytest.fixture(scope="module", autouse=True)

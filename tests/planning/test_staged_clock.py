@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.facts.plan import Choice
+from armillary.facts.processor import Processor, RowRate, UpdateRate
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case
@@ -52,6 +53,33 @@ def test_a_link_carries_one_letter_after_another():
     """Its link is the slowest part, so a step lasts as long as the letters that the middle stage sends both ways."""
     step = played("pipeline", 3, seconds_a_letter=1e-2, micro_batches=6)[1].step_seconds
     assert step >= 6 * 2 * 1e-2
+
+
+def on_a_processor(name, processor=None, hidden=1.0, **options):
+    """Two stages of a tensor of 400 bytes, letters of 80 bytes and of a millisecond."""
+    link = Link(0.0, 8e4)
+    topology = Topology(2, 1, link, link, 1 << 40, processor=processor, hidden_share=hidden)
+    found = chain_of((100, 100))
+    made = plan(found, topology, assumptions=LINKS_ONLY, schedule=Choice(name, options))
+    return simulate(made, Case(found, topology, LINKS_ONLY))
+
+
+def test_calls_on_every_tensor_take_the_processor():
+    none = RowRate(0.0, 0.0, 0.0)
+    quick = Processor(none, none, none, 1e300)
+    slow = replace(quick, updates=(UpdateRate(3e-3, 1e-6),), landing_seconds=5e-4)
+    count = 4
+    before, after = (on_a_processor("pipeline", one, micro_batches=count).processor_seconds for one in (quick, slow))
+    assert after - before == pytest.approx(3e-3 + 400e-6 + count * 5e-4)
+    ringed = on_a_processor("ring", slow).processor_seconds - on_a_processor("ring", quick).processor_seconds
+    assert ringed > 3e-3 + 400e-6 + 2 * 5e-4  # laid into letters, and added, too
+
+
+def test_what_compute_cannot_hide_of_a_letter_takes_both_processors():
+    """Of the first letter, which is waited for, the receiver has nothing to do meanwhile."""
+    free, dear = (on_a_processor("gpipe", hidden=share, micro_batches=2) for share in (1.0, 0.5))
+    assert free.processor_seconds < dear.processor_seconds <= free.processor_seconds + 2 * 2 * 1e-3 * 0.25 + 1e-12
+    assert dear.step_seconds > free.step_seconds
 
 
 def forecast(made):

@@ -6,7 +6,7 @@ ranks at work at once, because ranks that share cores share them in training too
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["CodingRate", "Processor", "RowRate"]
+__all__ = ["CodingRate", "Processor", "RowRate", "UpdateRate"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,24 @@ class CodingRate:
 
 
 @dataclass(frozen=True)
+class UpdateRate:
+    """An optimizer's step: seconds = tensors * tensor_seconds + bytes of their weights * byte_seconds."""
+
+    tensor_seconds: float
+    byte_seconds: float
+
+    def __post_init__(self) -> None:
+        if not (self.tensor_seconds >= 0 and self.byte_seconds >= 0):
+            raise ValueError(f"topology: rates of an optimizer's step must not be negative, got {self}")
+
+
+@dataclass(frozen=True)
 class Processor:
     """gather: rows out of a table. merge: equal rows found and added up. add: rows added into a table.
 
     memory_bytes_per_second: at which whole tensors are read and written, both counted. coding: of the exchanges that
-    are not exact, where they were timed.
+    are not exact, where they were timed. updates: of optimizers, by how many tensors of state they keep for each of
+    the model's: SGD, momentum, Adam. landing_seconds: of one gradient, however small, that a schedule collects.
     """
 
     gather: RowRate
@@ -62,10 +75,14 @@ class Processor:
     add: RowRate
     memory_bytes_per_second: float
     coding: tuple[CodingRate, ...] = ()
+    updates: tuple[UpdateRate, ...] = ()
+    landing_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.memory_bytes_per_second > 0:
             raise ValueError(f"topology: want memory_bytes_per_second > 0, got {self.memory_bytes_per_second}")
+        if not self.landing_seconds >= 0:
+            raise ValueError(f"topology: want landing_seconds >= 0, got {self.landing_seconds}")
 
     @property
     def kinds(self) -> tuple[RowRate, ...]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from armillary.facts.processor import CodingRate, Processor, RowRate
+from armillary.facts.processor import CodingRate, Processor, RowRate, UpdateRate
 
 __all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology", "turn_bytes_on"]
 
@@ -200,6 +200,7 @@ def turn_bytes_on(topology: Topology | None) -> int:
 
 
 def _processor(fields: Mapping[str, Any]) -> Processor:
-    rates = {name: RowRate(**fields[name]) for name in ("gather", "merge", "add")}
+    gather, merge, add = (RowRate(**fields[name]) for name in ("gather", "merge", "add"))
     coding = tuple(CodingRate(**one) for one in fields.get("coding", ()))
-    return Processor(**rates, memory_bytes_per_second=fields["memory_bytes_per_second"], coding=coding)
+    small = tuple(UpdateRate(**one) for one in fields.get("updates", ())), fields.get("landing_seconds", 0.0)
+    return Processor(gather, merge, add, fields["memory_bytes_per_second"], coding, *small)

@@ -79,7 +79,8 @@ def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True)
     share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
     push = tuple(_scaled(request, due) for request in _requests(legs, even, topology))
-    packing, update = pack_seconds(layout.joined_bytes, facts, case), dense_update_seconds(layout.joined_bytes, case)
+    packing = pack_seconds(layout.joined_bytes, facts, case)
+    update = dense_update_seconds(layout.joined_bytes, len(facts), case)
     return Activities((), (), 0.0, packing, push, due * coding_seconds(choice, layout, case), update)
 
 

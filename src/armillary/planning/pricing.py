@@ -42,6 +42,7 @@ __all__ = [
     "idle_leg",
     "idle_round",
     "index_seconds",
+    "landing_seconds",
     "pack_seconds",
     "predict_seconds_of",
     "row_forecast",
@@ -151,7 +152,7 @@ def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, b
     links = leg_seconds(exchange.legs(layout, case.topology), case.topology, buckets)
     nbytes = layout.joined_bytes
     seconds = share * (links + coding_seconds(choice, layout, case))
-    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, case)
+    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, len(facts), case)
     copies = 2 + slots + (exchange.carries == "weights")  # weights are not sent from where they are
     memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
     return Forecast(share * sum(sent) / len(sent), memory, seconds)
@@ -184,9 +185,23 @@ def fill_seconds(facts: Iterable[ParameterFact], case: Case) -> float:
     return 2 * sum(fact.bytes for fact in facts if fact.shardable) / case.memory_bytes_per_second
 
 
-def dense_update_seconds(nbytes: int, case: Case) -> float:
-    """The update reads gradient, reads and writes weight and state."""
-    return (3 + 2 * case.assumptions.optimizer_slots) * nbytes / case.memory_bytes_per_second
+def dense_update_seconds(nbytes: int, tensors: int, case: Case) -> float:
+    """The update reads gradient, reads and writes weight and state, and calls a few operations on every tensor."""
+    slots, measured = case.assumptions.optimizer_slots, case.topology.processor
+    if measured is None or not measured.updates:
+        return (3 + 2 * slots) * nbytes / case.memory_bytes_per_second
+    rate = measured.updates[min(slots, len(measured.updates) - 1)]
+    return tensors * rate.tensor_seconds + nbytes * rate.byte_seconds
+
+
+def landing_seconds(facts: Sequence[ParameterFact], case: Case) -> float:
+    """One backward's gradients of these parameters, each taken by a schedule and added to a sum, which is read and
+    written; and tables are filled."""
+    measured = case.topology.processor
+    if measured is None or not measured.landing_seconds:
+        return fill_seconds(facts, case)
+    added = 3 * sum(fact.bytes for fact in facts) / case.memory_bytes_per_second
+    return fill_seconds(facts, case) + len(facts) * measured.landing_seconds + added
 
 
 class RowWork(NamedTuple):

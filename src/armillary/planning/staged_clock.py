@@ -4,10 +4,12 @@ The lists are those that the interpreter carries out, and whoever is earliest go
 its receiver has made room and the sender's link is free; links carry one letter after another, latency included.
 Steps overlap as they do in a run, so what is shown is a step in the midst of several.
 
-Departures: ranks of a node do not share its card; tables by row are not played.
+Departures: ranks of a node do not share its card; tables by row are not played. A rank finds its caches colder than the
+profile did, the more micro-batches are on their way: up to a sixth of a backward on a small model.
 """
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +22,10 @@ from armillary.facts.stage import StageFact
 from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import BusySpan, Clock, Lane, Request, Transfer
 from armillary.planning.edges import coding_seconds_of, sent_over
-from armillary.planning.pricing import Case, dense_update_seconds, fill_seconds
+from armillary.planning.pricing import Case, dense_update_seconds, landing_seconds
 from armillary.planning.simulation import Simulation
 from armillary.planning.stage_groups import crossing
+from armillary.schedules.checker import SUMS
 from armillary.schedules.edge import EdgeCode, codes_of
 from armillary.schedules.instruction import Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
@@ -43,7 +46,8 @@ WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 class _Stage:
     """Seconds of one micro-batch without coding, and of the optimizer's step; the last of its modules, which says what
     it passes on; bytes of its weights, and of the counts behind gradients that are summed on their way. Pieces: of the
-    backward, whose seconds they add up to."""
+    backward, whose seconds they add up to. landing: its gradients taken and added, or laid into a letter.
+    """
 
     forward: float
     backward: tuple[Piece, ...]
@@ -51,6 +55,7 @@ class _Stage:
     passed: StageFact
     weight_bytes: int
     count_bytes: int
+    landing: float
 
 
 @dataclass(eq=False)
@@ -116,6 +121,7 @@ class _Play:
         self.flights: list[_Flown] = []
         self.replicas = self.options.replicas(plan.workers)
         self.reduced: dict[tuple[int, int, int], list[int]] = {}  # places in `flights`, by rank, step and stage
+        self.summed = set[tuple[int, int, int]]()  # joined with another rank's: they lie in one already
         self.over = set[tuple[int, int, int]]()  # whose gradients are all there
         self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
 
@@ -192,9 +198,13 @@ class _Play:
             if self.letters[lacked].arrived is None:
                 return lacked
         for letter, receiver in wanted:
+            place, began = self.letters[letter, receiver].place, clock.now_seconds
             clock.wait(f"stage {letter.stage}", self.letters[letter, receiver].arrived or 0.0)
-            place = self.letters[letter, receiver].place
             self.flights[place] = self.flights[place].seen(clock.now_seconds)
+            if one.op != "OVER":
+                flown = self.flights[place]
+                beside = min(began, self.letters[letter, receiver].arrived or 0.0) - flown.flight.launch_seconds
+                self._carry(clock, flown.sender, number, letter, max(0.0, beside))
             if one.op in ("F", "B"):
                 self._code(number, letter, "decode")
         if one.op in ("UPDATE", "NORM"):
@@ -208,6 +218,9 @@ class _Play:
             self._backward(number, clock, one)
         elif one.op == "UPDATE":
             clock.work(f"stage {one.stage}", "update", stage.update)
+        elif one.op == "SUM":
+            self.summed.add((number, one.step, one.stage))
+            clock.work(f"stage {one.stage}", "sum", stage.landing)
         elif one.op == "REDUCE":
             key = number, one.step, one.stage
             self.reduced[key] = []
@@ -215,7 +228,10 @@ class _Play:
         elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
             if one.op == "SEND":
                 self._code(number, one.letter, "encode")
+                clock.work(f"stage {one.stage}", "pack", self._packing(number, one.letter))
             self._meet(number, one)
+            if one.op == "SEND":
+                self._carry(clock, number, one.peer, one.letter)
         return None
 
     def _code(self, number: int, letter: Letter, side: str) -> None:
@@ -223,6 +239,20 @@ class _Play:
         code, below = self._crossing(letter)
         if seconds := coding_seconds_of(code, below.passed, self.case):
             self.ranks[number].clock.work(f"stage {letter.stage}", side, seconds)
+
+    def _packing(self, number: int, letter: Letter) -> float:
+        """Many tensors laid into one."""
+        lies_in_one = (number, letter.step, letter.stage) in self.summed and letter.what in SUMS
+        return self.stages[letter.stage].landing if letter.what in (*SUMS, "weights") and not lies_in_one else 0.0
+
+    def _carry(self, clock: Clock, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
+        """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
+        topology = self.case.topology
+        is_inside = topology.node_of(sender) == topology.node_of(receiver)
+        link = topology.inside if is_inside else topology.between
+        carried = link.seconds(self._bytes_of(letter)) - link.latency_seconds
+        shown = (1 - topology.hidden_share) / 2
+        clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
 
     def _crossing(self, letter: Letter) -> tuple[EdgeCode | None, _Stage]:
         """How it is coded, and the stage below the edge."""
@@ -311,10 +341,11 @@ def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage
         part, facts = units[first:end], _facts(plan, case, number)
         forward = sum(unit.forward_seconds for unit in part)
         again = forward if number in recomputed else 0.0
-        backward = (Piece("", again, None), *_backward_of(part, case), Piece("", fill_seconds(facts, case), None))
+        landing = landing_seconds(facts, case)
+        backward = (Piece("", again, None), *_backward_of(part, case), Piece("", landing, None))
         weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
-        update = dense_update_seconds(weights, case)
-        yield _Stage(forward, backward, update, part[-1], weights, counts)
+        update = dense_update_seconds(weights, len(facts), case)
+        yield _Stage(forward, backward, update, part[-1], weights, counts, landing)
 
 
 def _backward_of(part: Sequence[StageFact], case: Case) -> Iterator[Piece]:

@@ -19,7 +19,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
 from armillary.planning.edges import EdgeRequests, loads_with_edges, notes_on_edges, sent_over
-from armillary.planning.pricing import Case, fill_seconds
+from armillary.planning.pricing import Case, landing_seconds
 from armillary.planning.stage_groups import NO_WAYS, GroupPart, Ways, crossing, departures_of, parts_of_stage
 from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableRequest, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
@@ -245,7 +245,7 @@ def _load(part: Sequence[StageFact], facts: Sequence[ParameterFact], case: Case)
         first=part[0].name,
         last=part[-1].name,
         flops=sum(unit.forward_flops for unit in part),
-        seconds=computed + fill_seconds(facts, case),
+        seconds=computed + landing_seconds(facts, case),
         weight_bytes=sum(fact.bytes for fact in facts),
         count_bytes=reduced_bytes(facts) - sum(fact.bytes for fact in facts),
         activation_bytes=sum(unit.activation_bytes for unit in part),

@@ -20,6 +20,7 @@ from armillary.runtime.coding_timer import coding_rates
 from armillary.runtime.index_timer import Timer, processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
 from armillary.runtime.overlap_timer import beside_seconds, hidden_share
+from armillary.runtime.tensor_timer import landing_seconds, update_rates
 from armillary.runtime.transport import Transport
 
 __all__ = ["free_memory_bytes", "measure", "workers_per_node"]
@@ -68,8 +69,13 @@ def measure(
         for kind in effort.kinds:
             found.append(request_link(transport, kind, side, ranks, effort, device))
             told(f"{kind} {side} nodes: {_link_text(found[-1].link)}")
+    timer = Timer(BLOCK_SECONDS, transport.agree_largest, device)
     rates = processor(device, BLOCK_SECONDS, transport.agree_largest)
+    (landing,) = transport.agree_largest([landing_seconds(timer)])
+    rates = replace(rates, updates=update_rates(timer), landing_seconds=landing)
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
+    each = ", ".join(seconds_text(one.tensor_seconds) for one in rates.updates)
+    told(f"a small tensor: {each} in a step of SGD, momentum, Adam; {seconds_text(landing)} as a gradient collected")
     share = hidden_share(transport) if backend == "gloo" else 1.0
     beside = {kind: beside_seconds(transport, kind) for kind in effort.kinds} if backend == "gloo" and found else {}
     found = [replace(one, beside_seconds=beside.get(one.request, 0.0)) for one in found]
@@ -82,7 +88,7 @@ def measure(
     )
     if not effort.times_coding or device.type != "cpu":
         return topology
-    coding = coding_rates(topology, Timer(BLOCK_SECONDS, transport.agree_largest, device))
+    coding = coding_rates(topology, timer)
     for rate in coding:
         told(f"{rate.exchange}: {seconds_text(rate.million_seconds)} of a processor a million values")
     return replace(topology, processor=replace(rates, coding=coding))
