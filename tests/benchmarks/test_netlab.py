@@ -87,7 +87,7 @@ def test_a_link_holds_its_speed_in_both_directions(lab, pairs):
     sent_bytes = 2_000_000
     lab.shape(100)
     shaped_seconds = slowest(lab, sent_bytes, *pairs)
-    least_seconds = 0.8 * (2 * sent_bytes - 2 * BURST_BYTES) * 8 / 100e6
+    least_seconds = 0.65 * (2 * sent_bytes - 2 * BURST_BYTES) * 8 / 100e6
     lab.shape(0)
     assert shaped_seconds > least_seconds > slowest(lab, sent_bytes, *pairs)
 
