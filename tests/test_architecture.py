@@ -348,7 +348,7 @@ REACHES_INSIDE = {
     "breakdown": {"facts.collectives", "runtime.transport"},
     "codecs": {"codecs.codec"},
     "cyclic_accuracy": BY_HAND | {
-        "exchanges.exchange", "reference.cyclic", "runtime.cyclic.own_loop", "runtime.cyclic.team",
+        "exchanges.exchange", "reference.cyclic", "runtime.cyclic.own_loop", "runtime.cyclic.stage_replicas",
         "runtime.hybrid.dense_unit", "schedules.corrections.correction", "schedules.delayed_all_reduce",
         "schedules.schedule", "schedules.simultaneous",
     },
@@ -358,7 +358,7 @@ REACHES_INSIDE = {
         "schedules.schedule",
     },
     "cyclic_ring": BY_HAND | {
-        "exchanges.exchange", "runtime.cyclic.own_loop", "runtime.cyclic.team", "runtime.hybrid.dense_unit",
+        "exchanges.exchange", "runtime.cyclic.own_loop", "runtime.cyclic.stage_replicas", "runtime.hybrid.dense_unit",
     },
     "cyclic_shared": BY_HAND | {
         "facts.collectives", "schedules.cyclic_pipeline", "schedules.gpipe",

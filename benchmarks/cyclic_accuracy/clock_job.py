@@ -21,7 +21,7 @@ from armillary.exchanges.exchange import build_dense
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.partition.stages import Stage
@@ -147,7 +147,7 @@ def _delayed(sizes: Sizes, transport: Transport) -> Mode:
     units = [
         dense_unit(f"stage {j}", {f"{j}.weight": model[j].weight}, exchange, place) for j in reversed(range(len(sizes)))
     ]
-    run = OwnLoop(Team(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
+    run = OwnLoop(StageReplicas(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
     return partial(_step, model, optimizer), run.settle
 
 

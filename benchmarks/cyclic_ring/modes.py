@@ -19,7 +19,7 @@ from armillary.exchanges.exchange import build_dense
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.partition.stages import Stage
@@ -197,7 +197,7 @@ def _delayed(transport: Transport, sizes: Sizes) -> Mode:
         dense_unit(label, {str(number): one for number, one in enumerate(bucket)}, build_dense("all_reduce"), place)
         for label, bucket in _late_buckets(model).items()
     ]
-    run = OwnLoop(Team(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
+    run = OwnLoop(StageReplicas(place, transport, groups={0: units}).reducer(0, is_late=True), optimizer)
     return Mode(partial(_step, model, optimizer, _batch(transport, sizes)), run.settle)
 
 

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_
 from armillary.exchanges.exchange import RankInfo, build_dense
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.own_loop import OwnLoop
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
@@ -52,7 +52,7 @@ def attached(buckets, optimizer, requests, place, **more):
         dense_unit(name, {str(n): one for n, one in enumerate(members)}, build_dense("all_reduce"), place)
         for name, members in buckets.items()
     ]
-    return OwnLoop(Team(place, requests, groups={0: units}).reducer(0, is_late=True), optimizer, **more)
+    return OwnLoop(StageReplicas(place, requests, groups={0: units}).reducer(0, is_late=True), optimizer, **more)
 
 
 def clipping(net):

@@ -9,7 +9,7 @@ from armillary.reference.cyclic_workers import WorkersReference
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.runtime.cyclic.seat import side_by_side
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.schedules.accumulation import accumulation
@@ -42,9 +42,9 @@ def replica(rank, seat, workers, micro_batches=EACH, clip=None, model=net, order
     stages = model()
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
     scheduler, schedule, place = drop(optimizer, 2), accumulation(micro_batches, len(stages)), RankInfo(rank, workers)
-    team = Team(place, seat, groups=grouped(stages, place, order))
+    replicas = StageReplicas(place, seat, groups=grouped(stages, place, order))
     spec = TrainSpec(schedule, squared_error, 0, clip=clip)
-    run = Interpreter(as_stages(stages), optimizer, spec, side_by_side(schedule, team))
+    run = Interpreter(as_stages(stages), optimizer, spec, side_by_side(schedule, replicas))
     if hear is not None:
         hear(stages)
     losses = []
@@ -165,7 +165,7 @@ def test_two_steps_may_be_under_way_where_the_update_is_late():
     def act(rank, seat):
         parameter = nn.Parameter(torch.zeros(2))
         unit = dense_unit("all", {"p": parameter}, build_dense("all_reduce"), RankInfo(rank, 2))
-        reducer = Team(RankInfo(rank, 2), seat, groups={0: [unit]}).reducer(0, is_late=True)
+        reducer = StageReplicas(RankInfo(rank, 2), seat, groups={0: [unit]}).reducer(0, is_late=True)
         assert isinstance(reducer, Reducer)
         means = []
         for step in range(3):

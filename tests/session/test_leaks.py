@@ -14,7 +14,7 @@ from armillary.facts.plan import Choice
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.own_loop import OwnLoop
 from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.hybrid.dense_unit import dense_unit
 from armillary.runtime.transport import Transport
@@ -111,7 +111,7 @@ def train_with_stale_gradients(rank, workers, kind):
     else:
         transport = Transport()
         unit = dense_unit("all", dict(model.named_parameters()), build_dense("all_reduce"), transport.place)
-        run = OwnLoop(Team(transport.place, transport, groups={0: [unit]}).reducer(0, is_late=True), optimizer)
+        run = OwnLoop(StageReplicas(transport.place, transport, groups={0: [unit]}).reducer(0, is_late=True), optimizer)
     for batches in data(3, workers, torch.float64):
         if kind == "ring":
             run.step([batches[rank]])

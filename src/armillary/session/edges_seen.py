@@ -1,8 +1,8 @@
 """What crossed the edges of a schedule in the steps of a trace, step by step.
 
 A letter is in flight from when both sides had asked to when one of them saw that it was over, as the clock has it
-(`planning/staged_clock`). Ranks of different replicas exchange letters of the same names: each replica is a team of its
-own, and seconds are the mean over teams.
+(`planning/staged_clock`). Ranks of different replicas exchange letters of the same names: each replica is a pipeline
+of its own, and seconds are the mean over pipelines.
 """
 
 from collections import defaultdict
@@ -47,23 +47,23 @@ class _Letter:
 
 def edges_seen(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
     """By edge, of the plan's schedule."""
-    edges, teams = EdgeLabels(plan), _teams(plan)
+    edges, pipelines = EdgeLabels(plan), _pipelines(plan)
     seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     sent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for team in teams:
-        for (edge, at), letter in _letters(edges, (trace.ranks[rank] for rank in team)).items():
+    for pipeline in pipelines:
+        for (edge, at), letter in _letters(edges, (trace.ranks[rank] for rank in pipeline)).items():
             step = at.split(",")[0]
-            seconds[edge][step] += letter.seconds / len(teams)
+            seconds[edge][step] += letter.seconds / len(pipelines)
             sent[edge][step] += letter.sent_bytes / plan.workers
     return {edge: SeenEdge(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
 
 
-def _teams(plan: Plan) -> Sequence[Sequence[int]]:
+def _pipelines(plan: Plan) -> Sequence[Sequence[int]]:
     """Ranks that exchange letters: of one replica, or all where each holds the whole model."""
     everybody = list(range(plan.workers))
-    teams = {tuple(plan.mesh.sharing_data(rank)) for rank in everybody}
+    pipelines = {tuple(plan.mesh.sharing_data(rank)) for rank in everybody}
     workers = options_of(plan).schedule().workers
-    return sorted(teams) if all(len(team) == workers for team in teams) else [everybody]
+    return sorted(pipelines) if all(len(pipeline) == workers for pipeline in pipelines) else [everybody]
 
 
 def _letters(edges: EdgeLabels, ranks: Iterable[Sequence[Record]]) -> dict[tuple[str, str], _Letter]:

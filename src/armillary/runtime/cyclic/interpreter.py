@@ -90,12 +90,12 @@ class Interpreter:
             seat.ranks,
             clip,
             served=tuple(seat.tables),
-            reduces=seat.team.reduces,
+            reduces=seat.replicas.reduces,
             wires=Wires(seat.one_queue, spec.codes, spec.lends, buffered),
         )
         self.micro_batches = list(where.handed_in(seat.rank))
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
-        self._reducers = {j: seat.team.reducer(j, self._is_late(j)) for j in self._stages if seat.team.reduces}
+        self._reducers = {j: seat.replicas.reducer(j, self._is_late(j)) for j in self._stages if seat.replicas.reduces}
         self._means = {j: self._means_of(stage) for j, stage in self._stages.items()}
         self.borrowed = {j: Borrowed(self._stages[j]) for j in self._lowering.borrowed}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
@@ -110,7 +110,7 @@ class Interpreter:
         own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
         self._device, self._device_type = own[0].device if own else torch.device("cpu"), device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
-        self._first = seat.team.place.rank * schedule.micro_batches  # of this replica's, among those of all
+        self._first = seat.replicas.place.rank * schedule.micro_batches  # of this replica's, among those of all
         self._crossed = Crossed(spec.seed, self._first, schedule.stages, spec.counted)
         self._remembering = remembering(spec.codes, self._stages)
         self._autocasts: dict[int, Autocast] = {}  # by step

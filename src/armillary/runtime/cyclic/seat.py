@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from armillary.runtime.channel import Channel
+from armillary.runtime.cyclic.stage_replicas import StageReplicas, alone
 from armillary.runtime.cyclic.stage_tables import Tables
-from armillary.runtime.cyclic.team import Team, alone
 from armillary.schedules.placement import Ranks
 from armillary.schedules.schedule import Schedule
 
@@ -17,7 +17,7 @@ class Seat:
     Args:
         ranks: by worker of the schedule, or which of them runs what.
         channel: to the other ranks; None if all workers are here.
-        team: the ranks that hold the same stages, with data of their own.
+        replicas: the ranks that hold the same stages, with data of their own.
         tables: of every stage that reads some, this rank's or not.
         one_queue: whether the channel has one for both directions of a pair, as NCCL has.
     """
@@ -25,7 +25,7 @@ class Seat:
     rank: int
     ranks: Ranks
     channel: Channel | None = None
-    team: Team = field(default_factory=alone)
+    replicas: StageReplicas = field(default_factory=alone)
     tables: Tables = field(default_factory=dict)
     one_queue: bool = False
 
@@ -37,7 +37,7 @@ def in_a_row(
     return Seat(rank, range(schedule.workers), channel, tables=tables or {}, one_queue=one_queue)
 
 
-def side_by_side(schedule: Schedule, team: Team | None = None, tables: Tables | None = None) -> Seat:
-    """All workers of the schedule in this process; the ranks of the team do the same with data of their own."""
-    team = team or alone()
-    return Seat(team.place.rank, [team.place.rank] * schedule.workers, team=team, tables=tables or {})
+def side_by_side(schedule: Schedule, replicas: StageReplicas | None = None, tables: Tables | None = None) -> Seat:
+    """All workers of the schedule in this process; its replicas do the same with data of their own."""
+    replicas = replicas or alone()
+    return Seat(replicas.place.rank, [replicas.place.rank] * schedule.workers, replicas=replicas, tables=tables or {})

@@ -10,7 +10,7 @@ from armillary.schedules.by_worker import placed
 from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
 from armillary.session.engines.contract import Parts
-from armillary.session.engines.replicas import beside_bytes, ranks_of, team_of
+from armillary.session.engines.replicas import beside_bytes, ranks_of, replicas_of
 from armillary.session.feed import device_of
 from armillary.session.workload import Batch
 
@@ -24,13 +24,13 @@ class InterpretedEngine:
         schedule, tables, place = parts.spec.schedule, parts.tables.by_stage, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
         self._steps = 0  # handed in
-        team = team_of(parts)
-        self.units = [unit for units in team.groups.values() for unit in units] if team.reduces else []
+        replicas = replicas_of(parts)
+        self.units = [unit for units in replicas.groups.values() for unit in units] if replicas.reduces else []
         if parts.options.method.is_side_by_side:
-            seat = side_by_side(schedule, team, tables)
+            seat = side_by_side(schedule, replicas, tables)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
-            seat = Seat(place.rank, ranks_of(parts), parts.channel, team, tables, one_queue)
+            seat = Seat(place.rank, ranks_of(parts), parts.channel, replicas, tables, one_queue)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.spec, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         where = placed(schedule, seat.ranks)

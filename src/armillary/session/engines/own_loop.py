@@ -12,7 +12,7 @@ from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.cyclic.updates import clipped
 from armillary.schedules.clipping import Clip, square_of_stage
 from armillary.session.engines.contract import Parts
-from armillary.session.engines.replicas import beside_bytes, team_of
+from armillary.session.engines.replicas import beside_bytes, replicas_of
 from armillary.session.workload import Batch
 
 __all__ = ["OwnLoopEngine"]
@@ -25,9 +25,9 @@ class OwnLoopEngine:
         """after_step: called when a step of the loop is over."""
         clip, within = parts.options.clip, partial(parts.transport.within, "backward")
         change = unchanged if clip is None else partial(_clipped, clip, list(parts.job.model.parameters()))
-        team = team_of(parts)
-        self.units = [unit for units in team.groups.values() for unit in units]
-        self.runtime = OwnLoop(team.reducer(0, is_late=True), parts.job.optimizer, change, after_step, within)
+        replicas = replicas_of(parts)
+        self.units = [unit for units in replicas.groups.values() for unit in units]
+        self.runtime = OwnLoop(replicas.reducer(0, is_late=True), parts.job.optimizer, change, after_step, within)
         self.newest, self.detach = self.runtime.newest, self.runtime.detach
 
     @property

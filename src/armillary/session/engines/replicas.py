@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from armillary.exchanges.exchange import RankInfo, build_dense, dense_exchanges
 from armillary.facts.mesh import DATA
-from armillary.runtime.cyclic.team import Team
+from armillary.runtime.cyclic.stage_replicas import StageReplicas
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.schedules.by_worker import placed
 from armillary.schedules.placement import Ranks
 from armillary.session.data_place import data_place
 from armillary.session.engines.contract import Parts
 
-__all__ = ["beside_bytes", "ranks_of", "team_of"]
+__all__ = ["beside_bytes", "ranks_of", "replicas_of"]
 
 
 def ranks_of(parts: Parts) -> Ranks:
@@ -23,7 +23,7 @@ def ranks_of(parts: Parts) -> Ranks:
     return parts.options.ranks(together if len(together) == workers else range(workers))
 
 
-def team_of(parts: Parts) -> Team:
+def replicas_of(parts: Parts) -> StageReplicas:
     """The ranks that hold the same stages."""
     mesh, whole = parts.plan.mesh, parts.transport.place
     replicas = parts.options.replicas(whole.workers)
@@ -31,7 +31,7 @@ def team_of(parts: Parts) -> Team:
     is_everybody = replicas == whole.workers
     if not is_everybody and replicas > 1:
         parts.transport.open_axis(DATA, mesh.members(DATA))
-    return Team(place, parts.channel, "world" if is_everybody else DATA, _groups(parts, place))
+    return StageReplicas(place, parts.channel, "world" if is_everybody else DATA, _groups(parts, place))
 
 
 def beside_bytes(units: Sequence[DenseUnit]) -> float:

@@ -14,11 +14,11 @@ from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 
-__all__ = ["Team", "alone"]
+__all__ = ["StageReplicas", "alone"]
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class StageReplicas:
     """
     Args:
         place: of this rank among them. requests: to the others; None if there are none. scope: that names them.
@@ -49,6 +49,6 @@ class Team:
         return Reducer(units, self.place, self.requests, self.scope)
 
 
-def alone() -> Team:
+def alone() -> StageReplicas:
     """One rank."""
-    return Team(RankInfo(0, 1))
+    return StageReplicas(RankInfo(0, 1))
