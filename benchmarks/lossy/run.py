@@ -26,7 +26,7 @@ from benchmarks.netlab import Lab, LabUnavailable
 HERE = Path(__file__).parent
 WORKERS = 4
 SPEEDS = (100, 300, 1000, 0)  # Mbit/s; 0: loopback's own speed
-LIVE = ("int8", 100)  # the cell that is run end to end
+LIVE = ("low_rank", 100)  # the cell that is run end to end
 LOOKS = 40
 
 

@@ -15,6 +15,7 @@ from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.tiles import (
     as_bytes,
     from_bytes,
+    in_blocks,
     packed,
     packed_bytes,
     scale_bytes,
@@ -48,18 +49,26 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
     levels = (1 << (bits - 1)) - 1
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
-        tiles = tiled(values, tile).to(working(values.dtype))
-        top = tiles.abs().amax(1, keepdim=True)
-        steps = (tiles / torch.where(top > 0, top, 1)).mul_(levels).round_().nan_to_num_(0.0)
-        numbers = steps.add_(levels).to(torch.uint8).view(-1)[: len(values)]
-        return torch.cat([as_bytes(top.view(-1)), packed(numbers, bits)])
+        tops, numbers = list[Tensor](), list[Tensor]()
+        for some in in_blocks(tiled(values, tile)):
+            exact = some.to(working(values.dtype))
+            top = exact.abs().amax(1, keepdim=True)
+            steps = (exact / torch.where(top > 0, top, 1)).mul_(levels).round_().nan_to_num_(0.0)
+            tops.append(top)
+            numbers.append(steps.to(torch.int8))  # torch makes signed bytes thrice as fast as unsigned ones
+        counted = torch.cat(numbers).view(torch.uint8).add_(levels).view(-1)[: len(values)]
+        return torch.cat([as_bytes(torch.cat(tops).view(-1)), packed(counted, bits)])
 
     def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
         dtype = working(like.dtype)
         at = -(-n // tile) * dtype.itemsize
-        top = from_bytes(code[:at], dtype).view(-1, 1)
-        steps = tiled(unpacked(code[at:], n, bits).to(dtype) - levels, tile)
-        return (steps.div_(levels) * top).view(-1)[:n].to(like.dtype)
+        tops = in_blocks(from_bytes(code[:at], dtype).view(-1, 1), tile)
+        numbers = in_blocks(tiled(unpacked(code[at:], n, bits), tile))
+        found = [
+            some.to(dtype).sub_(levels).div_(levels).mul_(top).to(like.dtype)
+            for some, top in zip(numbers, tops, strict=True)
+        ]
+        return torch.cat(found).view(-1)[:n]
 
     def meaning(values: Tensor, draw: Draw) -> Tensor:
         exact, found = values.to(working(values.dtype)), []

@@ -11,9 +11,9 @@ Requests are made only right after a round in which every rank said it is idle, 
     the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
     b + 1 begins      gradients of b's rows that are unused now leave, see `delay.py`    (tables that delay gradients)
 
-What leaves at one moment, of whatever tables, is one message to each rank (`coalesced.py`): ids, early rows; masks go with
-the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in the
-order in which a forward reads, since it waits for them, and the ids go with the first.
+What leaves at one moment, of whatever tables, is one message to each rank (`coalesced.py`): ids, early rows; masks go
+with the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in
+the order in which a forward reads, since it waits for them, and the ids go with the first.
 
 A look-up that finds its rows here costs no round. The next idle round says which were found (`seal`), since only
 their gradients may be pushed; one that some ranks predicted in vain is asked for anew by those that made it. Nothing
