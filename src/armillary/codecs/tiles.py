@@ -57,7 +57,8 @@ def in_blocks(rows: Tensor, tile: int = 0) -> Sequence[Tensor]:
     Args:
         tile: numbers of a tile, where a row holds what belongs to one; else as long as a row is.
     """
-    return rows.split(max(1, BLOCK // (tile or rows.shape[1])))
+    found: Sequence[Tensor] = rows.split(max(1, BLOCK // (tile or rows.shape[1])))
+    return found
 
 
 def as_bytes(values: Tensor) -> Tensor:
