@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw
+from armillary.codecs.finite import all_finite
 from armillary.codecs.tiles import as_bytes, from_bytes
 
 __all__ = ["GUARD_BYTES", "at_places", "guarded"]
@@ -23,7 +24,7 @@ def guarded(codec: Codec) -> Codec:
     """The same codec; values that are not all finite arrive as not a number, all of them."""
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
-        is_sick = ~values.isfinite().all()
+        is_sick = ~all_finite(values)
         code = codec.encode(values.nan_to_num(0.0, 0.0, 0.0) if is_sick else values, draw)
         return torch.cat([is_sick.view(1).to(torch.uint8), code])
 

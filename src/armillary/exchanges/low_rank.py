@@ -191,7 +191,7 @@ class _Way:
         parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail]
         total = yield AllReduce(torch.cat(parts))
         sums = list(total.split([len(part) for part in parts]))
-        result, lost = torch.zeros_like(full), torch.zeros_like(full)
+        result, lost = (torch.zeros(full.shape, dtype=dtype, device=full.device) for _ in range(2))
         for (a, b), summed in zip(spans, sums[len(left) : -1], strict=True):
             result[a:b] = summed
         factors = [summed.view_as(own) for summed, own in zip(sums, left, strict=False)]
@@ -203,9 +203,10 @@ class _Way:
             factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
         for one, own, summed, known in zip(matrices, left, factors, right, strict=True):
             is_turned = self.is_turned(state, one)
-            sent, out = (known @ own.T, known @ summed.T) if is_turned else (own @ known.T, summed @ known.T)
-            one.of(result).copy_(out)
-            one.of(lost).copy_(one.of(full).to(dtype) - sent)
+            for factor, into in ((own, one.of(lost)), (summed, one.of(result))):  # in place: they are as large as all
+                torch.mm(*((known, factor.T) if is_turned else (factor, known.T)), out=into)
+            torch.sub(one.of(full).to(dtype), one.of(lost), out=one.of(lost))
+        result, lost = result.to(full.dtype), lost.to(full.dtype)
         factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]
         after = {RESIDUAL: kept_back(parcel, lost), FACTOR: factor, AGE: state[AGE] + 1}
         return parcel.answered(result, sums[-1].double()), after

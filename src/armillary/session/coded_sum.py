@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import codec_of
+from armillary.codecs.finite import all_finite
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel
@@ -81,7 +82,7 @@ class CodedSum:
         if complaint := exchange.refuses(layout):
             raise ValueError(f"coded_sum: {self._name} cannot carry this part: {complaint}")
         values = torch.nn.functional.pad(part.flatten(), (0, layout.numel - part.numel()))
-        is_sick = not bool(values.isfinite().all())
+        is_sick = not bool(all_finite(values))
         tail = torch.tensor(
             [float(part.numel()), float(is_sick)], dtype=torch.float64
         )  # codes may be as long as others

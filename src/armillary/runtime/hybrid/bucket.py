@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from armillary.codecs.finite import all_finite
 from armillary.exchanges.parcel import Parcel, Rows
 from armillary.facts.layout import Layout
 
@@ -164,7 +165,7 @@ class Bucket:
             parameter.copy_(view)
 
     def _parcel(self, used: list[float]) -> Parcel:
-        is_sick = self.layout.is_guarded and not bool(self.values.isfinite().all())
+        is_sick = self.layout.is_guarded and not bool(all_finite(self.values))
         tail = torch.tensor([*used, float(is_sick)] if self.layout.is_guarded else used, dtype=torch.float64)
         self.room.copy_(tail)
         return Parcel(self.values, tail, self.layout, self.flat, rows=self.rows)
