@@ -148,7 +148,11 @@ def bars(slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> list[Ba
     idle = [any("coded edges do not help" in note for note in free["notes"][name]) for name in CODED if name != UNCODED]
     lost = [100 * each for each in _worse(out, slow["stages"], rotated)]
     stages = f"{slow['stages']} stages: "
+    curves = [json.loads(path.read_text())["loss"] for path in _curves(out, slow["stages"], UNCODED)]
+    learnt = [max(curve[-1] / curve[0] for curve in curves)] if curves else []
     return [
+        Bar(f"{stages}uncoded held-out loss at the end, of what it was untrained, worst seed", "0.75 or less", learnt,
+            lambda it: it <= 0.75),
         Bar(f"{stages}steps of {rotated}, times as fast as uncoded", "2.5 or more", [times], lambda it: it >= 2.5),
         Bar(f"{stages}loss of {rotated}, per cent above uncoded", "1 or less", lost, lambda it: it <= 1),
         Bar(f"{stages}bytes on the edge of stage 0, times fewer by {sparse}", "8 or more",
@@ -163,8 +167,11 @@ def bars(slow: Mapping[str, Any], free: Mapping[str, Any], out: Path) -> list[Ba
 
 
 def _last_losses(out: Path, stages: int, name: str) -> list[float]:
-    found = sorted(out.glob(f"loss_{stages}_{name.replace(' ', '_')}_[0-9].json"))
-    return [json.loads(path.read_text())["loss"][-1] for path in found]
+    return [json.loads(path.read_text())["loss"][-1] for path in _curves(out, stages, name)]
+
+
+def _curves(out: Path, stages: int, name: str) -> list[Path]:
+    return sorted(out.glob(f"loss_{stages}_{name.replace(' ', '_')}_[0-9].json"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What is trained: a small transformer that continues made-up text, on the same sequences in every epoch.
 
 The text is drawn from a chain that knows the last two letters, so there is something to learn and a floor below which
-no loss comes. Samples return in every epoch, unchanged, as an edge that remembers them wants.
+no loss comes. There is enough of it: with 48 letters and 512 sequences the model learned those by heart, and its
+held-out loss rose from 3.8 to 6.6. Samples return in every epoch, unchanged, as an edge that remembers them wants.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Sizes(NamedTuple):
     sequences: int
 
 
-BIG = Sizes(width=96, blocks=4, letters=48, length=32, micro_batch=8, micro_batches=4, sequences=512)
+BIG = Sizes(width=96, blocks=4, letters=16, length=32, micro_batch=8, micro_batches=4, sequences=2048)
 SMALL = Sizes(width=16, blocks=4, letters=8, length=8, micro_batch=2, micro_batches=4, sequences=16)
 
 

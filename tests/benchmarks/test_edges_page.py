@@ -40,6 +40,7 @@ def test_every_bar_is_printed_with_its_figure_and_whether_it_is_met(tmp_path):
     assert found.pop("no limit: the quickest coded steps, times as fast as uncoded") == ["0.75", "pass"]
     assert found.pop("plans that warn, of 2 that thin gradients for themselves") == ["2.00", "pass"]
     assert found.pop("no limit: plans that say that coded edges do not help") == ["8.00", "pass"]
+    assert found.pop("uncoded held-out loss at the end, of what it was untrained, worst seed") == ["0.50", "pass"]
     assert found.keys() == {"bar", "---"}
 
 
