@@ -21,6 +21,7 @@ from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import JobRequest, assumptions_of
 from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
 from armillary.session.folder import open_folder, run_folder
+from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
@@ -73,6 +74,12 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000025"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if line["kind"] == "progress"] == [e.loss for e in of(Progress, events)]
+    afterwards = {line.group: line for line in compare_run(tmp_path, Band()).lines}
+    for line in events[-1].comparison:  # the end of a run and `compare` say the same
+        told, found = (line.forecast, line.measured), afterwards[line.group]
+        for mine, theirs in zip(told, (found.forecast, found.measured), strict=True):
+            assert dataclasses.astuple(mine) == pytest.approx(dataclasses.astuple(theirs)) and mine.seconds > 0
+    assert events[-1].forecast.seconds == pytest.approx(afterwards["step"].forecast.seconds)
 
 
 def test_bytes_that_data_do_not_decide_are_forecast_to_the_byte(crew, tmp_path):

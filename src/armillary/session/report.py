@@ -94,22 +94,34 @@ def report_of(run: Job, trace: Trace) -> Report:
         trace: `last_steps`.
     """
     seconds = run.transport.share(run.tally.step_seconds)
-    lines, health = compare(run, run.tally), health_of(run)
-    expected = by_rank_zero(run.transport, lambda: _foreseen(run))
-    seen = seen_in(trace, run.plan)
-    if expected is not None:
-        lines = tuple(replace(line, forecast=expected.groups.get(line.group, line.forecast)) for line in lines)
-    lines = tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)
+    expected, seen = _expected(run, run.tally), seen_in(trace, run.plan)
+    lines, health = _compared(run, run.tally, expected, seen), health_of(run)
     step = run.plan.step_seconds if expected is None else expected.step.seconds
     edges = _edges(seen, {} if expected is None else expected.edges)
     return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), step, edges)
 
 
-def _foreseen(run: Job) -> Foreseen | None:
+def compare(run: Job, tally: Tally, trace: Trace) -> tuple[Comparison, ...]:
+    """Collective: the lines of `report_of`, of the steps that are counted in `tally` and recorded in `trace`."""
+    return _compared(run, tally, _expected(run, tally), seen_in(trace, run.plan))
+
+
+def _compared(run: Job, tally: Tally, expected: Foreseen | None, seen: Seen) -> tuple[Comparison, ...]:
+    groups = {} if expected is None else expected.groups
+    lines = (replace(line, forecast=groups.get(line.group, line.forecast)) for line in _counted(run, tally))
+    return tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)
+
+
+def _expected(run: Job, tally: Tally) -> Foreseen | None:
+    """Collective."""
+    return by_rank_zero(run.transport, lambda: _foreseen(run, tally))
+
+
+def _foreseen(run: Job, tally: Tally) -> Foreseen | None:
     profile, topology = run.job.profile, run.job.topology
     if profile is None or topology is None:
         return None
-    steps = range(run.transport.step - run.tally.steps, run.transport.step)
+    steps = range(run.transport.step - tally.steps, run.transport.step)
     try:
         return foreseen(run.plan, Case(profile, topology, assumptions_behind(run.plan)), steps)
     except ValueError:  # of a plan that nobody priced, or that is not played
@@ -159,8 +171,8 @@ def _cells(line: Comparison) -> tuple[str, ...]:
     return tuple(cell for forecast, measured in pairs for cell in (forecast if is_foreseen else "-", measured))
 
 
-def compare(run: Job, tally: Tally) -> tuple[Comparison, ...]:
-    """Forecast beside measured, measured as the mean over workers. Every rank must call it."""
+def _counted(run: Job, tally: Tally) -> tuple[Comparison, ...]:
+    """Collective: the plan's forecasts beside means over workers."""
     held, spent = run.held_bytes(), tally.per_step()
     mine = {name: (*spent.get(name, (0.0, 0.0)), held.get(name, 0.0)) for name in {**held, **spent}}
     everyones = run.transport.share(mine)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from armillary.facts.collectives import summed
 from armillary.facts.mesh import DATA, STAGE
-from armillary.facts.plan import Forecast
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
@@ -113,7 +112,9 @@ class Training:
         self.decided = decided
         self.tally = self.job.tally = Tally(decided.plan)
         of_step = decided.plan.activation_bytes or decided.profile.peak_bytes
-        self.forecast = decided.plan.forecast + Forecast(memory_bytes=of_step)
+        of_groups = decided.plan.forecast
+        seconds = decided.plan.step_seconds or of_groups.seconds  # of a plan that nobody played: one after another
+        self.forecast = replace(of_groups, memory_bytes=of_groups.memory_bytes + of_step, seconds=seconds)
         self.plan_step = self.step
         self.live, self.step_seconds = LiveBytes(), list[float]()
         self.total_samples = self.train_seconds = self.peak_bytes = 0.0
@@ -295,14 +296,14 @@ class Training:
 
     def end(self) -> Iterator[Event]:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
-        comparison, health = compare(self.job, self.tally), health_of(self.job)
+        trace = everyones_trace((*self.tally.records, *self.tally.step_records), self.job.transport)
+        comparison, health = compare(self.job, self.tally, trace), health_of(self.job)
         if self.step > self.first_step:
             yield self._save()
         metrics = self._evaluate(is_whole=True)
         held = sum(self.job.held_bytes().values())
         mine = [held + self.live.added_bytes, max(held, self.peak_bytes - self.resident_bytes)]
         peak, resident = self.job.transport.agree_largest(mine)
-        trace = everyones_trace((*self.tally.records, *self.tally.step_records), self.job.transport)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         steps, seconds = max(self.step - self.plan_step, 1), self.train_seconds or math.inf
         usual = statistics.median(self.step_seconds or [seconds / steps])
