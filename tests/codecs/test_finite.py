@@ -17,3 +17,9 @@ def test_one_number_that_is_not_finite_is_found_and_the_largest_are_none(dtype):
                 values = torch.full((size,), -most, dtype=dtype)
                 values[place] = bad
                 assert not all_finite(values) and not all_finite(values.view(1, -1))
+
+
+def test_a_complex_number_is_finite_where_both_its_parts_are():
+    assert all_finite(torch.full((3,), 1 + 2j))
+    for bad in (complex(torch.nan, 0), complex(0, torch.inf)):
+        assert not all_finite(torch.tensor([1 + 2j, bad]))

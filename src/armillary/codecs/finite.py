@@ -11,8 +11,8 @@ __all__ = ["all_finite"]
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """() bool. values: real, dense, of any shape; of none it is True."""
+    """() bool. values: dense, of any shape; of none it is True."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
-    least, most = values.aminmax()
+    least, most = (torch.view_as_real(values) if values.is_complex() else values).aminmax()
     return least.isfinite() & most.isfinite()

@@ -50,7 +50,7 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
         tops, numbers = list[Tensor](), list[Tensor]()
-        for some in in_blocks(tiled(values, tile)):
+        for some in in_blocks(tiled(values, tile), tile):
             exact = some.to(working(values.dtype))
             top = exact.abs().amax(1, keepdim=True)
             steps = (exact / torch.where(top > 0, top, 1)).mul_(levels).round_().nan_to_num_(0.0)
@@ -63,7 +63,7 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
         dtype = working(like.dtype)
         at = -(-n // tile) * dtype.itemsize
         tops = in_blocks(from_bytes(code[:at], dtype).view(-1, 1), tile)
-        numbers = in_blocks(tiled(unpacked(code[at:], n, bits), tile))
+        numbers = in_blocks(tiled(unpacked(code[at:], n, bits), tile), tile)
         found = [
             some.to(dtype).sub_(levels).div_(levels).mul_(top).to(like.dtype)
             for some, top in zip(numbers, tops, strict=True)

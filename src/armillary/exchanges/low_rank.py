@@ -203,8 +203,9 @@ class _Way:
             factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
         for one, own, summed, known in zip(matrices, left, factors, right, strict=True):
             is_turned = self.is_turned(state, one)
-            for factor, into in ((own, one.of(lost)), (summed, one.of(result))):  # in place: they are as large as all
-                torch.mm(*((known, factor.T) if is_turned else (factor, known.T)), out=into)
+            for found, into in ((own, one.of(lost)), (summed, one.of(result))):  # in place: as large as the matrix
+                rows, cols = (known, found) if is_turned else (found, known)
+                torch.mm(rows, cols.T, out=into)
             torch.sub(one.of(full).to(dtype), one.of(lost), out=one.of(lost))
         result, lost = result.to(full.dtype), lost.to(full.dtype)
         factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]

@@ -13,7 +13,7 @@ one sends is the n-th that the other receives. Nothing else joins a message to i
 matched.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "AllGather", "AllReduce", "AllToAll", "Labelled", "Message", "Program", "Receive", "Request", "Scope", "Send",
-    "alone", "along", "gathered", "members", "sent_bytes", "summed",
+    "alone", "along", "asked_by", "gathered", "members", "sent_bytes", "summed",
 ]  # fmt: skip
 
 Scope = Literal["world", "node", "rail", "data"]
@@ -138,8 +138,8 @@ def gathered(tensor: Tensor) -> Program[Tensor]:
     return everyones
 
 
-def along(program: Program[Result], axis: Scope) -> Program[Result]:
-    """The same program among the ranks of an axis, each of which is a node by itself."""
+def asked_by(program: Program[Result], ask: Callable[[Request], Program[Any]]) -> Program[Result]:
+    """The same program, each of whose requests is made by `ask`, as it is or another, and answered with its result."""
     answer: Any = None
     while True:
         try:
@@ -147,10 +147,19 @@ def along(program: Program[Result], axis: Scope) -> Program[Result]:
         except StopIteration as stop:
             result: Result = stop.value
             return result
+        answer = yield from ask(request)
+
+
+def along(program: Program[Result], axis: Scope) -> Program[Result]:
+    """The same program among the ranks of an axis, each of which is a node by itself."""
+
+    def ask(request: Request) -> Program[Tensor]:
         if request.scope == "node":
-            answer = alone(request)
-        else:
-            answer = yield replace(request, scope=axis)
+            return alone(request)
+        answer: Tensor = yield replace(request, scope=axis)
+        return answer
+
+    return asked_by(program, ask)
 
 
 def alone(request: Request) -> Tensor:

@@ -202,5 +202,6 @@ def turn_bytes_on(topology: Topology | None) -> int:
 def _processor(fields: Mapping[str, Any]) -> Processor:
     gather, merge, add = (RowRate(**fields[name]) for name in ("gather", "merge", "add"))
     coding = tuple(CodingRate(**one) for one in fields.get("coding", ()))
-    small = tuple(UpdateRate(**one) for one in fields.get("updates", ())), fields.get("landing_seconds", 0.0)
-    return Processor(gather, merge, add, fields["memory_bytes_per_second"], coding, *small)
+    updates = tuple(UpdateRate(**one) for one in fields.get("updates", ()))
+    landing = fields.get("landing_seconds", 0.0)
+    return Processor(gather, merge, add, fields["memory_bytes_per_second"], coding, updates, landing)

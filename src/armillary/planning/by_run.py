@@ -107,8 +107,7 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
                 continue
             batches = options_of(plan).total(workers) / parts
             glue = _outside_seconds(case.profile) / (workers if method.is_side_by_side else 1)
-            held = case.profile.parameter_bytes, len(case.profile.parameters)
-            update = dense_update_seconds(*held, case)
+            update = dense_update_seconds(case.profile.parameter_bytes, len(case.profile.parameters), case)
             update /= 1 if method.is_side_by_side else workers
             yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue, batches)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Group, Plan
 from armillary.facts.stage import StageFact
+from armillary.facts.topology import Link
 from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import BusySpan, Clock, Lane, Request, Transfer
 from armillary.planning.edges import coding_seconds_of, sent_over
@@ -198,13 +199,13 @@ class _Play:
             if self.letters[lacked].arrived is None:
                 return lacked
         for letter, receiver in wanted:
-            place, began = self.letters[letter, receiver].place, clock.now_seconds
-            clock.wait(f"stage {letter.stage}", self.letters[letter, receiver].arrived or 0.0)
-            self.flights[place] = self.flights[place].seen(clock.now_seconds)
-            if one.op != "OVER":
-                flown = self.flights[place]
-                beside = min(began, self.letters[letter, receiver].arrived or 0.0) - flown.flight.launch_seconds
-                self._carry(clock, flown.sender, number, letter, max(0.0, beside))
+            known, began = self.letters[letter, receiver], clock.now_seconds
+            arrived = known.arrived or 0.0
+            clock.wait(f"stage {letter.stage}", arrived)
+            flown = self.flights[known.place] = self.flights[known.place].seen(clock.now_seconds)
+            if receiver == number:
+                beside = max(0.0, min(began, arrived) - flown.flight.launch_seconds)
+                self._carry(clock, flown.sender, number, letter, beside)
             if one.op in ("F", "B"):
                 self._code(number, letter, "decode")
         if one.op in ("UPDATE", "NORM"):
@@ -247,12 +248,15 @@ class _Play:
 
     def _carry(self, clock: Clock, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
         """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
+        _, link = self._link(sender, receiver)
+        carried = link.seconds(self._bytes_of(letter)) - link.latency_seconds
+        shown = (1 - self.case.topology.hidden_share) / 2
+        clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
+
+    def _link(self, sender: int, receiver: int) -> tuple[Lane, Link]:
         topology = self.case.topology
         is_inside = topology.node_of(sender) == topology.node_of(receiver)
-        link = topology.inside if is_inside else topology.between
-        carried = link.seconds(self._bytes_of(letter)) - link.latency_seconds
-        shown = (1 - topology.hidden_share) / 2
-        clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
+        return ("inside", topology.inside) if is_inside else ("between", topology.between)
 
     def _crossing(self, letter: Letter) -> tuple[EdgeCode | None, _Stage]:
         """How it is coded, and the stage below the edge."""
@@ -304,11 +308,8 @@ class _Play:
             letter.room = now
         if letter.sent is None or letter.room is None:
             return
-        topology, nbytes = self.case.topology, self._bytes_of(one.letter)
-        is_inside = topology.node_of(sender) == topology.node_of(receiver)
-        lane: Lane = "inside" if is_inside else "between"
-        seconds = (topology.inside if is_inside else topology.between).seconds(nbytes)
-        clock = self.ranks[sender].clock
+        (lane, link), nbytes = self._link(sender, receiver), self._bytes_of(one.letter)
+        clock, seconds = self.ranks[sender].clock, link.seconds(nbytes)
         start = max(letter.sent, letter.room, clock.free_seconds[lane])
         clock.free_seconds[lane] = letter.arrived = start + seconds
         self.woken += [self.blocked.pop(key) for key in ((one.letter, receiver),) if key in self.blocked]

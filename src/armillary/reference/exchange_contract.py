@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.exchanges.dense import DenseExchange, Moved
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import Program
+from armillary.facts.collectives import Program, Request, asked_by
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
@@ -149,15 +149,12 @@ def asks_alike_and_no_more_than_it_says(exchange: DenseExchange) -> str:
 
 
 def _counting(program: Program[Moved], counted: list[int], rank: int) -> Program[Moved]:
-    answer: Any = None
-    while True:
-        try:
-            request = program.send(answer)
-        except StopIteration as stop:
-            moved: Moved = stop.value
-            return moved
+    def ask(request: Request) -> Program[Any]:
         counted[rank] += 1
         answer = yield request
+        return answer
+
+    return asked_by(program, ask)
 
 
 def leaves_the_state_it_was_given(exchange: DenseExchange) -> str:
