@@ -5,6 +5,7 @@ import threading
 import time
 
 from armillary.facts.collectives import AllReduce
+from side_by_side import side_by_side
 
 __all__ = ["Table", "at_a_table"]
 
@@ -47,19 +48,5 @@ class Seat:
 
 def at_a_table(workers, act):
     """act(rank, seat) in as many threads; their answers in rank order. The first error is raised."""
-    table, answers, errors = Table(workers), [None] * workers, []
-
-    def sit(rank):
-        try:
-            answers[rank] = act(rank, table.of(rank))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=sit, args=(rank,)) for rank in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return answers
+    table = Table(workers)
+    return side_by_side(workers, lambda rank: act(rank, table.of(rank)))

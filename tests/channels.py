@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from armillary.facts.collectives import Message, Receive, Send
+from side_by_side import side_by_side
 
 
 class GlooChannel:
@@ -92,19 +93,5 @@ class ThreadChannel:
 
 def in_threads(count: int, job: Callable[[int, ThreadChannel], Any], rule: str = "gloo") -> list[Any]:
     """Runs job(rank, channel) in as many threads; their answers in rank order. The first error is raised."""
-    board, answers, errors = Board(rule), [None] * count, []
-
-    def run(rank: int) -> None:
-        try:
-            answers[rank] = job(rank, ThreadChannel(board, rank))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return answers
+    board = Board(rule)
+    return side_by_side(count, lambda rank: job(rank, ThreadChannel(board, rank)))
