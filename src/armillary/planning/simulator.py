@@ -187,11 +187,12 @@ class _Player:
     def _launch(self, group: Group) -> None:
         if not self.pushes and self.tables:  # before anything is pushed, every rank must have made its look-ups
             self._meet_in_backward()
-        self._advance()
         does = self.does[group.name]
         self.clock.work(group.name, "pack", does.pack_seconds)
-        self.pushes.append(_Push(group.name, deque(does.push)))
-        self._go_on(self.pushes[-1])
+        push = _Push(group.name, deque(does.push))
+        self._go_on(push)
+        self._advance()
+        self.pushes.append(push)
 
     def _advance(self) -> None:
         """Every push that has requests left makes one more, after the answer to the one before."""

@@ -1,9 +1,9 @@
 """All-to-all and short all-reduces on gloo, in which pairs of ranks take turns.
 
-In turn s a rank sends to the s-th rank after it and receives from the s-th before it, and begins the next turn when
-both are through: every link carries one message each way, and none is shared. Gloo's own all-to-all sends to all at
-once, so in front of every receiver all senders wait for one another. Small pieces do not wait for their turn.
-Between two ranks there are no turns.
+In turn s a rank sends to the s-th rank after it and receives from the s-th before it: every link carries one message
+each way, and none is shared. Gloo's own all-to-all sends to all at once, so in front of every receiver all senders wait
+for one another. Two turns are under way at a time: with one, a rank that comes late leaves the others' links idle, and
+they do not find their step again. Small pieces do not wait for their turn. Between two ranks there are no turns.
 
 An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all; or it goes in hops
 (`log_steps.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of
@@ -14,15 +14,16 @@ How long a piece may be that does not wait is the link's to say (`Topology.turn_
 `TURN_SECONDS`, seeing to turns costs more than they save.
 
 Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
-here, where the link alone takes 147; of 4 workers 166, 131 and 126. Each request has its own tags and all receives are
-posted at once, so ranks need not be at the same turn.
+here, where the link alone takes 147; of 4 workers 166, 131 and 126. With ranks up to 20 ms late 8 workers take 269 ms
+with one turn under way and 186 with two; two requests 20 ms apart, 532 and 336. Each request has its own tags and all
+receives are posted at once, so ranks need not be at the same turn.
 
 Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
 """
 
 import contextlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -40,6 +41,7 @@ __all__ = ["LONG_BYTES", "Pairwise"]
 LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
 SHORT_BYTES = 1 << 10  # of a block that may travel by way of others
 FEWEST_HOPPING = 4  # ranks; fewer have no fewer messages so
+TURNS_UNDER_WAY = 2
 TAGS = 1 << 16  # a tag is free again long before so many requests are under way
 
 Wait = Callable[[], None]
@@ -213,14 +215,17 @@ class _Turns:
 
     def carry(self) -> None:
         """To the end, in turns; what is small leaves at its turn and is not waited for before the last."""
-        small: list[Any] = []
+        small, under_way = list[Any](), deque[list[Any]]()
         for after, before in self.pairs:
             works = self._send([after]) + [self.receives[peer] for peer in (before,) if peer in self.receives]
             if max(self.outgoing.bytes[after], self.incoming.bytes[before]) <= self.lane.turn_bytes:
                 small += works
             else:
-                _wait_for(works)
-        _wait_for(small)
+                under_way.append(works)
+                if len(under_way) == TURNS_UNDER_WAY:
+                    _wait_for(under_way.popleft())
+        for works in (*under_way, small):
+            _wait_for(works)
 
     def _send(self, peers: Sequence[int]) -> list[Any]:
         pieces = [(peer, self.outgoing.pieces[peer]) for peer in peers if self.outgoing.bytes[peer]]

@@ -112,12 +112,12 @@ class Reducer:
             self._launch(sent)
 
     def _launch(self, sent: list[_Sent]) -> None:
-        """The next group leaves; what left before makes its next request first."""
+        """The next group leaves; what left before makes its next request then."""
         unit = self.units[len(sent)]
-        for _, earlier in sent:
-            earlier.advance(self.requests)
         with torch.no_grad():
             program = unit.push(unit.bucket.seal(self._scale), self.place)
             flight = InFlight(along(program, self.scope), unit.name, unit.exchange.requests - 1)
             flight.begin(self.requests)
+        for _, earlier in sent:
+            earlier.advance(self.requests)
         sent.append(_Sent(unit.bucket, flight))

@@ -1,8 +1,8 @@
 """Carries the groups of a plan through every backward: gradients leave as they appear and are final when it returns.
 
 One queue fixes the order of every request (design law 8): groups are launched in plan order, whatever order their
-gradients appear in, and before a group is launched every earlier program that still has requests to make makes one
-more. What never got a gradient is sent as zero at the end of backward, so a rank that skipped a layer or a table
+gradients appear in, and when one has left every earlier program that still has requests to make makes one more: what
+it waits for is answered while the new one is on its way. What never got a gradient is sent as zero at the end of backward, so a rank that skipped a layer or a table
 joins all the same. Groups that exchange weights do so after the optimizer's step.
 
 With the mean over declared weights, every value is a part of the mean before it leaves: weight / sum of weights. So no
@@ -195,12 +195,12 @@ class Executor:
             self.look_ups.meet_in_backward(self.declared_weight)
             self.prefetch.begin_push()
             self.part = self._part() if self.mean == "weights" else 1.0
-        for flight in self.flights:
-            flight.advance(self.transport)
         with torch.no_grad():
             program, requests = self._program(unit)
         flight = InFlight(program, unit.name, requests - 1)
         start_coalesced([flight], self.transport)
+        for earlier in self.flights:
+            earlier.advance(self.transport)
         self.flights.append(flight)
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:

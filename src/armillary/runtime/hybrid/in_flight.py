@@ -76,8 +76,8 @@ def see_through(flights: Sequence[InFlight], requests: Requests) -> None:
 def carry_all(flights: Sequence[InFlight], transport: Transport) -> list[Any]:
     """From first to last request of all of them, interleaved; what each returned."""
     for place, flight in enumerate(flights):
+        start_coalesced([flight], transport)
         for earlier in flights[:place]:
             earlier.advance(transport)
-        start_coalesced([flight], transport)
     see_through(flights, transport)
     return [flight.finish(transport) for flight in flights]
