@@ -191,9 +191,10 @@ class _Way:
         parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail]
         total = yield AllReduce(torch.cat(parts))
         sums = list(total.split([len(part) for part in parts]))
-        result, lost = (torch.zeros(full.shape, dtype=dtype, device=full.device) for _ in range(2))
+        result = torch.zeros(full.shape, dtype=dtype, device=full.device)
+        lost = full.to(dtype)  # what is owed, less what of it was sent: in place, it is as large as the model
         for (a, b), summed in zip(spans, sums[len(left) : -1], strict=True):
-            result[a:b] = summed
+            result[a:b], lost[a:b] = summed, 0
         factors = [summed.view_as(own) for summed, own in zip(sums, left, strict=False)]
         if matrices and not self.alternate:
             right = [orthonormal(factor) for factor in factors]  # P, known to all from here on
@@ -203,10 +204,9 @@ class _Way:
             factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
         for one, own, summed, known in zip(matrices, left, factors, right, strict=True):
             is_turned = self.is_turned(state, one)
-            for found, into in ((own, one.of(lost)), (summed, one.of(result))):  # in place: as large as the matrix
-                rows, cols = (known, found) if is_turned else (found, known)
-                torch.mm(rows, cols.T, out=into)
-            torch.sub(one.of(full).to(dtype), one.of(lost), out=one.of(lost))
+            sent, came = ((known, found) if is_turned else (found, known) for found in (own, summed))
+            one.of(lost).addmm_(sent[0], sent[1].T, alpha=-1)
+            torch.mm(came[0], came[1].T, out=one.of(result))
         result, lost = result.to(full.dtype), lost.to(full.dtype)
         factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]
         after = {RESIDUAL: kept_back(parcel, lost), FACTOR: factor, AGE: state[AGE] + 1}

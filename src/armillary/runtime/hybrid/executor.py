@@ -1,9 +1,10 @@
 """Carries the groups of a plan through every backward: gradients leave as they appear and are final when it returns.
 
 One queue fixes the order of every request (design law 8): groups are launched in plan order, whatever order their
-gradients appear in, and when one has left every earlier program that still has requests to make makes one more: what
-it waits for is answered while the new one is on its way. What never got a gradient is sent as zero at the end of backward, so a rank that skipped a layer or a table
-joins all the same. Groups that exchange weights do so after the optimizer's step.
+gradients appear in, and after each every earlier program that still has requests to make makes one more, so that a link
+has something to carry while its answer is waited for. What never got a gradient is sent as zero at the end of backward:
+a rank that skipped a layer or a table joins all the same. Groups that exchange weights do so after the optimizer's
+step.
 
 With the mean over declared weights, every value is a part of the mean before it leaves: weight / sum of weights. So no
 sum exceeds what one process would have, in whatever dtype, and the divisor is exact. The sum is known from the headers
