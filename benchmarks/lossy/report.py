@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lossy.bars import FP16, PLAIN, bars_of, by_contender, times_faster
-from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
+from benchmarks.lossy.contenders import EXACT, OURS, PEERS, START, WHOLE_AT_FIRST, same_training
 from benchmarks.lossy.tasks import Task
 from benchmarks.measuring.bars import table
 from benchmarks.measuring.ratios import quartiles
 
-__all__ = ["page", "reached_at"]
+__all__ = ["page", "reached_at", "seconds_to"]
 
 REACH = 0.98  # of the way from the first metric of the exact training to its best one: what all are timed to
 
@@ -34,6 +34,12 @@ def reached_at(steps: Sequence[int], metric: Sequence[float], wanted: float, mor
     if place == 0:
         return float(steps[0])
     return float(np.interp(goal, values[place - 1 : place + 1], steps[place - 1 : place + 1]))
+
+
+def seconds_to(steps: float, name: str, step_seconds: Mapping[str, float]) -> float:
+    """How long a contender takes for its first `steps`; step_seconds: of everybody, after the start."""
+    whole = min(steps, START if name in WHOLE_AT_FIRST else 0)
+    return whole * step_seconds[WHOLE_AT_FIRST.get(name, name)] + (steps - whole) * step_seconds[name]
 
 
 def _of_task(folder: Path, name: str, task: Task) -> list[str]:
@@ -85,11 +91,12 @@ def _seconds(found: Mapping[str, Any], takes: Mapping[str, float]) -> list[str]:
         "to it, times DDP",
     )
     lines += [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    best_ddp = min(statistics.median(seconds[one]) * takes[one] for one in PLAIN)
+    medians = {one: statistics.median(those) for one, those in seconds.items()}
+    best_ddp = min(seconds_to(takes[one], one, medians) for one in PLAIN)
     for one, those in seconds.items():
         middle = quartiles([1e3 * each for each in those])
         over = [times_faster(found, one, rivals) for rivals in (PLAIN, FP16)]
-        until = statistics.median(those) * takes[one]
+        until = seconds_to(takes[one], one, medians)
         times = f"{best_ddp / until:.2f}" if until and np.isfinite(until) else "-"
         lines.append(
             f"| {one} | {middle.median:.1f} ({middle.first:.1f}-{middle.third:.1f}) "
@@ -103,12 +110,12 @@ def _live(path: Path, folder: Path, curves: Mapping[str, Any], task: Task, goal:
     live = json.loads(path.read_text())
     name, speed, first = live["contender"], f"{live['mbit']:g}", curves[live["contender"]][0]
     step = json.loads((folder / f"seconds_{speed}.json").read_text())
-    middle = statistics.median(by_contender(step, "step_seconds")[name])
+    medians = {one: statistics.median(those) for one, those in by_contender(step, "step_seconds").items()}
     at = reached_at(live["steps"], live["metric"], goal, task.more_is_better)
     said = f"after {float(np.interp(at, live['steps'], live['seconds'])):.1f} s" if np.isfinite(at) else "never"
-    product = middle * reached_at(first["steps"], first["metric"], goal, task.more_is_better)
+    product = seconds_to(reached_at(first["steps"], first["metric"], goal, task.more_is_better), name, medians)
     apart = max(abs(a - b) for a, b in zip(live["metric"], first["metric"], strict=True))
-    whole = live["seconds"][-1] / (middle * live["steps"][-1])
+    whole = live["seconds"][-1] / seconds_to(live["steps"][-1], name, medians)
     return (
         f"Live, end to end: {name} at {speed} Mbit/s came to it {said}; steps to it times seconds a step say "
         f"{product:.1f} s. All its steps took {whole:.2f} of the product. Its metric is at most {apart:.4f} from the "

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from benchmarks.lossy import run
-from benchmarks.lossy.contenders import OURS, PEERS, same_training
-from benchmarks.lossy.report import page, reached_at
+from benchmarks.lossy.contenders import OURS, PEERS, START, same_training
+from benchmarks.lossy.report import page, reached_at, seconds_to
 from benchmarks.lossy.tasks import TASKS
 from benchmarks.lossy.trajectory import Curve, trajectory
 
@@ -36,8 +36,16 @@ def test_seconds_to_a_metric_are_steps_to_it_times_seconds_a_step(tmp_path):
     assert "wanted 0.884" in text
     steps = 5 + 5 * (0.884 - 0.5) / 0.4
     assert rows["exact"][3:5] == ["4.00", "2.00"] and float(rows["exact"][5]) == pytest.approx(0.25 * steps, abs=0.06)
+    assert float(rows["ddp_powersgd"][5]) == pytest.approx(1.0 * steps, abs=0.06)
     assert rows["threshold"][5:] == ["inf", "-"] and rows["ddp_2mb"][6] == "1.00"
     assert "All its steps took 1.60 of the product" in text and "at most 0.0100 from the lockstep's" in text
+
+
+def test_the_steps_that_go_whole_at_the_start_take_as_long_as_exact_ones():
+    seconds = {"exact": 1.0, "low_rank": 0.1, "int8": 0.5}
+    assert seconds_to(START + 5, "low_rank", seconds) == START * 1.0 + 5 * 0.1
+    assert seconds_to(4, "low_rank", seconds) == 4.0 and seconds_to(4, "int8", seconds) == 2.0
+    assert seconds_to(float("inf"), "low_rank", seconds) == float("inf")
 
 
 def test_every_bar_of_the_page_is_printed_with_its_figure_and_whether_it_is_met(tmp_path):
