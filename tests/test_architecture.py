@@ -285,7 +285,7 @@ def said(path: Path) -> list[str]:
 
 
 # Who may name an exchange, a codec or a correction: the paper's rule, and examples in texts of the command line.
-NAMES_METHODS = {"planning/parallax.py", "cli/options.py", "cli/granted.py", "cli/scaling.py"}
+NAMES_METHODS = {"planning/parallax.py", "cli/asked.py", "cli/options.py", "cli/scaling.py"}
 
 
 def test_no_exchange_codec_or_correction_is_known_by_name():

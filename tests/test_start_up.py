@@ -11,7 +11,7 @@ import armillary
 
 # torch._dynamo comes with the pipeline tracer, and takes as long as torch itself.
 NOT_BY_THE_LIBRARY = ("torch._dynamo", "torch.distributed.pipelining", "sympy", "matplotlib", "typer", "rich", "scipy")
-NOT_BY_HELP = ("torch", "numpy", "matplotlib", "scipy", "armillary.face", "armillary.session")
+NOT_BY_HELP = ("torch", "numpy", "matplotlib", "scipy", "armillary.face", "armillary.runtime", "armillary.session.run")
 MINE = Path(__file__).parents[1] / "examples" / "my_workload.py"
 
 pytestmark = pytest.mark.timeout(100)
@@ -47,6 +47,34 @@ ANSWERED_AT_ONCE = {
     ("verify", "nowhere.py"): "no file nowhere.py",
     ("measure", "vision", "--set", "widht=3"): "vision has no option 'widht'; did you mean 'width'?",
     ("simulate", str(MINE), "--set", "widht=3"): "did you mean 'width'?",
+    ("train", "vision", "--schedule", "pipline"): "no schedule 'pipline'; there are accumulation, delayed_all_reduce",
+    ("twin", "vision", "--schedule", "ring(slack"): "'ring(slack' is no NAME or NAME(OPTION=VALUE, ...): at its end",
+    (
+        "plan",
+        "vision",
+        "--exchange",
+        "quantise(bits=8)=*",
+    ): "'*' is to be 'quantise', which is no layout and no ex",
+    ("verify", "vision", "--exchange", "owned_rows"): "--exchange: want CHOICE=PATTERN",
+    ("simulate", "vision", "--edge", "hadamerd=0"): "no codec 'hadamerd'; there are hadamard, lower_precision, one_bit",
+    ("twin", "vision", "--edge-back", "hadamard(quantise(bits=4))"): "no codec 'quantise'; there are hadamard",
+    ("plan", "vision", "--rule", "paralax"): "no rule 'paralax'; there are price, parallax",
+    ("train", "vision", "--allow", "stale"): "want some of ('lossy',)",
+    ("verify", "vision", "--workers", "0"): "--workers: want at least 1, got 0",
+    ("train", "vision", "--steps", "0"): "--steps: want at least 1, got 0",
+    ("train", "vision", "--every-seconds", "-1"): "--every-seconds: want 0 or more, got -1.0",
+    ("twin", "vision", "--seeds", "0"): "--seeds: want at least 1, got 0",
+    ("train", "vision", "--plan", "none.json"): "plan: none.json is no plan file: there is none of that name",
+    ("plan", "vision", "--profile", "none.json"): "profile: none.json is no profile file",
+    ("twin", "vision", "--topology", "none.json"): "topology: none.json is no topology file",
+    ("simulate", "nowhere/plan.json"): "plan: nowhere/plan.json is no plan file",
+    ("simulate", "vision", "--gbit", "0"): "bytes_per_second",
+    ("train", "vision", "--resume", "--runs", "nowhere"): "nothing to resume: no folder vision under nowhere",
+    ("train", "vision", "--runs", __file__): "test_start_up.py is no folder; pass another --runs",
+    ("measure", "--out", __file__): "test_start_up.py is no folder",
+    ("plan", "vision", "--out", f"{__file__}/plan.json"): "test_start_up.py is no folder",
+    ("compare", "nowhere"): "compare: nowhere has no plan.json; give the folder of a run that ended",
+    ("compare", "nowhere", "--seconds", "15"): "a band is a share between 0 and 1, got {'seconds': 15.0}",
 }
 
 
@@ -67,6 +95,21 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
         assert expected in text, arguments
     assert said.count("ended with 0") == 9 and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - 9
     assert not found & set(NOT_BY_HELP)
+
+
+def test_names_read_off_the_source_are_those_on_the_shelves():
+    program = """
+from armillary.cli import shelves
+from armillary.codecs.codec import CODECS
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.schedules.edge import REMEMBERS, SAME
+from armillary.schedules.registry import SCHEDULES
+print(shelves.schedules() == tuple(SCHEDULES.all()), shelves.codecs() == tuple(CODECS.all()))
+print(shelves.exchanges() == tuple(sorted({*dense_exchanges(), *row_exchanges()})))
+print(shelves.EDGES_ONLY == (REMEMBERS, SAME.name))
+"""
+    said, _ = imported_by(program)
+    assert said.split() == ["True"] * 4
 
 
 def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():

@@ -8,7 +8,7 @@ from small_models import OPTIMIZERS, Reader, chain, made, pair_batch, pair_loss,
 import armillary
 import face
 from armillary.cli.find import find, small
-from armillary.cli.granted import schedule_of
+from armillary.facts.choice import Choice
 from armillary.planning.request import PlanRequest
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.session.decide import JobRequest
@@ -131,7 +131,7 @@ def test_replicas_send_what_the_plan_says(crew):
 
 def verified(rank, world, text):
     workload = find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 2})
-    found = verify_workload(workload, steps=4, request=JobRequest(PlanRequest(schedule=schedule_of(text, world))))
+    found = verify_workload(workload, steps=4, request=JobRequest(PlanRequest(schedule=Choice.parse(text))))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import armillary
 import face
+from armillary.cli.asked import edge_request
 from armillary.cli.find import find, small
-from armillary.cli.granted import edge_request
 from armillary.cli.verify import code_of
 from armillary.codecs.codec import codec_of
 from armillary.planning.pricing import Case

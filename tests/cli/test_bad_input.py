@@ -91,7 +91,7 @@ def test_a_workload_file_that_is_none_is_told_what_is_missing(refused, tmp_path,
         (("--set", "widht=3"), "has no option 'widht'; did you mean 'width'? It has corpus"),
         (("--set", "width"), "--set: want NAME=VALUE, got 'width'"),
         (("--set", "width=0"), "width is 0"),
-        (("--steps", "0"), "want steps >= 1"),
+        (("--steps", "0"), "--steps: want at least 1, got 0"),
         (
             ("--exchange", "owned_row=output"),
             "which is no layout and no exchange; there are replicated, ",
@@ -145,7 +145,7 @@ def test_what_needs_no_worker_is_refused_before_any_is_started(refused, monkeypa
         (("--plan", "none.json"), "none.json is no plan file: there is none of that name"),
         (("--resume",), "nothing to resume"),
         (("--runs", "file"), "cannot write to file/language_model: file is no folder"),
-        (("--steps", "0"), "want steps >= 1"),
+        (("--steps", "0"), "--steps: want at least 1, got 0"),
     ],
 )
 def test_what_a_run_lacks_is_refused_before_workers_are_started(refused, monkeypatch, tmp_path, arguments, complaint):

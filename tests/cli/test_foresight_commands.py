@@ -167,7 +167,7 @@ def test_one_command_draws_the_curves(armillary, tmp_path):
         (("simulate",), "want a plan.json or a WORKLOAD; or --scaling"),
         (("simulate", "none.json"), "none.json is no plan file: there is none of that name"),
         (("simulate", "langauge_model"), "no workload 'langauge_model'"),
-        (("simulate", *SMALL, "--workers", "0"), "0 workers do not fill nodes"),
+        (("simulate", *SMALL, "--workers", "0"), "--workers: want at least 1, got 0"),
         (("simulate", *SMALL, "--gbit", "0"), "bytes_per_second > 0"),
         (("compare", "none"), "none has no plan.json; give the folder of a run that ended"),
         (("compare", "none", "--seconds", "15"), "a band is a share between 0 and 1"),

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.find import find, small
-from armillary.cli.granted import schedule_of
 from armillary.cli.main import app
+from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
 from armillary.schedules.action import Action
@@ -110,7 +110,7 @@ def test_it_is_typed_planned_drawn_and_simulated(tmp_path, monkeypatch):
 def verified(rank, workers, *more):
     with shelf():
         workload = find("vision", {**small("vision"), **OPTIONS})
-        schedule = schedule_of(CHOICE.format(", ".join(["", *more])), workers)
+        schedule = Choice.parse(CHOICE.format(", ".join(["", *more])))
         found = verify_workload(workload, steps=4, request=JobRequest(PlanRequest(schedule=schedule)))
     return found.tolerance, [one.name for one in found.differences if one.verdict != "equal"]
 

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.find import find, small
-from armillary.cli.granted import schedule_of
 from armillary.cli.main import app
+from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
 from armillary.reference.cyclic import Reference
@@ -99,7 +99,7 @@ def verified(rank, workers, more, is_blind):
         if is_blind:  # a planted fault: the reference lets the gradient through
             Reference.objectives = property(lambda self: {}, lambda self, given: None)
         try:
-            request = JobRequest(PlanRequest(schedule=schedule_of(CHOICE.format(more), workers)))
+            request = JobRequest(PlanRequest(schedule=Choice.parse(CHOICE.format(more))))
             found = verify_workload(find("vision", small("vision")), steps=4, request=request)
         finally:
             if is_blind:

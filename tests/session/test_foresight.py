@@ -15,7 +15,8 @@ from armillary.planning.pricing import SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.runtime.link_timer import THOROUGH
 from armillary.session.attach import attach
-from armillary.session.foresight.compare import Band, compare_run
+from armillary.session.foresight.band import Band
+from armillary.session.foresight.compare import compare_run
 from armillary.session.foresight.plot_scaling import plot_scaling
 from armillary.session.foresight.plot_timeline import plot_timeline
 from armillary.session.foresight.scaling import powers_of_two, scaling

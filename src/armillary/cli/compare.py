@@ -1,36 +1,27 @@
 """What `armillary compare` does: says how near a run came to its forecast; exit code 3 if not near enough."""
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from armillary.cli.page import console_here, put
 from armillary.cli.refusal import UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
 from armillary.facts.table import Page, Table
-from armillary.session.foresight.compare import Band, Compared, ComparedLine, compare_run
+from armillary.session.foresight.band import Band
+from armillary.session.foresight.compare import Compared, ComparedLine, compare_run
 
-__all__ = ["AskedBand", "compare_asked"]
+__all__ = ["compare_asked"]
 
 UNITS = {"sent_bytes": ("sent kB", 1e3, 1), "memory_bytes": ("memory MiB", 1 << 20, 1), "seconds": ("ms", 1e-3, 2)}
 NAMES = {"sent_bytes": "bytes", "memory_bytes": "memory", "seconds": "time"}
 
 
-class AskedBand(NamedTuple):
-    """Shares that were typed; None for the usual ones."""
-
-    sent_bytes: float | None
-    memory_bytes: float | None
-    seconds: float | None
-
-
-def compare_asked(run: Path, band: AskedBand, is_json: bool) -> NoReturn:
+def compare_asked(run: Path, band: Band, is_json: bool) -> NoReturn:
     """Compares, and ends the process."""
 
     def prepare() -> Compared:
-        asked = {name: share for name, share in band._asdict().items() if share is not None}
-        return compare_run(run, Band(**{**asdict(Band()), **asked}))
+        return compare_run(run, band)
 
     def body(found: Compared) -> int:
         if is_json:

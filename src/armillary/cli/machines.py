@@ -1,23 +1,12 @@
-"""The machines of a simulation: those of a file, or links that the user assumes; and what is assumed, in words."""
+"""What is said of the machines of a simulation, and of what is assumed of them."""
 
 from pathlib import Path
 
-from armillary.cli.granted import read_topology
 from armillary.facts.profile_table import seconds_text
-from armillary.facts.topology import Link, Topology
+from armillary.facts.topology import Topology
 from armillary.planning.pricing import Case
 
-__all__ = ["assumed", "machines", "said_of"]
-
-NO_LIMIT = 1 << 62
-
-
-def machines(topology_file: Path | None, gbit: float, latency_us: float) -> Topology:
-    """Assumed ones are two nodes of one worker (`Topology.of` makes more of them) and have no limit of memory."""
-    if topology_file is not None:
-        return read_topology(topology_file)
-    link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
-    return Topology(2, 1, link, link, NO_LIMIT)
+__all__ = ["assumed", "said_of"]
 
 
 def said_of(topology: Topology, topology_file: Path | None) -> list[str]:

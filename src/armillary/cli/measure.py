@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from armillary.cli.asked import AskedWorkload
 from armillary.cli.granted import workload_of
-from armillary.cli.options import AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json
 from armillary.cli.workers import rank, run_in_workers
@@ -12,7 +12,7 @@ from armillary.facts.processor import Processor
 from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.facts.table import Page, Part, Table
 from armillary.facts.topology import Topology
-from armillary.session.folder import open_folder, refuse_unwritable
+from armillary.session.folder import open_folder
 from armillary.session.foresight.survey import Survey, survey
 from armillary.session.workload import Workload
 
@@ -27,7 +27,6 @@ def measure_asked(workload: AskedWorkload | None, workers: int | None, seed: int
     """Measures, and ends the process."""
 
     def prepare() -> _Ready:
-        refuse_unwritable(out)
         return _Ready(None if workload is None else workload_of(workload))
 
     def body(ready: _Ready) -> int:

@@ -1,18 +1,14 @@
 """The options that commands share: what they are called, their units and defaults; and what was asked, in groups."""
 
-import ast
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from armillary.cli.find import built_in, refuse_unknown
+from armillary.cli.find import built_in
 from armillary.cli.own_files import import_own
-from armillary.cli.sources import modules_with
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.planning.rule import PRICE
+from armillary.cli.refusal import refusing
+from armillary.cli.shelves import schedules
 
 __all__ = [
     "OUTPUT",
@@ -21,8 +17,6 @@ __all__ = [
     "WORKLOAD",
     "Allow",
     "AsJson",
-    "AskedPlan",
-    "AskedWorkload",
     "Autotune",
     "Corpus",
     "Data",
@@ -45,10 +39,31 @@ __all__ = [
     "Verbose",
     "Workers",
     "WorkloadName",
+    "at_least_one",
+    "not_negative",
 ]  # fmt: skip
 
 # The panels of --help.
 WORKLOAD, PLAN, SCHEDULE, RUN, OUTPUT = "Workload", "Plan", "Schedule", "Run", "Output"
+
+
+Number = TypeVar("Number", int, float, int | None)
+
+
+def at_least_one(option: typer.CallbackParam, value: Number) -> Number:
+    """A callback: ends the process with a refusal where there is to be none of something."""
+    with refusing():
+        if value is not None and value < 1:
+            raise ValueError(f"{option.opts[0]}: want at least 1, got {value}")
+    return value
+
+
+def not_negative(option: typer.CallbackParam, value: Number) -> Number:
+    """A callback, for what may be 0."""
+    with refusing():
+        if value is not None and value < 0:
+            raise ValueError(f"{option.opts[0]}: want 0 or more, got {value}")
+    return value
 
 
 def _many(option: str, metavar: str, text: str, panel: str = PLAN) -> Any:
@@ -134,6 +149,7 @@ Autotune = Annotated[
     typer.Option(
         metavar="N",
         help="Before step 0, time the N best plans, with prefetch and without, and carry out the fastest. 0: none.",
+        callback=not_negative,
         rich_help_panel=PLAN,
     ),
 ]
@@ -151,7 +167,7 @@ Schedule = Annotated[
     typer.Option(
         metavar="CHOICE",
         help="Who computes what when, written as plans print it: 'ring(slack=1)', 'pipeline(micro_batches=4, "
-        f"clip_norm=1.0)'. Schedules: {', '.join(modules_with('armillary.schedules', r'^SCHEDULES.register'))}. "
+        f"clip_norm=1.0)'. Schedules: {', '.join(schedules())}. "
         "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, "
         "corrections, bucket_bytes; a schedule that lacks one says which it has. The plan says what is NOT exact.",
         rich_help_panel=SCHEDULE,
@@ -180,6 +196,7 @@ Workers = Annotated[
     typer.Option(
         metavar="N",
         help="Start this many worker processes. (default: 2; under torchrun, the processes it started)",
+        callback=at_least_one,
         show_default=False,
         rich_help_panel=RUN,
     ),
@@ -197,65 +214,3 @@ Verbose = Annotated[
     bool,
     typer.Option("--verbose", help="Print the profile of the model and the machines too.", rich_help_panel=OUTPUT),
 ]
-
-
-@dataclass(frozen=True)
-class AskedWorkload:
-    """A workload as it was typed.
-
-    Args of note:
-        name: of a built-in workload, or a file's path.
-        options: KEY=VALUE each. corpus, data: an option more each, empty if it was not given.
-
-    Raises:
-        ValueError: no such workload, an option that is not KEY=VALUE, or one the workload does not have.
-    """
-
-    name: str
-    options: Sequence[str] = ()
-    corpus: str = ""
-    is_small: bool = False
-    data: str = ""
-
-    def __post_init__(self) -> None:
-        refuse_unknown(self.name, self.settings)
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The options with their values."""
-        given = dict(_pair(option) for option in self.options)
-        named = {"corpus": self.corpus, "data": self.data}
-        return {**given, **{name: path for name, path in named.items() if path}}
-
-
-@dataclass(frozen=True)
-class AskedPlan:
-    """What was typed of the plan; files are not read yet."""
-
-    lazy: Sequence[str] = ()
-    replicate: Sequence[str] = ()
-    exchanges: Sequence[str] = ()
-    schedule: str = SIMULTANEOUS.name
-    plan_file: Path | None = None
-    topology_file: Path | None = None
-    profile_file: Path | None = None
-    autotune: int = 0
-    allow: Sequence[str] = ()
-    rule: str = PRICE
-    edges: Sequence[str] = ()
-    edge_backs: Sequence[str] = ()
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise ValueError(f"--set: want NAME=VALUE, got {text!r}")
-    return key, _value(value)
-
-
-def _value(text: str) -> Any:
-    """A number, boolean or other Python literal; else the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json, decided_page
 from armillary.cli.workers import count_of, rank, run_in_workers
@@ -21,7 +21,6 @@ from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
 from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
-from armillary.session.folder import refuse_unwritable
 from armillary.session.workload import Workload
 
 __all__ = ["AskedPrint", "plan_asked"]
@@ -44,8 +43,6 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     """Plans, and ends the process."""
 
     def prepare() -> _Ready:
-        if told.out is not None:
-            refuse_unwritable(told.out.parent)
         task, granted = workload_of(workload), job_request_of(plan, count_of(workers))
         refuse_unnamed(task, granted)
         return _Ready(task, granted)

@@ -11,7 +11,7 @@ from armillary.cli.show import as_json
 from armillary.facts.profile_table import count_text
 from armillary.facts.table import Page, Table, wrapped
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.session.foresight.scaling import PROFILED_WORKERS, Scaling, powers_of_two, scaling
 from armillary.session.pictures import can_draw
 

@@ -1,14 +1,14 @@
 """What `armillary simulate` does: plays a step of a plan against a clock, draws it, and how workloads would scale."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import constraints_of, edge_request, read_plan, read_profile, schedule_of, workload_of
-from armillary.cli.machines import assumed, machines, said_of
-from armillary.cli.options import AskedPlan, AskedWorkload
+from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
+from armillary.cli.granted import plan_request_of, workload_of
+from armillary.cli.machines import assumed, said_of
 from armillary.cli.page import console_here, put
 from armillary.cli.scaling import Wanted, scale, scaling_page
 from armillary.cli.show import as_json
@@ -23,23 +23,12 @@ from armillary.planning.simulator import simulate
 from armillary.runtime.profiling.profiler import profile
 from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import assumptions_of, subject_of
-from armillary.session.folder import open_folder, refuse_unwritable
+from armillary.session.folder import open_folder
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.simulate import Simulated
 from armillary.session.workload import Workload
 
-__all__ = ["AskedMachines", "scaling_asked", "simulate_asked"]
-
-
-@dataclass(frozen=True)
-class AskedMachines:
-    """What is to be simulated: how many workers, and links from a file or assumed."""
-
-    workers: int | None
-    topology_file: Path | None
-    profile_file: Path | None
-    gbit: float
-    latency_us: float
+__all__ = ["scaling_asked", "simulate_asked"]
 
 
 class _Scene(NamedTuple):
@@ -58,20 +47,13 @@ def simulate_asked(
 
     def prepare() -> Simulated:
         torch.set_num_threads(1)  # a worker is taken to have one core
-        refuse_unwritable(out)
         if isinstance(subject, Path):
             if way.exchanges or way.edges or way.edge_backs:
                 raise ValueError("--exchange, --edge, --edge-back: the plan in the file says its own; edit it")
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
-        links = machines(asked.topology_file, asked.gbit, asked.latency_us)
-        links = links.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
+        links = asked.topology.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
         task = workload_of(subject)
-        wanted = PlanRequest(
-            constraints_of(way.exchanges),
-            schedule=schedule_of(way.schedule, links.workers),
-            edge=edge_request("--edge", way.edges),
-            edge_back=edge_request("--edge-back", way.edge_backs),
-        )
+        wanted = plan_request_of(way, links.workers)
         return _played(_of_workload(task, links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:
@@ -90,8 +72,7 @@ def scaling_asked(name: str | None, is_small: bool, asked: AskedMachines, out: P
 
     def prepare() -> Topology:
         torch.set_num_threads(1)
-        refuse_unwritable(out)
-        return machines(asked.topology_file, asked.gbit, asked.latency_us)
+        return asked.topology
 
     def body(links: Topology) -> int:
         open_folder(out)
@@ -113,7 +94,7 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
     """A plan with the facts that stand beside it, where no others are given."""
     made = read_plan(path)
     machines_file = topology_file or path.parent / "topology.json"
-    topology = machines(machines_file, 1.0, 0.0).of(made.workers if workers is None else workers)
+    topology = read_topology(machines_file).of(made.workers if workers is None else workers)
     found = read_profile(profile_file or path.parent / "profile.json")
     case = Case(found, topology, assumptions_behind(made))
     name = f"{path.parent.name}/{path.name}" if path.parent.name else path.name

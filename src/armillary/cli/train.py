@@ -1,39 +1,23 @@
 """What `armillary train` does: trains a workload on some workers under a plan made for it."""
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.folder import CHECKPOINTS, refuse_unwritable, run_folder
+from armillary.session.folder import CHECKPOINTS
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
 from armillary.session.train import train
 from armillary.session.workload import Workload
 
-__all__ = ["AskedRun", "train_asked"]
-
-
-@dataclass(frozen=True)
-class AskedRun:
-    """What was typed of a run: how long, where, and when to save. steps: None for the workload's own."""
-
-    workers: int | None
-    steps: int | None
-    seed: int
-    runs: Path
-    name: str
-    resume: bool
-    every_steps: int
-    every_seconds: float
-    keep: int
-    rebalance_every: int
+__all__ = ["train_asked"]
 
 
 class _Ready(NamedTuple):
@@ -45,22 +29,19 @@ class _Ready(NamedTuple):
 
 def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json: bool, is_verbose: bool) -> NoReturn:
     """Trains, and ends the process."""
-    stem = Path(workload.name).stem
     chosen: list[Path] = []  # by the launcher, so that it can say where the last checkpoint is
 
     def prepare() -> _Ready:
-        folder = run_folder(run.runs, stem, run.name, run.resume)
-        refuse_unwritable(folder)
         task, granted = workload_of(workload), job_request_of(plan, count_of(run.workers))
         refuse_unnamed(task, granted)
         every = (run.every_steps, run.every_seconds)
         steps = task.steps if run.steps is None else run.steps
         return _Ready(
-            task, Settings(folder, steps, run.seed, *every, run.keep, run.resume, run.rebalance_every, granted)
+            task, Settings(run.folder, steps, run.seed, *every, run.keep, run.resume, run.rebalance_every, granted)
         )
 
     def body(ready: _Ready) -> int:
-        settings = replace(ready.settings, folder=folder_of_all(run.runs, stem, run.name, run.resume))
+        settings = replace(ready.settings, folder=folder_of_all(run))
         events = train(ready.task, settings)
         if not is_json and rank() == 0:
             show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)
@@ -73,15 +54,15 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         return [] if run.name else ["--name", ready.settings.folder.name]
 
     def how() -> str:
-        return how_to_go_on(workload.name, [*chosen, run.runs / (run.name or stem)][0])
+        return how_to_go_on(workload.name, [*chosen, run.runs / (run.name or run.stem)][0])
 
     run_in_workers(run.workers, prepare, body, named, how)
 
 
-def folder_of_all(runs: Path, stem: str, name: str, resume: bool) -> Path:
+def folder_of_all(run: AskedRun) -> Path:
     """The run's folder as rank 0 finds it, on every rank."""
     transport = Transport()
-    folder = by_rank_zero(transport, lambda: run_folder(runs, stem, name, resume))
+    folder = by_rank_zero(transport, lambda: run.folder)
     transport.close()
     return folder
 

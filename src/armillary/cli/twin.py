@@ -3,21 +3,19 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from rich.live import Live
 
-from armillary.cli.granted import constraints_of, edge_request, schedule_of, workload_of
-from armillary.cli.machines import machines, said_of
-from armillary.cli.options import AskedWorkload
+from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload
+from armillary.cli.granted import plan_request_of, workload_of
+from armillary.cli.machines import said_of
 from armillary.cli.page import console_here, put
 from armillary.cli.show import as_json
 from armillary.cli.workers import run_in_workers
-from armillary.planning.request import PlanRequest
-from armillary.session.folder import open_folder, refuse_unwritable
+from armillary.session.folder import open_folder
 from armillary.session.foresight.side_by_side import HELD_OUT, Trained, trained
 from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses, planned
 from armillary.session.workload import Batch, Workload
@@ -29,19 +27,11 @@ LINE_SECONDS = 10.0  # between two lines, where lines do not move
 KEPT = "twin.json"
 
 
-@dataclass(frozen=True)
-class AskedTwin:
-    """What was typed of the two trainings and of the links."""
+class AskedTwin(NamedTuple):
+    """What was typed of the two trainings."""
 
-    exchanges: Sequence[str]
-    allow: Sequence[str]
-    schedule: str
-    edges: Sequence[str]
-    edge_backs: Sequence[str]
-    topology_file: Path | None
-    workers: int | None
-    gbit: float
-    latency_us: float
+    way: AskedPlan
+    machines: AskedMachines
     steps: int
     seeds: int
 
@@ -61,18 +51,10 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
     """Trains both, shows and writes what came of it, and ends the process."""
 
     def prepare() -> _Ready:
-        refuse_unwritable(out)
         task = workload_of(subject)
-        links = machines(typed.topology_file, typed.gbit, typed.latency_us)
-        count = typed.workers or (links.workers if typed.topology_file else WORKERS)
-        request = PlanRequest(
-            constraints_of(typed.exchanges),
-            schedule=schedule_of(typed.schedule, count),
-            allow=typed.allow,
-            edge=edge_request("--edge", typed.edges),
-            edge_back=edge_request("--edge-back", typed.edge_backs),
-        )
-        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, request)
+        links = typed.machines.topology
+        count = typed.machines.workers or (links.workers if typed.machines.topology_file else WORKERS)
+        asked = AskedTraining(links.of(count), typed.steps, typed.seeds, plan_request_of(typed.way, count))
         asked.refuse()
         settings = "".join(f" {name}={value}" for name, value in sorted(subject.settings.items()))
         words = f"{subject.name}{' small' if subject.is_small else ''}{settings}: {asked.words()}"
@@ -86,7 +68,7 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         asked, both, losses = ready.asked, ready.both, ready.done[: ready.asked.seeds]
         open_folder(out)
         line = _Line(asked)
-        notes = said_of(asked.topology, typed.topology_file)
+        notes = said_of(asked.topology, typed.machines.topology_file)
         with line.live:
             for seed in range(len(losses), asked.seeds):
                 losses.append(trained(ready.task, both, asked, seed, ready.held_out, line))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
+from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.options import AskedPlan, AskedWorkload
 from armillary.cli.page import console_here, put
 from armillary.cli.refusal import FAILED, UNEQUAL
 from armillary.cli.show import as_json
@@ -53,8 +53,6 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         granted = job_request_of(plan, workers)
         if asked.one_batch and granted.owns_loop:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
-        if asked.steps < 1:
-            raise ValueError(f"--steps: want at least 1, got {asked.steps}")
         refuse_unnamed(task, granted)
         if asked.one_batch:
             size = f"batch_size={task.batch_size * workers}"

@@ -63,8 +63,6 @@ def _run(
     more_arguments: Callable[[Prepared], Sequence[str]],
 ) -> int:
     count = count_of(workers)
-    if count < 1:
-        raise Refused(f"--workers: want at least 1, got {count}")
     if is_worker():
         _refuse_other_count(workers)
         _share_cores()

@@ -7,11 +7,11 @@ imported; the shelf imports all files of its package at the first look, so nothi
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Registry", "guess"]
+__all__ = ["Registry", "guess", "no_entry"]
 
 Entry = TypeVar("Entry")
 
@@ -75,13 +75,16 @@ class Registry(Generic[Entry]):
         """
         entries = self.all()
         if name not in entries:
-            raise ValueError(
-                f"{self.kind}: no {self.kind} {name!r}; there are {', '.join(entries)}; {guess(name, entries)}"
-            )
+            raise ValueError(no_entry(self.kind, name, entries))
         return entries[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.all()
+
+
+def no_entry(kind: str, name: str, known: Collection[str]) -> str:
+    """What whoever names a method is told that is on no shelf."""
+    return f"{kind}: no {kind} {name!r}; there are {', '.join(known)}; {guess(name, known)}"
 
 
 def guess(name: str, known: Iterable[str]) -> str:

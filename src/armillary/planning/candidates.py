@@ -13,7 +13,8 @@ from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast
 from armillary.planning.buckets import BucketLimits
-from armillary.planning.constraints import Constraint, allows, layout_of, why_not
+from armillary.planning.constraints import allows, layout_of, why_not
+from armillary.planning.demand import Constraint
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 

@@ -16,14 +16,11 @@ from armillary.facts.layout import layout_of as flat
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
-from armillary.facts.registry import guess
 from armillary.facts.topology import Topology
+from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
 from armillary.planning.parallax import PLAIN
 
 __all__ = [
-    "LAYOUTS",
-    "MAY_BE_ALLOWED",
-    "Constraint",
     "allows",
     "layout_of",
     "names_of",
@@ -32,11 +29,6 @@ __all__ = [
     "why_not",
     "why_not_by_row",
 ]
-
-Constraint = str | Choice
-
-LAYOUTS = ("replicated", "row_sharded")
-MAY_BE_ALLOWED = ("lossy",)  # departures among which a plan may choose by price, where the user says so
 
 
 def layout_of(choice: Choice) -> Layout:
@@ -116,24 +108,17 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     Raises:
         ValueError: it is no layout and no exchange, or the exchange refuses its options.
     """
-    name = constraint.name if isinstance(constraint, Choice) else constraint
-    exchanges = {**dense_exchanges(), **row_exchanges()}
-    if name not in exchanges and (isinstance(constraint, Choice) or name not in LAYOUTS):
-        known = (*LAYOUTS, *sorted(exchanges))
-        raise ValueError(
-            f"plan: {pattern!r} is to be {name!r}, which is no layout and no exchange; there are "
-            f"{', '.join(known)}; {guess(str(name), known)}"
-        )
+    refuse_unlisted(pattern, constraint, (*dense_exchanges(), *row_exchanges()))
     if not isinstance(constraint, Choice):
         return
-    build = build_row if name in row_exchanges() else build_dense
+    build = build_row if constraint.name in row_exchanges() else build_dense
     try:
-        build(name, **constraint.options)
+        build(constraint.name, **constraint.options)
     except TypeError as error:
         nested = [_coding_rows(value) for value in constraint.options.values() if isinstance(value, Choice)]
         remedy = f"; to code rows, ask for {nested[0]}" if nested and nested[0] else ""
         raise ValueError(
-            f"plan: {pattern!r}: {name} refuses options {dict(constraint.options)}: {error}{remedy}"
+            f"plan: {pattern!r}: {constraint.name} refuses options {dict(constraint.options)}: {error}{remedy}"
         ) from error
 
 

@@ -16,7 +16,8 @@ from armillary.facts.plan import Choice, Group, Plan
 from armillary.planning.assembly import with_idle_round
 from armillary.planning.buckets import default_limits
 from armillary.planning.candidates import Candidate, Question, allowed, candidate
-from armillary.planning.constraints import Constraint, allows, resolve
+from armillary.planning.constraints import allows, resolve
+from armillary.planning.demand import Constraint
 from armillary.planning.expected import with_expected
 from armillary.planning.fitting import held_bytes
 from armillary.planning.prefetch import with_announcements

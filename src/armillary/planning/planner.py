@@ -25,7 +25,8 @@ from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
-from armillary.planning.constraints import Constraint, allows, names_of, resolve
+from armillary.planning.constraints import allows, names_of, resolve
+from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.expected import with_expected
 from armillary.planning.explanation import Verdict, reason, verdicts

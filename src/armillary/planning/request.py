@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
-from armillary.planning.constraints import MAY_BE_ALLOWED, Constraint
+from armillary.planning.demand import Constraint, refuse_other_allowed
 from armillary.planning.edges import EdgeRequest, EdgeRequests
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.schedules.registry import SCHEDULES, owns_loop
@@ -40,7 +40,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         _refuse_misread(self.constraints, self.lazy, self.schedule)
-        _refuse_other_allowed(self.allow)
+        refuse_other_allowed(self.allow)
         object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
         object.__setattr__(self, "allow", tuple(self.allow))
         priced = {
@@ -60,18 +60,6 @@ class PlanRequest:
     def owns_loop(self) -> bool:
         """Whether steps are taken by the schedule that is asked for."""
         return owns_loop(self.schedule)
-
-
-def _refuse_other_allowed(allow: object) -> None:
-    """
-    Raises:
-        ValueError: it is no collection of departures that may be allowed.
-    """
-    if isinstance(allow, str) or not isinstance(allow, Collection) or set(allow) - set(MAY_BE_ALLOWED):
-        raise ValueError(
-            f"plan: allow is {allow!r}; want some of {MAY_BE_ALLOWED}, as in allow=('lossy',). What departs otherwise "
-            "is taken where it is named"
-        )
 
 
 def _refuse_misread(constraints: object, lazy: object, schedule: object) -> None:

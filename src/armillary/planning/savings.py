@@ -15,7 +15,8 @@ from armillary.facts.profile_table import seconds_text
 from armillary.planning.assembly import consensus_of, dense_group
 from armillary.planning.bucket_sizes import is_ownerless
 from armillary.planning.candidates import Question
-from armillary.planning.constraints import MAY_BE_ALLOWED, why_not
+from armillary.planning.constraints import why_not
+from armillary.planning.demand import MAY_BE_ALLOWED
 from armillary.planning.fitting import held_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate

@@ -6,14 +6,16 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.trace import Trace
-from armillary.session.events import Decided, Ended, Evaluated, Progress
 from armillary.session.pictures import can_draw
-from armillary.session.workload import Workload
+
+if TYPE_CHECKING:  # the command line looks at folders before it imports torch
+    from armillary.session.events import Decided, Ended, Evaluated, Progress
+    from armillary.session.workload import Workload
 
 __all__ = [
     "CHECKPOINTS",
@@ -22,13 +24,14 @@ __all__ = [
     "kept_decision",
     "note",
     "open_folder",
-    "read_kept",
+    "refuse_not_ended",
     "refuse_unwritable",
     "run_folder",
 ]
 
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
+LEFT = ("plan", "trace", "summary", "profile", "topology")  # by a run that ended, what it is compared by
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -59,32 +62,17 @@ def open_folder(folder: Path) -> None:
         ) from None
 
 
-def read_kept(path: Path, kind: type[Any], noun: str) -> Any:
-    """What `kind.save` wrote there, alone or, as `armillary plan --json` prints it, under its noun beside other things.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
+def refuse_not_ended(folder: Path) -> None:
     """
-    try:
-        whole = json.loads(path.read_text())
-        is_beside = isinstance(whole, dict) and isinstance(whole.get(noun), dict)
-        return kind.from_json(json.dumps(whole[noun])) if is_beside else kind.load(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{noun}: {path} is no {noun} file: {_why(error)}") from error
-
-
-def _why(error: Exception) -> str:
-    """In words, whatever the type of the error would have said."""
-    match error:
-        case FileNotFoundError():
-            return "there is none of that name"
-        case OSError():
-            return f"it cannot be read ({error.strerror})"
-        case KeyError():
-            return f"it lacks {error}"
-        case json.JSONDecodeError():
-            return f"it is no JSON ({error})"
-    return str(error)
+    Raises:
+        ValueError: a file is missing that a run which ended leaves.
+    """
+    for noun in LEFT:
+        if not (path := folder / f"{noun}.json").is_file():
+            raise ValueError(
+                f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` "
+                "leaves it; a script leaves one by run.report(folder)"
+            )
 
 
 def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:
@@ -112,7 +100,7 @@ def _is_of(folder: Path, name: str, stem: str) -> bool:
     return folder.name == stem or folder.name.removeprefix(f"{stem}-").isdigit()
 
 
-def keep_decision(folder: Path, decided: Decided) -> None:
+def keep_decision(folder: Path, decided: "Decided") -> None:
     decided.profile.save(folder / "profile.json")
     decided.topology.save(folder / "topology.json")
     decided.plan.save(folder / "plan.json")
@@ -128,13 +116,13 @@ def kept_decision(folder: Path) -> dict[str, str]:
     return kept if made.model_fingerprint == seen.model_fingerprint else {}
 
 
-def note(folder: Path, event: Progress | Evaluated) -> None:
+def note(folder: Path, event: "Progress | Evaluated") -> None:
     """Adds one line to the metrics."""
     with (folder / METRICS).open("a") as metrics:
         metrics.write(json.dumps({"kind": type(event).__name__.lower(), **asdict(event)}) + "\n")
 
 
-def keep_end(folder: Path, ended: Ended, trace: Trace, workload: Workload, plan: Plan) -> None:
+def keep_end(folder: Path, ended: "Ended", trace: Trace, workload: "Workload", plan: Plan) -> None:
     """The trace of the last steps of all ranks, the summary with forecast beside measured, and the plot, for which
     matplotlib is imported only now; where there is none, everything but the plot."""
     trace.save(folder / "trace.json")

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.planning.constraints import Constraint, names_of, refuse_unknown
+from armillary.planning.constraints import names_of, refuse_unknown
+from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.owners import MARGIN, Repriced, reprice, still_allowed, with_owners
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.request import NO_CONSTRAINTS

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.owners import MARGIN
 from armillary.planning.request import NO_CONSTRAINTS
 from armillary.runtime.cyclic.step_losses import StepLosses

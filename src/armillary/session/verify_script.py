@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE

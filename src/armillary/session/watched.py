@@ -20,7 +20,8 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import LAYOUTS, allows, names_of
+from armillary.planning.constraints import allows, names_of
+from armillary.planning.demand import LAYOUTS
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case

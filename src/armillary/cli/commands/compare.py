@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from armillary.cli.options import AsJson, Imports
+from armillary.cli.refusal import refusing
+from armillary.session.folder import refuse_not_ended
+from armillary.session.foresight.band import Band
 
 __all__ = ["compare_command"]
 
@@ -38,6 +41,10 @@ def compare_command(
 
     The exit code is 3 if a figure is outside its band, 2 if RUN holds no run that has ended.
     """
-    from armillary.cli.compare import AskedBand, compare_asked
+    shares = {"sent_bytes": sent, "memory_bytes": memory, "seconds": seconds}
+    with refusing():
+        band = Band(**{name: share for name, share in shares.items() if share is not None})
+        refuse_not_ended(run)
+    from armillary.cli.compare import compare_asked
 
-    compare_asked(run, AskedBand(sent, memory, seconds), json)
+    compare_asked(run, band, json)

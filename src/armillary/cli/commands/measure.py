@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedWorkload
 from armillary.cli.find import built_in
-from armillary.cli.options import OUTPUT, AsJson, AskedWorkload, Corpus, Data, Imports, IsSmall, Seed, Set, Workers
+from armillary.cli.options import OUTPUT, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, Workers
 from armillary.cli.refusal import refusing
+from armillary.session.folder import refuse_unwritable
 
 __all__ = ["measure_command"]
 
@@ -43,6 +45,7 @@ def measure_command(
     """
     with refusing():
         task = None if workload is None else AskedWorkload(workload, options, corpus, small, data)
+        refuse_unwritable(out)
     from armillary.cli.measure import measure_asked
 
     measure_asked(task, workers, seed, out, json)

@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.options import (
     OUTPUT,
     Allow,
     AsJson,
-    AskedPlan,
-    AskedWorkload,
     Corpus,
     Data,
     EdgeBacks,
@@ -33,6 +32,7 @@ from armillary.cli.options import (
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.rule import PRICE
+from armillary.session.folder import refuse_unwritable
 
 __all__ = ["plan_command"]
 
@@ -74,18 +74,20 @@ def plan_command(
     """
     with refusing():
         task = AskedWorkload(workload, options, corpus, small, data)
+        wanted = AskedPlan(
+            lazy,
+            replicate,
+            exchange,
+            schedule,
+            topology_file=topology_file,
+            profile_file=profile_file,
+            allow=allow,
+            rule=rule,
+            edges=edge,
+            edge_backs=edge_back,
+        )
+        if out is not None:
+            refuse_unwritable(out.parent)
     from armillary.cli.plan import AskedPrint, plan_asked
 
-    wanted = AskedPlan(
-        lazy,
-        replicate,
-        exchange,
-        schedule,
-        topology_file=topology_file,
-        profile_file=profile_file,
-        allow=allow,
-        rule=rule,
-        edges=edge,
-        edge_backs=edge_back,
-    )
     plan_asked(task, wanted, workers, seed, AskedPrint(out, json, verbose))

@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload, read_plan
 from armillary.cli.find import built_in
 from armillary.cli.options import (
     OUTPUT,
     RUN,
     AsJson,
-    AskedPlan,
-    AskedWorkload,
     Corpus,
     Data,
     EdgeBacks,
@@ -25,9 +24,11 @@ from armillary.cli.options import (
     Schedule,
     Set,
     TopologyFile,
+    at_least_one,
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.session.folder import refuse_unwritable
 
 __all__ = ["simulate_command"]
 
@@ -45,6 +46,7 @@ Count = Annotated[
         metavar="N",
         help="Simulate this many workers. (default: the plan's; 8)",
         show_default=False,
+        callback=at_least_one,
         rich_help_panel=RUN,
     ),
 ]
@@ -93,10 +95,13 @@ def simulate_command(
             raise ValueError("--scaling: compares the chosen plan with all-reduce; drop --exchange, --schedule, --edge")
         is_plan = subject is not None and subject.endswith(".json")
         task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small, data)
-    from armillary.cli.simulate import AskedMachines, scaling_asked, simulate_asked
+        if is_plan:
+            read_plan(Path(str(subject)))
+        asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
+        way = AskedPlan(exchanges=exchange, schedule_text=schedule, edges=edge, edge_backs=edge_back)
+        refuse_unwritable(out)
+    from armillary.cli.simulate import scaling_asked, simulate_asked
 
-    asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
     if scaling:
         scaling_asked(subject, small, asked, out, json)
-    way = AskedPlan(exchanges=exchange, schedule=schedule, edges=edge, edge_backs=edge_back)
     simulate_asked(task if task is not None else Path(str(subject)), asked, way, out, json)

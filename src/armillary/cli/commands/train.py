@@ -5,14 +5,13 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
 from armillary.cli.options import (
     OUTPUT,
     PLAN,
     RUN,
     Allow,
     AsJson,
-    AskedPlan,
-    AskedWorkload,
     Autotune,
     Corpus,
     Data,
@@ -32,6 +31,8 @@ from armillary.cli.options import (
     Verbose,
     Workers,
     WorkloadName,
+    at_least_one,
+    not_negative,
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
@@ -40,7 +41,10 @@ from armillary.planning.rule import PRICE
 __all__ = ["train_command"]
 
 Steps = Annotated[
-    int | None, typer.Option(help="Take this many optimizer steps. (default: the workload's)", rich_help_panel=RUN)
+    int | None,
+    typer.Option(
+        help="Take this many optimizer steps. (default: the workload's)", callback=at_least_one, rich_help_panel=RUN
+    ),
 ]
 Resume = Annotated[
     bool,
@@ -51,17 +55,37 @@ Resume = Annotated[
     ),
 ]
 EverySteps = Annotated[
-    int, typer.Option(metavar="N", help="Save a checkpoint every N steps. 0: by the clock only.", rich_help_panel=RUN)
+    int,
+    typer.Option(
+        metavar="N",
+        help="Save a checkpoint every N steps. 0: by the clock only.",
+        callback=not_negative,
+        rich_help_panel=RUN,
+    ),
 ]
 EverySeconds = Annotated[
-    float, typer.Option(metavar="S", help="Save a checkpoint every S seconds. 0: by steps only.", rich_help_panel=RUN)
+    float,
+    typer.Option(
+        metavar="S",
+        help="Save a checkpoint every S seconds. 0: by steps only.",
+        callback=not_negative,
+        rich_help_panel=RUN,
+    ),
 ]
-Keep = Annotated[int, typer.Option(metavar="N", help="Keep the last N checkpoints.", rich_help_panel=RUN)]
+Keep = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Keep the last N checkpoints.",
+        callback=at_least_one,
+        rich_help_panel=RUN,
+    ),
+]
 RebalanceEvery = Annotated[
     int,
     typer.Option(
         metavar="N", help="At every N-th checkpoint, move tables whose owners are unbalanced. 0: never.",
-        rich_help_panel=PLAN,
+        callback=not_negative, rich_help_panel=PLAN,
     ),
 ]  # fmt: skip
 Runs = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of all runs.", rich_help_panel=OUTPUT)]
@@ -108,20 +132,22 @@ def train_command(
     """
     with refusing():
         task = AskedWorkload(workload, options, corpus, small, data)
-    from armillary.cli.train import AskedRun, train_asked
+        wanted = AskedPlan(
+            lazy,
+            replicate,
+            exchange,
+            schedule,
+            plan_file,
+            topology_file,
+            autotune=autotune,
+            allow=allow,
+            rule=rule,
+            edges=edge,
+            edge_backs=edge_back,
+        )
+        run = AskedRun(
+            workers, steps, seed, runs, name, task.stem, resume, every_steps, every_seconds, keep, rebalance_every
+        )
+    from armillary.cli.train import train_asked
 
-    wanted = AskedPlan(
-        lazy,
-        replicate,
-        exchange,
-        schedule,
-        plan_file,
-        topology_file,
-        autotune=autotune,
-        allow=allow,
-        rule=rule,
-        edges=edge,
-        edge_backs=edge_back,
-    )
-    run = AskedRun(workers, steps, seed, runs, name, resume, every_steps, every_seconds, keep, rebalance_every)
     train_asked(task, wanted, run, json, verbose)

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload
 from armillary.cli.options import (
     OUTPUT,
     RUN,
     Allow,
     AsJson,
-    AskedWorkload,
     Corpus,
     Data,
     EdgeBacks,
@@ -24,9 +24,11 @@ from armillary.cli.options import (
     Set,
     TopologyFile,
     WorkloadName,
+    at_least_one,
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
+from armillary.session.folder import refuse_unwritable
 
 __all__ = ["twin_command"]
 
@@ -36,14 +38,25 @@ Count = Annotated[
         metavar="N",
         help="Simulate this many workers. (default: those of --topology; 4)",
         show_default=False,
+        callback=at_least_one,
         rich_help_panel=RUN,
     ),
 ]
-Steps = Annotated[int, typer.Option(help="Train both for this many optimizer steps.", rich_help_panel=RUN)]
+Steps = Annotated[
+    int,
+    typer.Option(
+        help="Train both for this many optimizer steps.",
+        callback=at_least_one,
+        rich_help_panel=RUN,
+    ),
+]
 Seeds = Annotated[
     int,
     typer.Option(
-        metavar="N", help="Train both under N seeds: initial values, data order, dropout.", rich_help_panel=RUN
+        metavar="N",
+        help="Train both under N seeds: initial values, data order, dropout.",
+        callback=at_least_one,
+        rich_help_panel=RUN,
     ),
 ]
 Out = Annotated[
@@ -84,9 +97,9 @@ def twin_command(
     """
     with refusing():
         task = AskedWorkload(workload, options, corpus, small, data)
+        way = AskedPlan(exchanges=exchange, schedule_text=schedule, allow=allow, edges=edge, edge_backs=edge_back)
+        machines = AskedMachines(workers, topology_file, None, gbit, latency_us)
+        refuse_unwritable(out)
     from armillary.cli.twin import AskedTwin, twin_asked
 
-    typed = AskedTwin(
-        exchange, allow, schedule, edge, edge_back, topology_file, workers, gbit, latency_us, steps, seeds
-    )
-    twin_asked(task, typed, out, resume, json)
+    twin_asked(task, AskedTwin(way, machines, steps, seeds), out, resume, json)

@@ -4,12 +4,11 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.options import (
     RUN,
     Allow,
     AsJson,
-    AskedPlan,
-    AskedWorkload,
     Corpus,
     Data,
     EdgeBacks,
@@ -27,6 +26,7 @@ from armillary.cli.options import (
     TopologyFile,
     Workers,
     WorkloadName,
+    at_least_one,
 )
 from armillary.cli.refusal import refusing
 from armillary.facts.plan import SIMULTANEOUS
@@ -34,7 +34,14 @@ from armillary.planning.rule import PRICE
 
 __all__ = ["verify_command"]
 
-Steps = Annotated[int, typer.Option(help="Compare after this many optimizer steps.", rich_help_panel=RUN)]
+Steps = Annotated[
+    int,
+    typer.Option(
+        help="Compare after this many optimizer steps.",
+        callback=at_least_one,
+        rich_help_panel=RUN,
+    ),
+]
 OneBatch = Annotated[
     bool,
     typer.Option(
@@ -79,18 +86,18 @@ def verify_command(
     """
     with refusing():
         task = AskedWorkload(workload, options, corpus, small, data)
+        wanted = AskedPlan(
+            lazy,
+            replicate,
+            exchange,
+            schedule,
+            plan_file,
+            topology_file,
+            allow=allow,
+            rule=rule,
+            edges=edge,
+            edge_backs=edge_back,
+        )
     from armillary.cli.verify import AskedVerification, verify_asked
 
-    wanted = AskedPlan(
-        lazy,
-        replicate,
-        exchange,
-        schedule,
-        plan_file,
-        topology_file,
-        allow=allow,
-        rule=rule,
-        edges=edge,
-        edge_backs=edge_back,
-    )
     verify_asked(task, wanted, AskedVerification(workers, steps, seed, one_batch), json)

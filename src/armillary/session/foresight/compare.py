@@ -19,50 +19,26 @@ buffers, what the allocator keeps) nobody forecasts; it is shown without a band.
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from armillary.facts.kept import read_kept
 from armillary.facts.plan import Forecast, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.session.edge_labels import EdgeLabels, way_of
-from armillary.session.folder import read_kept
+from armillary.session.folder import refuse_not_ended
 from armillary.session.foreseen import foreseen
+from armillary.session.foresight.band import Band
 from armillary.session.seen import Middle, seen_in
 from armillary.session.tally import OTHER, STEP
 
-__all__ = ["Band", "Compared", "ComparedLine", "compare_run"]
+__all__ = ["Compared", "ComparedLine", "compare_run"]
 
 PROCESS = "process"
-# Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
-# With the default bands: 0.1 % of the step's bytes, which are counted, and 1 % of its memory and of its seconds.
-SMALL_PARTS = {"sent_bytes": 1 / 20, "memory_bytes": 1 / 10, "seconds": 1 / 15}
-
-
-@dataclass(frozen=True)
-class Band:
-    """Largest difference between forecast and measured, as a share of the larger of the two.
-
-    decided_bytes: instead of sent_bytes, where the data decide how much is sent.
-    """
-
-    sent_bytes: float = 0.02
-    memory_bytes: float = 0.10
-    seconds: float = 0.15
-    decided_bytes: float = 0.30
-
-    def __post_init__(self) -> None:
-        wrong = {name: value for name, value in asdict(self).items() if not 0 <= value <= 1}
-        if wrong:
-            raise ValueError(f"compare: a band is a share between 0 and 1, got {wrong}")
-
-    @property
-    def small(self) -> Forecast:
-        """Shares of the whole step: differences of a group below them are let pass."""
-        return Forecast(**{name: part * getattr(self, name) for name, part in SMALL_PARTS.items()})
 
 
 @dataclass(frozen=True)
@@ -114,6 +90,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
     Raises:
         ValueError: a file is missing, or is of another plan or model.
     """
+    refuse_not_ended(folder)
     plan: Plan = _file(folder, "plan", Plan)
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
@@ -149,13 +126,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
 
 
 def _file(folder: Path, noun: str, kind: type[Any]) -> Any:
-    path = folder / f"{noun}.json"
-    if not path.is_file():
-        raise ValueError(
-            f"compare: {folder} has no {path.name}; give the folder of a run that ended, as `armillary train` leaves "
-            "it; a script leaves one by run.report(folder)"
-        )
-    return read_kept(path, kind, noun)
+    return read_kept(folder / f"{noun}.json", kind, noun)
 
 
 def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary) -> None:

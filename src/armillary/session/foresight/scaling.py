@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.simulator import simulate

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import SIMULTANEOUS, Choice
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.runtime.profiling.probe import Loss

@@ -19,7 +19,7 @@ from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import Constraint
+from armillary.planning.demand import Constraint
 from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
