@@ -10,7 +10,10 @@ from torch import Tensor
 from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.tiles import as_bytes, from_bytes, packed, packed_bytes, unpacked
 
-__all__ = ["from_sparse", "is_sparse", "kept_above", "most_bytes", "quantile", "sparse", "sparse_bytes", "threshold"]
+__all__ = [
+    "add_sparse", "from_sparse", "is_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",
+    "threshold",
+]  # fmt: skip
 
 PLACES, BITMAP, ALL = range(3)
 EXACT = 1 << 16  # numbers up to which the quantile is exact
@@ -28,9 +31,10 @@ def quantile(values: Tensor, sparsity: float) -> Tensor:
     return size.kthvalue(len(size) - count + 1).values
 
 
-def kept_above(values: Tensor, limit: Tensor) -> Tensor:
-    """(n,) bool: what reaches its limit and is not zero; what is not a number reaches any."""
-    return ~(values.abs() < limit) & (values != 0)
+def places_above(values: Tensor, limit: Tensor) -> Tensor:
+    """(count,) int64, rising: where a number reaches its limit and is not zero; what is not a number reaches any."""
+    is_below = (values < limit).logical_and_(values > -limit) if limit > 0 else values == 0
+    return is_below.logical_not_().nonzero().view(-1)
 
 
 def sparse_bytes(n: int, count: int, item_bytes: int) -> int:
@@ -43,17 +47,21 @@ def most_bytes(n: int, item_bytes: int) -> int:
     return sparse_bytes(n, n, item_bytes)
 
 
-def sparse(values: Tensor, is_kept: Tensor) -> Tensor:
-    """The code of the values where the mask says so: a byte that says the form, places, numbers."""
-    n, count, item = len(values), int(is_kept.sum()), values.itemsize
+def sparse(values: Tensor, places: Tensor) -> Tensor:
+    """The code of the values at these places: a byte that says the form, places, numbers."""
+    n, count, item = len(values), len(places), values.itemsize
     lengths = [count * (4 + item), packed_bytes(n, 1) + count * item, n * item]
     form = lengths.index(min(lengths))
     parts = [torch.tensor([form], dtype=torch.uint8, device=values.device)]
+    kept = values[places]
     if form == PLACES:
-        parts.append(as_bytes(is_kept.nonzero().view(-1).to(torch.int32)))
+        parts.append(as_bytes(places.to(torch.int32)))
     elif form == BITMAP:
-        parts.append(packed(is_kept.to(torch.uint8), 1))
-    kept = values[is_kept] if form != ALL else torch.where(is_kept, values, torch.zeros_like(values))
+        is_kept = torch.zeros(n, dtype=torch.uint8, device=values.device)
+        is_kept[places] = 1
+        parts.append(packed(is_kept, 1))
+    else:
+        kept = torch.zeros_like(values).index_put_((places,), kept)
     return torch.cat([*parts, as_bytes(kept)])
 
 
@@ -66,18 +74,26 @@ def is_sparse(code: Tensor, n: int, item_bytes: int) -> bool:
     return len(rest) % (4 + item_bytes) == 0 if form == PLACES else form == ALL and len(rest) == n * item_bytes
 
 
+def add_sparse(total: Tensor, code: Tensor) -> None:
+    """Adds what a code means, in place. Only what it names is touched: of a hundredth of the numbers that saves nearly
+    all of the work, and zeros would change none of the others."""
+    n, form, rest = len(total), int(code[0]), code[1:]
+    if form == ALL:
+        total += from_bytes(rest, total.dtype)
+        return
+    if form == PLACES:
+        at = 4 * (len(rest) // (4 + total.itemsize))
+        places = from_bytes(rest[:at], torch.int32).long()
+    else:
+        at = packed_bytes(n, 1)
+        places = unpacked(rest[:at], n, 1).nonzero().view(-1)
+    total[places] += from_bytes(rest[at:], total.dtype)
+
+
 def from_sparse(code: Tensor, n: int, like: Tensor) -> Tensor:
     """Undoes it: (n,), zeros elsewhere."""
-    form, rest = int(code[0]), code[1:]
-    if form == ALL:
-        return from_bytes(rest, like.dtype)
     full = torch.zeros(n, dtype=like.dtype, device=like.device)
-    if form == PLACES:
-        count = len(rest) // (4 + like.itemsize)
-        full[from_bytes(rest[: 4 * count], torch.int32).long()] = from_bytes(rest[4 * count :], like.dtype)
-        return full
-    at = packed_bytes(n, 1)
-    full[unpacked(rest[:at], n, 1).bool()] = from_bytes(rest[at:], like.dtype)
+    add_sparse(full, code)
     return full
 
 
@@ -93,7 +109,7 @@ def threshold(sparsity: float = 0.99) -> Codec:
     refuse_other_shares(sparsity)
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
-        return sparse(values, kept_above(values, quantile(values, sparsity)))
+        return sparse(values, places_above(values, quantile(values, sparsity)))
 
     def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
         return from_sparse(code, n, like)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.threshold import (
-    from_sparse,
+    add_sparse,
     is_sparse,
-    kept_above,
     most_bytes,
+    places_above,
     quantile,
     refuse_other_shares,
     sparse,
@@ -90,14 +90,17 @@ class _Rule:
         """How many numbers of a layer are meant to pass."""
         return numel if numel < self.small else min(numel, max(1, round((1 - self.sparsity) * numel)))
 
-    def limit(self, values: Tensor, limit: Tensor, age: int) -> Tensor:
-        """(): the threshold for a layer in this push."""
+    def chosen(self, values: Tensor, limit: Tensor, age: int) -> tuple[Tensor, Tensor]:
+        """Of a layer in this push: places of what passes; (): the threshold."""
         if len(values) < self.small:
-            return torch.zeros_like(limit)
-        is_fresh = not is_due(age, self.lifespan)
-        if is_fresh and int(kept_above(values, limit).sum()) <= RUNAWAY * self.target(len(values)):
-            return limit
-        return quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0)
+            limit = torch.zeros_like(limit)
+            return places_above(values, limit.to(values.dtype)), limit
+        if not is_due(age, self.lifespan):
+            places = places_above(values, limit.to(values.dtype))
+            if len(places) <= RUNAWAY * self.target(len(values)):
+                return places, limit
+        limit = quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0)
+        return places_above(values, limit.to(values.dtype)), limit
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
         def refreshed(pushed: Pushed) -> int:
@@ -123,11 +126,12 @@ class _Rule:
         if place.workers == 1:
             return alone(parcel, state)
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale
-        is_kept = torch.zeros(len(full), dtype=torch.bool, device=full.device)
+        found = []
         for number, (begin, end) in enumerate(parcel.layout.spans):
-            limits[number] = self.limit(full[begin:end], limits[number], int(state[AGE][number]))
-            is_kept[begin:end] = kept_above(full[begin:end], limits[number].to(full.dtype))
-        code = sparse(full, is_kept)
+            places, limits[number] = self.chosen(full[begin:end], limits[number], int(state[AGE][number]))
+            found.append(places + begin)
+        places = torch.cat(found)
+        code = sparse(full, places)
         everyones = yield AllGather(torch.cat([torch.tensor([len(code)], dtype=torch.float64), parcel.tail]))
         sizes = tuple(int(size) for size in everyones[:, 0])
         arrived = yield AllToAll(code.repeat(place.workers), (len(code),) * place.workers, sizes)
@@ -138,9 +142,9 @@ class _Rule:
                     f"exchange: the code of rank {rank} has {len(theirs)} bytes, which is no code of {len(full)} "
                     "numbers; start all ranks with one version and one plan"
                 )
-            total = total + from_sparse(theirs, len(full), full)
-        lost = torch.where(is_kept, torch.zeros_like(full), full)
-        after = {RESIDUAL: kept_back(parcel, lost), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
+            add_sparse(total, theirs)
+        full[places] = 0
+        after = {RESIDUAL: kept_back(parcel, full), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
         return parcel.answered(total, everyones[:, 1:].sum(0)), after
 
     def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
