@@ -5,6 +5,7 @@ Workers are always started whole. So is the command, where Ctrl-C or an outer to
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -127,6 +128,8 @@ def test_ctrl_c_says_one_thing_leaves_no_worker_and_a_good_checkpoint(tmp_path, 
     good = latest_checkpoint(checkpoints)
     assert good is not None and good.name in err
     monkeypatch.chdir(tmp_path)
+    typed = [str(one) for one in (*arguments, *unmeasured(tmp_path))]
+    assert shlex.split(err.strip().rpartition("go on with: ")[2]) == ["armillary", *typed, "--resume"]
     again = ("train", str(EXAMPLE), "--workers", "1", "--name", "long", "--resume", "--steps", "10")
     done = CliRunner().invoke(app, again)
     assert done.exit_code == 0, done.stderr

@@ -1,6 +1,9 @@
 """What `armillary train` does: trains a workload on some workers under a plan made for it."""
 
+import shlex
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -54,7 +57,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         return [] if run.name else ["--name", ready.settings.folder.name]
 
     def how() -> str:
-        return how_to_go_on(workload.name, [*chosen, run.runs / (run.name or run.stem)][0])
+        return how_to_go_on(sys.argv[1:], [*chosen, run.runs / (run.name or run.stem)][0])
 
     run_in_workers(run.workers, prepare, body, named, how)
 
@@ -67,10 +70,12 @@ def folder_of_all(run: AskedRun) -> Path:
     return folder
 
 
-def how_to_go_on(workload: str, folder: Path) -> str:
-    """What a user who pressed Ctrl-C wants to know."""
+def how_to_go_on(typed: Sequence[str], folder: Path) -> str:
+    """What a user who pressed Ctrl-C wants to know: the command line that goes on, with all that was typed."""
     with warnings.catch_warnings(action="ignore"):  # the one that Ctrl-C cut short is no news here
         good = latest_checkpoint(folder / CHECKPOINTS) if (folder / CHECKPOINTS).is_dir() else None
     if good is None:
         return "No checkpoint was written yet."
-    return f"The last checkpoint is {good}; go on with: armillary train {workload} --resume --name {folder.name}"
+    is_named = any(word.partition("=")[0] == "--name" for word in typed)
+    more = [*(() if "--resume" in typed else ("--resume",)), *(() if is_named else ("--name", folder.name))]
+    return f"The last checkpoint is {good}; go on with: {shlex.join(['armillary', *typed, *more])}"
