@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_command_is_said_in_one_line_and_nothing_is_left(tm
         (("train", "langauge_model", *one), "no workload 'langauge_model'"),
         (("train", "nowhere.py", *one), "no file nowhere.py"),
         (("train", MINE, *one, "--set", "widht=3"), "widht"),
-        (("train", MINE, *one, "--steps", "0"), "steps >= 1"),
+        (("train", MINE, *one, "--steps", "0"), "--steps: want at least 1, got 0"),
         (("train", MINE, *one, "--plan", "none.json"), "none.json is no plan file"),
         (("train", MINE, *one, "--resume"), "nothing to resume"),
         (("train", MINE, "--workers", "0"), "want at least 1, got 0"),
