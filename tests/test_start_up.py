@@ -49,12 +49,7 @@ ANSWERED_AT_ONCE = {
     ("simulate", str(MINE), "--set", "widht=3"): "did you mean 'width'?",
     ("train", "vision", "--schedule", "pipline"): "no schedule 'pipline'; there are accumulation, delayed_all_reduce",
     ("twin", "vision", "--schedule", "ring(slack"): "'ring(slack' is no NAME or NAME(OPTION=VALUE, ...): at its end",
-    (
-        "plan",
-        "vision",
-        "--exchange",
-        "quantise(bits=8)=*",
-    ): "'*' is to be 'quantise', which is no layout and no ex",
+    ("plan", "vision", "--exchange", "quantise(bits=8)=*"): "to be 'quantise', which is no layout and no exchange",
     ("verify", "vision", "--exchange", "owned_rows"): "--exchange: want CHOICE=PATTERN",
     ("simulate", "vision", "--edge", "hadamerd=0"): "no codec 'hadamerd'; there are hadamard, lower_precision, one_bit",
     ("twin", "vision", "--edge-back", "hadamard(quantise(bits=4))"): "no codec 'quantise'; there are hadamard",

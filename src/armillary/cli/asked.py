@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 STAGES = re.compile(r"(?P<choice>.*?)(=(?P<stages>\d+(,\d+)*))?", re.DOTALL)
-NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62  # bytes of memory
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,15 @@ class AskedPlan:
     def __post_init__(self) -> None:
         typed = (self.constraints, self.schedule, self.edge, self.edge_back)
         if "torch" not in sys.modules:
-            _refuse_unlisted(*typed)
+            _refuse_unknown_methods(*typed)
         refuse_unknown_rule(self.rule)
         refuse_other_allowed(self.allow)
-        for read, path in ((read_plan, self.plan_file), (read_profile, self.profile_file)):
-            if path is not None:
-                read(path)
+        if self.plan_file is not None:
+            read_plan(self.plan_file)
         if self.topology_file is not None:
             read_topology(self.topology_file)
+        if self.profile_file is not None:
+            read_profile(self.profile_file)
 
     @property
     def constraints(self) -> Mapping[str, Constraint]:
@@ -149,7 +150,7 @@ class AskedMachines:
     latency_us: float
 
     def __post_init__(self) -> None:
-        assert self.topology
+        _ = self.topology  # refuses what is none
         if self.profile_file is not None:
             read_profile(self.profile_file)
 
@@ -247,7 +248,7 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-def _refuse_unlisted(
+def _refuse_unknown_methods(
     constraints: Mapping[str, Constraint], schedule: Choice, edge: "EdgeRequest", edge_back: "EdgeRequest"
 ) -> None:
     for pattern, constraint in constraints.items():

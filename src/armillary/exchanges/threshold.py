@@ -12,6 +12,7 @@ four times the share would pass.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,17 @@ def is_due(age: int, lifespan: int) -> bool:
     return age % lifespan == 0 or (age < lifespan and age & (age - 1) == 0)
 
 
+class _Passed(NamedTuple):
+    """places: (count,) int64, rising, of a layer's numbers that pass. limit: (), the threshold that they reach."""
+
+    places: Tensor
+    limit: Tensor
+
+
+def _passed(values: Tensor, limit: Tensor) -> _Passed:
+    return _Passed(places_above(values, limit.to(values.dtype)), limit)
+
+
 @dataclass(frozen=True)
 class _Rule:
     """Which numbers of a layer pass."""
@@ -90,17 +102,15 @@ class _Rule:
         """How many numbers of a layer are meant to pass."""
         return numel if numel < self.small else min(numel, max(1, round((1 - self.sparsity) * numel)))
 
-    def chosen(self, values: Tensor, limit: Tensor, age: int) -> tuple[Tensor, Tensor]:
-        """Of a layer in this push: places of what passes; (): the threshold."""
+    def passed(self, values: Tensor, limit: Tensor, age: int) -> _Passed:
+        """Of a layer in this push, by its threshold or a new one."""
         if len(values) < self.small:
-            limit = torch.zeros_like(limit)
-            return places_above(values, limit.to(values.dtype)), limit
+            return _passed(values, torch.zeros_like(limit))
         if not is_due(age, self.lifespan):
-            places = places_above(values, limit.to(values.dtype))
-            if len(places) <= RUNAWAY * self.target(len(values)):
-                return places, limit
-        limit = quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0)
-        return places_above(values, limit.to(values.dtype)), limit
+            found = _passed(values, limit)
+            if len(found.places) <= RUNAWAY * self.target(len(values)):
+                return found
+        return _passed(values, quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0))
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
         def refreshed(pushed: Pushed) -> int:
@@ -128,8 +138,9 @@ class _Rule:
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale
         found = []
         for number, (begin, end) in enumerate(parcel.layout.spans):
-            places, limits[number] = self.chosen(full[begin:end], limits[number], int(state[AGE][number]))
-            found.append(places + begin)
+            passed = self.passed(full[begin:end], limits[number], int(state[AGE][number]))
+            limits[number] = passed.limit
+            found.append(passed.places + begin)
         places = torch.cat(found)
         code = sparse(full, places)
         everyones = yield AllGather(torch.cat([torch.tensor([len(code)], dtype=torch.float64), parcel.tail]))
