@@ -42,7 +42,8 @@ def main() -> float:
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     training, held_out = sentences(512, 1), sentences(64, 2)
-    loader = DataLoader(training, batch_size=8, shuffle=True)
+    draw = torch.Generator()
+    loader = DataLoader(training, batch_size=8, shuffle=True, generator=draw)
     held_out_loader = DataLoader(held_out, batch_size=8)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader) // TOGETHER)
     first_epoch = 0
@@ -54,6 +55,7 @@ def main() -> float:
         first_epoch = kept["epoch"]
     perplexity = 0.0
     for epoch in range(first_epoch, EPOCHS):
+        draw.manual_seed(epoch)
         model.train()
         for number, (words,) in enumerate(loader):
             loss = loss_of(model, words) / TOGETHER

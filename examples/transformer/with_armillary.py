@@ -46,7 +46,8 @@ def main() -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = armillary.parallelize(model, optimizer)
     training, held_out = sentences(512, 1), sentences(64, 2)
-    loader = run.shard(DataLoader(training, batch_size=8, shuffle=True))
+    draw = torch.Generator()
+    loader = run.shard(DataLoader(training, batch_size=8, shuffle=True, generator=draw))
     held_out_loader = run.shard(DataLoader(held_out, batch_size=8), drop_last=False)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader) // TOGETHER)
     first_epoch = 0
@@ -55,6 +56,7 @@ def main() -> float:
         first_epoch = kept["epoch"]
     perplexity = 0.0
     for epoch in range(first_epoch, EPOCHS):
+        draw.manual_seed(epoch)
         model.train()
         for number, (words,) in enumerate(loader):
             is_last = (number + 1) % TOGETHER == 0

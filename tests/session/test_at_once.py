@@ -1,7 +1,7 @@
 """Stage times are those of all ranks at once, alike everywhere, and a rank that cannot step stops all of them."""
 
 import time
-from itertools import count
+from itertools import count, cycle
 from unittest.mock import patch
 
 import pytest
@@ -15,16 +15,16 @@ from armillary.session.decide import open_transport
 
 
 class Slow(nn.Module):
-    """A layer that takes its time, on one rank longer than on the other."""
+    """A layer that takes its time, on one rank longer than on the other; given several times, in turn."""
 
-    def __init__(self, seconds):
+    def __init__(self, *seconds):
         super().__init__()
-        self.layer, self.seconds = nn.Linear(3, 3), seconds
+        self.layer, self.seconds = nn.Linear(3, 3), cycle(seconds)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
-        time.sleep(self.seconds)
+        time.sleep(next(self.seconds))
         return self.layer(x)
 
 
@@ -69,6 +69,22 @@ def test_all_ranks_wait_for_the_slowest_so_its_times_count(crew):
     assert sum(stage.forward_seconds for stage in first.stages) >= 0.030
     (slow,) = crew(2).run(stepped, (0.030, 0.002), None)[:1]
     assert sum(stage.forward_seconds for stage in slow.stages) >= 0.030
+
+
+def held_up_by_turns(rank, workers):
+    transport = open_transport()
+    model, batch = nn.Sequential(Slow(*((0.012, 0.030) if rank else (0.030, 0.012)))), torch.ones(2, 3)
+    before = profile(model, [batch] * workers, loss, workers=workers)
+    try:
+        return timed_at_once(before, model, lambda: batch, loss, transport)
+    finally:
+        transport.close()
+
+
+def test_ranks_that_are_held_up_by_turns_hold_up_every_step(crew):
+    first, second = crew(2).run(held_up_by_turns)
+    assert first == second
+    assert 0.030 <= sum(stage.forward_seconds for stage in first.stages) < 0.045
 
 
 def timed_alone(rank, workers, seconds, held_up):

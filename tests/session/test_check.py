@@ -78,6 +78,17 @@ def drawn_from_elsewhere(made):
     )
 
 
+def too_short_a_code(made):
+    return made._replace(encode=lambda values, draw: made.encode(values, draw)[: len(values)])
+
+
+def length_not_known(made):
+    def coded_bytes(n, item_bytes):
+        return {1: item_bytes}[n]
+
+    return made._replace(coded_bytes=coded_bytes)
+
+
 def longer_than_it_says(made):
     return made._replace(coded_bytes=lambda n, item_bytes: n * item_bytes - (n > 100))
 
@@ -129,6 +140,8 @@ CODEC_FAULTS = {
     drawn_again: "decode gives other numbers than meaning; both are given generators in the same state",
     drawn_from_elsewhere: "two codes from generators in the same state differ",
     longer_than_it_says: "coded_bytes says",
+    too_short_a_code: r"the code has 1 bytes, coded_bytes says 4",
+    length_not_known: r"coded_bytes raises KeyError: 0 \(.*test_check.py, line \d+\)",
     in_place: "encode changes the values it is given",
     one_more: "zeros come back as something else",
     always_double: r"meaning torch.float64; want the dtype of the values",
@@ -145,15 +158,23 @@ def test_a_codec_that_keeps_its_rules_is_said_to_as_is_the_exchange_of_its_name(
     assert [line.split("(")[0].split(" keeps")[0] for line in said[1:]] == ["exchange signs"] * 3
 
 
+@pytest.mark.parametrize("carries", [True, False])
 @pytest.mark.parametrize("fault", CODEC_FAULTS)
-def test_what_is_wrong_with_a_codec_is_named(fault):
+def test_what_is_wrong_with_a_codec_is_named(fault, carries):
     def faulty():
         return fault(signs())
 
-    with registered(codec(carries=False), faulty), pytest.raises(ValueError, match=r"breaks .* of its rules") as told:
+    with registered(codec(carries=carries), faulty), pytest.raises(ValueError, match=r"breaks .* of its rules") as told:
         armillary.check("faulty")
     assert [line for line in str(told.value).splitlines()[1:] if line.startswith("codec faulty: it is not so that ")]
     told.match(f"(?m){CODEC_FAULTS[fault]}")
+
+
+def test_options_that_stand_in_no_example_can_be_held_too():
+    assert armillary.check("top_k(keep=0.3)").splitlines()[0] == "codec top_k(keep=0.3) keeps its 7 rules"
+    assert armillary.check("gpipe(micro_batches=6)").startswith("schedule gpipe(micro_batches=6) on ")
+    with pytest.raises(ValueError, match="top_k refuses options"):
+        armillary.check("top_k(kept=0.3)")
 
 
 # An exchange: everybody gets everybody's numbers.

@@ -14,6 +14,10 @@ from armillary.session.foresight.compare import Compared, ComparedLine, compare_
 __all__ = ["compare_asked"]
 
 UNITS = {"sent_bytes": ("sent kB", 1e3, 1), "memory_bytes": ("memory MiB", 1 << 20, 1), "seconds": ("ms", 1e-3, 2)}
+WHAT_TO_DO = (
+    "to do: time outside means that something else ran there, then or when the plan was made: train again, or widen "
+    "the band (--seconds 0.3); bytes or memory outside, that batches were unlike the first ones: plan again\n"
+)
 NAMES = {"sent_bytes": "bytes", "memory_bytes": "memory", "seconds": "time"}
 
 
@@ -45,7 +49,8 @@ def _page(found: Compared) -> Page:
     count = sum(len(line.outside) for line in found.lines)
     some = f"{count} figure{'s' * (count != 1)} outside its band where named"
     verdict = "every figure is within its band" if found.is_within else some
-    legend = (
+    legend = "" if found.is_within else WHAT_TO_DO
+    legend += (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
         "off: of the larger of the two, as the bands are; x22 is 22 times the forecast\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"

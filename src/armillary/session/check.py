@@ -3,7 +3,8 @@
 The tests of the package hold its own methods to the same rules (`reference/..._contract.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,11 +30,12 @@ class _Example(NamedTuple):
 
 
 def check(name: str) -> str:
-    """Holds a registered codec, exchange or schedule to the contract of its shelf, with each example of its options, in
-    this one process. Training by it is another matter: see `verify` and `twin`.
+    """Holds a registered codec, exchange or schedule to the contract of its shelf, in this one process. Training by it
+    is another matter: see `verify` and `twin`.
 
     Args:
-        name: as it was registered; import the file that does so before.
+        name: as it was registered; import the file that does so before. With options, as in "top_k(keep=0.3)", these
+            are held; else each example that it was registered with.
 
     Returns:
         What was held, a line an example; `print` it.
@@ -41,39 +43,59 @@ def check(name: str) -> str:
     Raises:
         ValueError: nothing has that name, or it breaks rules; each is named, with where it was broken first.
     """
-    examples = [*_of_codec(name), *_of_exchange(name), *_of_schedule(name)]
-    if not examples:
+    asked = Choice.parse(name)
+    kept = [line for shelf in (_of_codec, _of_exchange, _of_schedule) for line in _kept(name, shelf(asked))]
+    if not kept:
         known = sorted({*CODECS.all(), *DENSE.all(), *SCHEDULES.all()})
-        raise ValueError(f"check: no codec, dense exchange or schedule {name!r}; {guess(name, known)}")
-    broken = [
-        f"{one.text}: it is not so that {rule}: {how}"
-        for one in examples
-        for rule, broken_by in one.rules.items()
-        if (how := broken_by())
-    ]
+        raise ValueError(f"check: no codec, dense exchange or schedule {asked.name!r}; {guess(asked.name, known)}")
+    return "\n".join(kept)
+
+
+def _kept(name: str, examples: Iterable[_Example]) -> list[str]:
+    """Of one shelf: the exchange that carries gradients by a codec is held only when the codec keeps its rules."""
+    kept, broken = [], []
+    for one in examples:
+        faults = [(rule, how) for rule, broken_by in one.rules.items() if (how := _how(broken_by))]
+        broken += [f"{one.text}: it is not so that {rule}: {how}" for rule, how in faults]
+        kept.append(f"{one.text} keeps its {len(one.rules)} rules")
     if broken:
         raise ValueError("\n".join([f"check: {name} breaks {len(broken)} of its rules", *broken]))
-    return "\n".join(f"{one.text} keeps its {len(one.rules)} rules" for one in examples)
+    return kept
 
 
-def _of_codec(name: str) -> Iterator[_Example]:
-    for options in CODECS[name].examples if name in CODECS else ():
+def _how(broken_by: Callable[[], str]) -> str:
+    """How a rule is broken; an error is one way, and where it was raised the other half of the answer."""
+    try:
+        return broken_by()
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{place.name} raises {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+
+
+def _of_codec(asked: Choice) -> Iterator[_Example]:
+    name = asked.name
+    for options in _asked(asked, CODECS[name].examples) if name in CODECS else ():
         yield _Example(f"codec {Choice(name, options)}", _bound(CODEC_RULES, build_codec(name, **options)))
 
 
-def _of_exchange(name: str) -> Iterator[_Example]:
-    for options in DENSE[name].examples if name in DENSE else ():
+def _of_exchange(asked: Choice) -> Iterator[_Example]:
+    name = asked.name
+    for options in _asked(asked, DENSE[name].examples) if name in DENSE else ():
         exchange = build_dense(name, **options)
         sums = {} if DENSE[name].departs else {"it is the sum": partial(is_the_sum, exchange)}
         yield _Example(f"exchange {Choice(name, options)}", {**_bound(EXCHANGE_RULES, exchange), **sums})
 
 
-def _of_schedule(name: str) -> Iterator[_Example]:
-    for example in SCHEDULES[name].examples if name in SCHEDULES else ():
+def _of_schedule(asked: Choice) -> Iterator[_Example]:
+    for example in SCHEDULES[asked.name].examples if asked.name in SCHEDULES else ():
         given = {key: value for key, value in example.items() if key != "workers"}
-        choice, workers = Choice(name, given), example["workers"]
+        choice, workers = asked if asked.options else Choice(asked.name, given), example["workers"]
         rules = _bound(SCHEDULE_RULES, read(choice, workers), workers)
         yield _Example(f"schedule {choice} on {workers} processes", rules)
+
+
+def _asked(asked: Choice, examples: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    return (asked.options,) if asked.options else examples
 
 
 def _bound(rules: Mapping[str, Callable[..., str]], *args: Any) -> Rules:

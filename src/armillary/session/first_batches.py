@@ -174,9 +174,10 @@ def shuffled_apart(everyones: Sequence[Mapping[tuple[int, int, int], tuple[int, 
             if pairs and all(one != other for one, other in pairs):
                 return (
                     f"run.shard: in its pass {key[1] + 1} over the loader rank {rank} drew other batches than rank 0, "
-                    "so some are trained on twice and others never; let every rank shuffle from one seed: "
-                    "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)). If only random "
-                    "augmentation differs, say check_data=False to parallelize or attach"
+                    "so some are trained on twice and others never; let every rank shuffle alike: "
+                    "draw = torch.Generator(), DataLoader(..., shuffle=True, generator=draw), and before each epoch "
+                    "draw.manual_seed(epoch). If only random augmentation differs, say check_data=False to parallelize "
+                    "or attach"
                 )
     return ""
 

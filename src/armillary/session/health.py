@@ -54,4 +54,4 @@ def health_table(found: Sequence[Health]) -> Table:
     rows = [
         (one.group, one.exchange, f"{one.density:.3g}", f"{one.residual:.3g}", f"{one.skipped:.3g}") for one in found
     ]
-    return Table(("not exact", "exchange", "values sent", "residual : weights", "skipped"), rows, (0, 1))
+    return Table(("not exact", "exchange", "share of values sent", "residual : weights", "skipped"), rows, (0, 1))

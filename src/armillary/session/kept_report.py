@@ -7,6 +7,7 @@ done in the steps of `armillary train` and not in those of somebody else's loop.
 import json
 from dataclasses import asdict
 from pathlib import Path
+from warnings import warn
 
 from armillary.facts.trace import Trace
 from armillary.session.events import Decided
@@ -21,10 +22,11 @@ FEWEST_STEPS = 2  # from the end of one to that of the next a step is timed
 
 
 def kept_report(run: Job, folder: Path) -> Report:
-    """Collective; rank 0 writes.
+    """Collective; rank 0 writes. A job that is started once more when it has ended takes no step: what it left before
+    stays, and rank 0 warns.
 
     Raises:
-        ValueError: there is too little to compare, or the folder cannot be written.
+        ValueError: the run does not know what its plan was made from, or the folder cannot be written.
     """
     trace = last_steps(run)
     report = report_of(run, trace)
@@ -35,10 +37,13 @@ def kept_report(run: Job, folder: Path) -> Report:
             "profile=... and topology=... (parallelize does, once its watched steps are over)"
         )
     if report.steps < FEWEST_STEPS:
-        raise ValueError(
-            f"run.report: the plan has taken {report.steps} steps, and a folder to compare wants {FEWEST_STEPS} at "
-            "least; call it later"
-        )
+        if run.rank == 0:
+            warn(
+                f"run.report: the plan has taken {report.steps} steps, and a folder to compare wants {FEWEST_STEPS} at "
+                f"least; {folder} is left as it is",
+                stacklevel=1,
+            )
+        return report
     last = run.transport.step
     told = {
         "comparison": [asdict(line) for line in report.lines], "forecast": asdict(run.plan.forecast),

@@ -20,6 +20,8 @@ from armillary.session.traced import everyones_trace
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 
+IN_FLIGHT = "time: a group's from launch to landing, beside others; the plan's own is of the group alone"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,7 +65,7 @@ class Report:
         if self.step_seconds and self.forecast_seconds:
             rest = _left(self.forecast_seconds - forecast.seconds), _left(self.step_seconds - measured.seconds)
             table = replace(table, rows=[*table.rows, ("rest of the step", *[""] * 5, *rest)])
-        text = f"after {self.steps} steps{self._step_words()}\n{table}"
+        text = f"after {self.steps} steps{self._step_words()}\n{table}\n{IN_FLIGHT}"
         parts = [_edge_table(self.edges)] if self.edges else []
         parts += [health_table(self.health)] if self.health else []
         return "\n\n".join(map(str, (text, *parts)))

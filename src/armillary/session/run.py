@@ -185,11 +185,11 @@ class Run:
 
         Args:
             folder: where rank 0 leaves what `armillary compare FOLDER` reads: the plan and what it was made from, a
-                trace of the last steps, and these figures.
+                trace of the last steps, and these figures. Before the plan has taken two steps it is left as it is,
+                and rank 0 warns.
 
         Raises:
-            ValueError: for a folder: it cannot be written, the plan has taken fewer than two steps, or the run does not
-                know what it was made from.
+            ValueError: for a folder: it cannot be written, or the run does not know what the plan was made from.
         """
         with self._aside("report") as engine:
             return report_of(engine, last_steps(engine)) if folder is None else kept_report(engine, Path(folder))
