@@ -1,7 +1,7 @@
 """Stage times are those of all ranks at once, alike everywhere, and a rank that cannot step stops all of them."""
 
 import time
-from itertools import count, cycle
+from itertools import count
 from unittest.mock import patch
 
 import pytest
@@ -15,16 +15,16 @@ from armillary.session.decide import open_transport
 
 
 class Slow(nn.Module):
-    """A layer that takes its time, on one rank longer than on the other; given several times, in turn."""
+    """A layer that takes its time, on one rank longer than on the other."""
 
-    def __init__(self, *seconds):
+    def __init__(self, seconds):
         super().__init__()
-        self.layer, self.seconds = nn.Linear(3, 3), cycle(seconds)
+        self.layer, self.seconds = nn.Linear(3, 3), seconds
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
-        time.sleep(next(self.seconds))
+        time.sleep(self.seconds)
         return self.layer(x)
 
 
@@ -72,11 +72,17 @@ def test_all_ranks_wait_for_the_slowest_so_its_times_count(crew):
 
 
 def held_up_by_turns(rank, workers):
-    transport = open_transport()
-    model, batch = nn.Sequential(Slow(*((0.012, 0.030) if rank else (0.030, 0.012)))), torch.ones(2, 3)
+    model, batch = nn.Sequential(Slow(0)), torch.ones(2, 3)
     before = profile(model, [batch] * workers, loss, workers=workers)
+    steps = count(rank)
+
+    def played(model, batch, loss, paths, tables):
+        return dict.fromkeys((*paths, OUTSIDE), (0.030, 0.060) if next(steps) % 2 else (0.012, 0.024))
+
+    transport = open_transport()
     try:
-        return timed_at_once(before, model, lambda: batch, loss, transport)
+        with patch("armillary.session.at_once.timed_step", played):
+            return timed_at_once(before, model, lambda: batch, loss, transport)
     finally:
         transport.close()
 
@@ -84,7 +90,8 @@ def held_up_by_turns(rank, workers):
 def test_ranks_that_are_held_up_by_turns_hold_up_every_step(crew):
     first, second = crew(2).run(held_up_by_turns)
     assert first == second
-    assert 0.030 <= sum(stage.forward_seconds for stage in first.stages) < 0.045
+    for stage in first.stages:
+        assert (stage.forward_seconds, stage.backward_seconds) == pytest.approx((0.030, 0.060))
 
 
 def timed_alone(rank, workers, seconds, held_up):

@@ -20,7 +20,7 @@ from armillary.session.traced import everyones_trace
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 
-IN_FLIGHT = "time: a group's from launch to landing, beside others; the plan's own is of the group alone"
+IN_FLIGHT = "time: of a group in flight, since the last rank had asked; the plan's own is of the group alone"
 
 
 @dataclass(frozen=True)
