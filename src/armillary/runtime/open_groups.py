@@ -92,17 +92,10 @@ class OpenGroups:
 
         To connect may take seconds where host names cannot be looked up, so it is done once a job.
         """
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         if store not in _CLIENTS:
-            _CLIENTS[store] = Clients(_client_of(store), _client_of(store))
+            _CLIENTS[store] = Clients(store.clone(), store.clone())
         return _CLIENTS[store]
-
-
-def _client_of(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError):  # of a kind that has one client
-        return store
 
 
 def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:
