@@ -1,17 +1,19 @@
 """The measurement at the start of a job, in a tenth of its processor seconds: for tests of all that comes after it.
 
 Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
-library's own and runs whole, on smaller messages, in fewer rows. Tests of measurement itself call it in its own file,
-`armillary.runtime.measure`. Commands that start Python anew measure in full.
+library's own and runs whole, on smaller messages, in fewer rows and rounds. Tests of measurement itself call it in its
+own file, `armillary.runtime.measure` or `armillary.session.at_once`. Commands that start Python anew measure in full.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.runtime import index_timer, link_timer, measure, overlap_timer
 from armillary.runtime.transport import Transport
-from armillary.session import decide, parallelize
+from armillary.session import at_once, decide, parallelize
 
 EFFORT = link_timer.Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 14, 1 << 17), 3, 0.2)
 SHORTER = {
@@ -24,17 +26,26 @@ SHORTER = {
     (overlap_timer, "REPEATS"): 3,
     (overlap_timer, "SMALL_REPEATS"): 3,
     (overlap_timer, "SMALL_SECONDS"): 0.001,
+    (at_once, "ROUND_SECONDS"): 0.001,
+    (at_once, "FEWEST_ROUNDS"): 2,
+    (at_once, "ENOUGH_STEPS"): 2,
 }
 
 
 def measure_briefly() -> None:
     """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
     decide.measure = parallelize.measure_links = _brief
+    decide.timed_at_once = _brief_at_once
 
 
 def _brief(transport: Transport) -> Topology:
     with _shorter():
         return measure.measure(transport, EFFORT)
+
+
+def _brief_at_once(*whose: Any) -> Profile:
+    with _shorter():
+        return at_once.timed_at_once(*whose)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """An exact plan trains as one process does: exchanges x optimizers x worker counts x what real loops do.
 
-Coverage is pairwise, as stated in `CASES`: every exchange meets every optimizer at some worker count, and every
-`Deed` (what the loop does) meets every exchange; not every triple is run.
+Coverage is pairwise, as stated in `CASES`: every exchange meets every optimizer, every deed (what the loop does) and
+every worker count; an optimizer meets other deeds with each exchange. Not every triple is run.
 """
 
 import copy
@@ -160,21 +160,32 @@ def fits(exchange, workers):
 
 
 def cases():
-    """All (exchange, optimizer) pairs and all (exchange, deed) pairs, worker counts dealt round robin."""
-    counts = itertools.cycle([2, 3, 4, 1, 2])
-    for exchange, optimizer in itertools.product(EXCHANGES, OPTIMIZERS):
-        workers = next(w for w in counts if fits(exchange, w))
-        yield exchange, optimizer, "plain", workers
-    optimizers = itertools.cycle(["adam", "sgd", "momentum_decay", "adagrad"])
-    for exchange, deed in itertools.product(EXCHANGES, DEEDS):
-        if deed == "lazy" and exchange in ("all_reduce", "owned_dense"):
-            continue
-        workers = next(w for w in counts if fits(exchange, w) and w > 1)
-        # gradients kept as zeros step an unused parameter by zero in any job, which Adam would notice
-        yield exchange, "sgd" if deed == "keep_grads" else next(optimizers), deed, workers
+    """Each exchange does all deeds, with optimizers and worker counts dealt round robin, each exchange from another
+    place on; and one worker trains with it alone."""
+    for place, exchange in enumerate(EXCHANGES):
+        several = [workers for workers in (2, 3, 4) if fits(exchange, workers)]
+        counts = itertools.islice(itertools.cycle(several), place, None)
+        names = [name for name in OPTIMIZERS if name != "sgd"]
+        optimizers = itertools.cycle(names[place:] + names[:place])
+        for deed in DEEDS:
+            if deed == "lazy" and exchange in ("all_reduce", "owned_dense"):
+                continue
+            # gradients kept as zeros step an unused parameter by zero in any job, which Adam would notice
+            yield exchange, "sgd" if deed == "keep_grads" else next(optimizers), deed, next(counts)
+        if fits(exchange, 1):
+            yield exchange, next(optimizers), "plain", 1
 
 
 CASES = list(cases())
+
+
+def test_every_exchange_meets_every_optimizer_deed_and_worker_count():
+    for exchange, (_, _, per_node) in EXCHANGES.items():
+        of_it = [case[1:] for case in CASES if case[0] == exchange]
+        optimizers, deeds, workers = map(set, zip(*of_it, strict=True))
+        assert optimizers == set(OPTIMIZERS)
+        assert deeds >= {*DEEDS} - ({"lazy"} if exchange in ("all_reduce", "owned_dense") else set())
+        assert workers == {count for count in (1, 2, 3, 4) if count % per_node == 0}
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -35,7 +35,7 @@ def owners_among(owners: int, workers: int, workers_per_node: int) -> tuple[int,
     """
     if not 1 <= owners <= workers:
         raise ValueError(f"ownership: {owners} owners among {workers} workers; want 1 to {workers}")
-    by_place = sorted(range(workers), key=lambda rank: (rank % workers_per_node, rank // workers_per_node))
+    by_place = [rank for place in range(workers_per_node) for rank in range(place, workers, workers_per_node)]
     return tuple(sorted(by_place[:owners]))
 
 

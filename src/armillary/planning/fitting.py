@@ -5,7 +5,8 @@ are the same first ranks of each node, so their shares do add up.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from armillary.facts.departure import DEPARTURES, EXACT
@@ -109,17 +110,37 @@ def _replaced(question: Question) -> list[str]:
 
 
 def _more_workers(question: Question) -> list[str]:
-    for larger in _larger(question.case.topology):
-        if needed := _fits(replace(question, case=replace(question.case, topology=larger))):
-            return [f"{_workers(larger)}: {bytes_text(needed)}"]
-    return []
+    def remedy(larger: Topology) -> str:
+        needed = _fits(_on(larger, question))
+        return f"{_workers(larger)}: {bytes_text(needed)}" if needed else ""
+
+    return _fewest(question.case.topology, remedy)
 
 
-def _larger(topology: Topology) -> Iterator[Topology]:
-    """A worker more, or a node more, and so on."""
+def _fewest(topology: Topology, remedy: Callable[[Topology], str]) -> list[str]:
+    """The remedy, if there is one, with the fewest workers more, or nodes more. Each more lowers what a rank needs, or
+    hardly raises it: so their number is doubled until there is a remedy, and then the last doubling is bisected.
+
+    Args:
+        remedy: in words, for so many machines; empty if they would not do.
+    """
     step = 1 if topology.nodes == 1 else topology.workers_per_node
-    for workers in range(topology.workers + step, MOST_WORKERS + 1, step):
-        yield topology.of(workers)
+    most = max(0, (MOST_WORKERS - topology.workers) // step)
+
+    def said(steps: int) -> str:
+        return remedy(topology.of(topology.workers + steps * step))
+
+    doubled = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+    enough = next((steps for steps in doubled if steps and said(steps)), 0)
+    if not enough:
+        return []
+    candidates = range(enough // 2 + 1 if enough < most else 1, enough)
+    fewest = bisect_left(candidates, True, key=lambda steps: bool(said(steps)))
+    return [said(candidates[fewest] if fewest < len(candidates) else enough)]
+
+
+def _on(topology: Topology, question: Question) -> Question:
+    return replace(question, case=replace(question.case, topology=topology))
 
 
 def _workers(topology: Topology) -> str:
@@ -140,13 +161,16 @@ def _batches(activations: float, room: float) -> str:
 
 def _both(question: Question) -> list[str]:
     """The fewest workers on which micro-batches, if not too many, would fit."""
-    topology, activations = question.case.topology, _activations(question)
-    for larger in _larger(topology):
-        there = replace(question, case=replace(question.case, topology=larger))
-        room = topology.memory_bytes - (memory_of(smallest(menu(there)), there) - activations)
-        if room * MOST_MICRO_BATCHES >= activations:
-            return [f"{_workers(larger)} with {_batches(activations, room)}"]
-    return []
+    limit, activations = question.case.topology.memory_bytes, _activations(question)
+
+    def remedy(larger: Topology) -> str:
+        there = _on(larger, question)
+        room = limit - (memory_of(smallest(menu(there)), there) - activations)
+        if room * MOST_MICRO_BATCHES < activations:
+            return ""
+        return f"{_workers(larger)} with {_batches(activations, room)}"
+
+    return _fewest(question.case.topology, remedy)
 
 
 def _stages(question: Question) -> list[str]:

@@ -292,9 +292,11 @@ class Transport:
         numbers = torch.empty(len(ranks), 1 + 2 * len(ranks), dtype=torch.int64)
         with self.waiting(f"comparison of requests for {label}"):
             dist.all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)
-            if is_doubtful(numbers, scopes):
+            is_apart = is_doubtful(numbers, scopes)
+            if is_apart:
                 dist.all_gather_object(everyones, mine, group=group)
-                raise RuntimeError(f"ranks out of order: {disagreement(everyones, scopes, ranks)}")
+        if is_apart:  # not inside the wait, where it would be taken for the end of a peer
+            raise RuntimeError(f"ranks out of order: {disagreement(everyones, scopes, ranks)}")
 
     def share(self, thing: Any) -> list[Any]:
         """Every rank's picklable `thing`, in rank order. For start-up and checkpoints, never inside a step."""
