@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import armillary
@@ -46,13 +47,24 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else "armillary"
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
 def imported(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at module level) of every import; relative imports are resolved."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     top = {id(node) for node in (*tree.body, *(one for block in typing for one in block.body))}
     names = []
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +136,7 @@ def test_what_rooms_of_runtime_stand_on_imports_none_of_them():
 def mixed_tuples(path: Path) -> set[str]:
     """Parameters of functions that are typed as tuples of several types."""
     found = set()
-    for function in ast.walk(ast.parse(path.read_text())):
+    for function in nodes_of(path):
         if not isinstance(function, ast.FunctionDef):
             continue
         for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
@@ -142,7 +154,7 @@ def test_an_argument_of_several_things_has_a_named_type():
 
 def test_a_public_class_name_means_one_thing():
     found = Counter(
-        node.name for path in FILES for node in ast.parse(path.read_text()).body
+        node.name for path in FILES for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )  # fmt: skip
     twice = {name for name, count in found.items() if count > 1}
@@ -217,7 +229,7 @@ def test_files_and_functions_stay_small():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 400, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines; split it"
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 assert lines <= 80, f"{path.relative_to(ROOT)}: {node.name} has {lines} lines"
@@ -244,7 +256,7 @@ LONG = {
 
 def test_no_function_takes_more_than_seven_arguments():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef) and node.name not in LONG:
                 found = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 names = [one.arg for one in found if one.arg not in ("self", "cls")]
@@ -259,7 +271,7 @@ def test_nothing_is_there_that_only_tests_call():
     defined: dict[str, str] = {}
     used: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not (node.decorator_list or "__" in node.name):
                 defined[node.name] = path.relative_to(ROOT).as_posix()
             elif isinstance(node, ast.Attribute | ast.Name):
@@ -270,17 +282,17 @@ def test_nothing_is_there_that_only_tests_call():
 
 def test_every_file_says_what_it_is():
     for path in FILES:
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)} has no docstring"
+        assert ast.get_docstring(tree_of(path)), f"{path.relative_to(ROOT)} has no docstring"
 
 
+@cache
 def said(path: Path) -> list[str]:
     """Every text in the code that is no docstring."""
-    tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
     docs = {
-        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)
+        id(node.body[0].value) for node in nodes_of(path) if isinstance(node, documented) and ast.get_docstring(node)
     }
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [node for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [node.value for node in texts if id(node) not in docs]
 
 
@@ -386,7 +398,7 @@ OF_A_USERS_FILE = "session.workload"  # the type of what a workload is
 def inner_modules(path: Path) -> set[str]:
     """What a file imports of the package that is neither its face nor a workload."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -292,8 +292,7 @@ class Transport:
         numbers = torch.empty(len(ranks), 1 + 2 * len(ranks), dtype=torch.int64)
         with self.waiting(f"comparison of requests for {label}"):
             dist.all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)
-            is_apart = is_doubtful(numbers, scopes)
-            if is_apart:
+            if is_apart := is_doubtful(numbers, scopes):
                 dist.all_gather_object(everyones, mine, group=group)
         if is_apart:  # not inside the wait, where it would be taken for the end of a peer
             raise RuntimeError(f"ranks out of order: {disagreement(everyones, scopes, ranks)}")
@@ -353,8 +352,7 @@ class Transport:
         if self.place.workers > 1:
             with self.waiting("all-reduce of a maximum"):
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.groups["world", "cpu"][0])
-        largest: list[float] = tensor.tolist()
-        return largest
+        return list(tensor.tolist())
 
     def tell(self, error: str) -> None:
         """Leaves word for ranks that will wait for this one; asks nobody. The first word stays."""
