@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from armillary.facts.departure import DEPARTURES, EXACT
 from armillary.facts.profile_table import bytes_text, enough_text
@@ -118,8 +119,9 @@ def _more_workers(question: Question) -> list[str]:
 
 
 def _fewest(topology: Topology, remedy: Callable[[Topology], str]) -> list[str]:
-    """The remedy, if there is one, with the fewest workers more, or nodes more. Each more lowers what a rank needs, or
-    hardly raises it: so their number is doubled until there is a remedy, and then the last doubling is bisected.
+    """The remedy, if there is one, with the fewest workers more, or nodes more.
+
+    A rank needs less with each, or hardly more. So their number is doubled until it does, then bisected.
 
     Args:
         remedy: in words, for so many machines; empty if they would not do.
@@ -131,12 +133,11 @@ def _fewest(topology: Topology, remedy: Callable[[Topology], str]) -> list[str]:
         return remedy(topology.of(topology.workers + steps * step))
 
     doubled = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
-    enough = next((steps for steps in doubled if steps and said(steps)), 0)
-    if not enough:
-        return []
-    candidates = range(enough // 2 + 1 if enough < most else 1, enough)
-    fewest = bisect_left(candidates, True, key=lambda steps: bool(said(steps)))
-    return [said(candidates[fewest] if fewest < len(candidates) else enough)]
+    for too_few, enough in pairwise((0, *doubled)):
+        if enough and said(enough):
+            between = range(too_few + 1, enough + 1)
+            return [said(between[bisect_left(between[:-1], True, key=lambda steps: bool(said(steps)))])]
+    return []
 
 
 def _on(topology: Topology, question: Question) -> Question:
