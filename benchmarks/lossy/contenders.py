@@ -18,7 +18,7 @@ from armillary.session.workload import Batch, Workload
 from benchmarks.lossy.tasks import Task
 from benchmarks.measuring.workloads import start
 
-__all__ = ["EXACT", "OURS", "PEERS", "WHOLE_AT_FIRST", "Contender", "built", "same_training"]
+__all__ = ["EXACT", "OURS", "PEERS", "TO_THE_END", "WHOLE_AT_FIRST", "Contender", "built", "same_training"]
 
 RANK, START = 4, 10  # of low-rank sums: of their factors, and the steps before that go whole
 EXACT = "exact"
@@ -29,6 +29,7 @@ OURS = {
     "low_rank": f"low_rank(rank={RANK}, start={START})",
     "top_k": "top_k(keep=0.01)",
 }
+TO_THE_END = (EXACT, "threshold", "top_k")  # trained until nothing is gained any more, too
 PEERS = ("ddp_25mb", "ddp_2mb", "ddp_fp16_25mb", "ddp_fp16_2mb", "ddp_powersgd")
 WHOLE_AT_FIRST = {"low_rank": EXACT, "ddp_powersgd": "ddp_25mb"}  # for START steps they take as long as that one
 

@@ -1,4 +1,4 @@
-"""How good a model is on held-out data: the metric of its workload on the first batches."""
+"""How good a model is on held-out data: the metric of its workload on the first batches, or on all."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -13,9 +13,9 @@ __all__ = ["held_out", "judged"]
 BATCHES = 40
 
 
-def held_out(workload: Workload) -> list[Batch]:
-    """The same for every contender and seed."""
-    return list(islice(workload.batches("held_out", 0, 1, 0), BATCHES))
+def held_out(workload: Workload, batches: int | None = BATCHES) -> list[Batch]:
+    """The same for every contender and seed. batches: at most; None: all that there are."""
+    return list(islice(workload.batches("held_out", 0, 1, 0), batches))
 
 
 def judged(workload: Workload, model: nn.Module, batches: Sequence[Batch], metric: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lossy.bars import FP16, PLAIN, bars_of, by_contender, times_faster
-from benchmarks.lossy.contenders import EXACT, OURS, PEERS, START, WHOLE_AT_FIRST, same_training
+from benchmarks.lossy.contenders import EXACT, OURS, PEERS, START, TO_THE_END, WHOLE_AT_FIRST, same_training
 from benchmarks.lossy.tasks import Task
 from benchmarks.measuring.bars import table
 from benchmarks.measuring.ratios import quartiles
@@ -62,12 +62,15 @@ def _of_task(folder: Path, name: str, task: Task) -> list[str]:
         reach = f"{takes[one]:.0f}" if np.isfinite(takes[one]) else "never"
         cells = (one, OURS.get(one, ""), f"{ends[one]:.4f}", spread, f"{gap:+.4f}", reach)
         lines.append(f"| {' | '.join(cells)} |")
+    ended = {one: _last(folder, one) for one in TO_THE_END}
+    lines += ["", *_to_the_end(folder, task, ended)]
     paths = sorted(folder.glob("seconds_*.json"), key=lambda path: float(path.stem.split("_")[1]))
     timed = {float(found["mbit"]): found for found in (json.loads(path.read_text()) for path in paths)}
     for found in timed.values():
         lines += ["", *_seconds(found, takes)]
     if task.metric == "accuracy":  # what the bars are said of
-        lines += ["", *table(bars_of(timed, ends))]
+        means_ended = {one: statistics.fmean(last) for one, last in ended.items() if last}
+        lines += ["", *table(bars_of(timed, ends, means_ended))]
     for path in sorted(folder.glob("live_*.json")):
         lines += ["", _live(path, folder, curves, task, goal)]
     return [*lines, ""]
@@ -75,6 +78,25 @@ def _of_task(folder: Path, name: str, task: Task) -> list[str]:
 
 def _curves(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"trajectory_{name}_seed*.json"))]
+
+
+def _last(folder: Path, name: str) -> list[float]:
+    """By seed, the metric of a training that was ended."""
+    return [json.loads(path.read_text())["metric"][-1] for path in sorted(folder.glob(f"end_{name}_seed*.json"))]
+
+
+def _to_the_end(folder: Path, task: Task, ended: Mapping[str, Sequence[float]]) -> list[str]:
+    if not ended[EXACT]:
+        return []
+    steps = json.loads((folder / f"end_{EXACT}_seed0.json").read_text())["steps"][-1]
+    said = f"{task.metric} after {steps} steps, in which the learning rate falls in a line to 0, on all held-out data"
+    lines = [said, "", "| contender | at the end | spread | less the exact one, seed by seed |", "|" + " --- |" * 4]
+    for one, last in ended.items():
+        apart = ", ".join(f"{own - exact:+.4f}" for own, exact in zip(last, ended[EXACT], strict=False))
+        spread = f"{statistics.stdev(last):.4f}" if len(last) > 1 else "-"
+        mean = f"{statistics.fmean(last):.4f}" if last else "-"
+        lines.append(f"| {one} | {mean} | {spread} | {apart or '-'} |")
+    return lines
 
 
 def _seconds(found: Mapping[str, Any], takes: Mapping[str, float]) -> list[str]:

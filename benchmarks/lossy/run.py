@@ -7,6 +7,7 @@ again. Writes figures.md. --small: made-up data and few steps, of which nothing 
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.lossy.contenders import EXACT, OURS, PEERS, same_training
+from benchmarks.lossy.contenders import EXACT, OURS, PEERS, TO_THE_END, same_training
 from benchmarks.lossy.report import page
 from benchmarks.lossy.tasks import TASKS
-from benchmarks.lossy.trajectory import trajectory
+from benchmarks.lossy.trajectory import to_the_end, trajectory
 from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.netlab import Lab, LabUnavailable
 
@@ -28,6 +29,7 @@ WORKERS = 4
 SPEEDS = (100, 300, 1000, 0)  # Mbit/s; 0: loopback's own speed
 LIVE = ("low_rank", 100)  # the cell that is run end to end
 LOOKS = 40
+END = 6000  # steps of a training that is ended: 25 epochs of Fashion-MNIST
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +70,11 @@ def _measure(cells: Cells, task: str, asked: argparse.Namespace) -> None:
         for name in dict.fromkeys(same_training(one) for one in PEERS):
             if name != EXACT:
                 cells.once(f"trajectory_{name}_seed{seed}", _live(asked, task, name, seed, looks, 0))
+    for seed in range(seeds):
+        for name in TO_THE_END:
+            end = 8 if asked.small else END
+            make = functools.partial(to_the_end, name, TASKS[task], workload, seed, end, WORKERS)
+            cells.once(f"end_{name}_seed{seed}", lambda: make()._asdict())  # noqa: B023
     live, speed = LIVE[0], LIVE[1] if LIVE[1] in speeds else speeds[0]
     cells.once(f"live_{live}_{speed:g}", _live(asked, task, live, 0, looks, speed))
 

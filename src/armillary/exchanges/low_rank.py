@@ -78,6 +78,11 @@ def orthonormal(columns: Tensor) -> Tensor:
     return found
 
 
+def _times_transposed(matrix: Tensor, known: Tensor) -> Tensor:
+    """matrix.T @ known, (cols, rank). In this order, since the other reads a large matrix column by column."""
+    return (known.T @ matrix).T.contiguous()
+
+
 class _Matrix(NamedTuple):
     """A parameter that is sent as factors: its place among the group's, and its form."""
 
@@ -183,7 +188,7 @@ class _Way:
             matrix = one.of(full).to(dtype)
             if self.alternate and self.is_turned(state, one):
                 known = orthonormal(self.known(state, layout, one, one.rows, age))
-                left, right = [*left, matrix.T @ known], [*right, known]
+                left, right = [*left, _times_transposed(matrix, known)], [*right, known]
             else:
                 known = self.known(state, layout, one, one.cols, age)
                 known = orthonormal(known) if self.alternate else known
@@ -198,7 +203,8 @@ class _Way:
         factors = [summed.view_as(own) for summed, own in zip(sums, left, strict=False)]
         if matrices and not self.alternate:
             right = [orthonormal(factor) for factor in factors]  # P, known to all from here on
-            left = [one.of(full).to(dtype).T @ known for one, known in zip(matrices, right, strict=True)]
+            owed_there = [one.of(full).to(dtype) for one in matrices]
+            left = [_times_transposed(matrix, known) for matrix, known in zip(owed_there, right, strict=True)]
             total = yield AllReduce(torch.cat([factor.reshape(-1) for factor in left]))
             pieces = total.split([factor.numel() for factor in left])
             factors = [piece.view_as(own) for piece, own in zip(pieces, left, strict=True)]
@@ -233,7 +239,7 @@ class _Way:
                 known = orthonormal(known)
             else:
                 known, is_turned = orthonormal(_in_order([matrix @ known for matrix in own])), True
-            shares = [matrix.T @ known if is_turned else matrix @ known for matrix in own]
+            shares = [_times_transposed(matrix, known) if is_turned else matrix @ known for matrix in own]
             factors.append(_in_order(shares))
             one.of(result).copy_(known @ factors[-1].T if is_turned else factors[-1] @ known.T)
             for matrix, share, rest in zip(own, shares, lost, strict=True):
