@@ -63,7 +63,7 @@ def _of_task(folder: Path, name: str, task: Task) -> list[str]:
         cells = (one, OURS.get(one, ""), f"{ends[one]:.4f}", spread, f"{gap:+.4f}", reach)
         lines.append(f"| {' | '.join(cells)} |")
     ended = {one: _last(folder, one) for one in TO_THE_END}
-    lines += ["", *_to_the_end(folder, task, ended)]
+    lines += _to_the_end(folder, task, ended)
     paths = sorted(folder.glob("seconds_*.json"), key=lambda path: float(path.stem.split("_")[1]))
     timed = {float(found["mbit"]): found for found in (json.loads(path.read_text()) for path in paths)}
     for found in timed.values():
@@ -90,7 +90,7 @@ def _to_the_end(folder: Path, task: Task, ended: Mapping[str, Sequence[float]]) 
         return []
     steps = json.loads((folder / f"end_{EXACT}_seed0.json").read_text())["steps"][-1]
     said = f"{task.metric} after {steps} steps, in which the learning rate falls in a line to 0, on all held-out data"
-    lines = [said, "", "| contender | at the end | spread | less the exact one, seed by seed |", "|" + " --- |" * 4]
+    lines = ["", said, "", "| contender | at the end | spread | less the exact one, seed by seed |", "|" + " --- |" * 4]
     for one, last in ended.items():
         apart = ", ".join(f"{own - exact:+.4f}" for own, exact in zip(last, ended[EXACT], strict=False))
         spread = f"{statistics.stdev(last):.4f}" if len(last) > 1 else "-"

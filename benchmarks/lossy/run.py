@@ -29,7 +29,6 @@ WORKERS = 4
 SPEEDS = (100, 300, 1000, 0)  # Mbit/s; 0: loopback's own speed
 LIVE = ("low_rank", 100)  # the cell that is run end to end
 LOOKS = 40
-END = 6000  # steps of a training that is ended: 25 epochs of Fashion-MNIST
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,9 +69,9 @@ def _measure(cells: Cells, task: str, asked: argparse.Namespace) -> None:
         for name in dict.fromkeys(same_training(one) for one in PEERS):
             if name != EXACT:
                 cells.once(f"trajectory_{name}_seed{seed}", _live(asked, task, name, seed, looks, 0))
+    end = min(TASKS[task].end, 8) if asked.small else TASKS[task].end
     for seed in range(seeds):
-        for name in TO_THE_END:
-            end = 8 if asked.small else END
+        for name in TO_THE_END if end else ():
             make = functools.partial(to_the_end, name, TASKS[task], workload, seed, end, WORKERS)
             cells.once(f"end_{name}_seed{seed}", lambda: make()._asdict())  # noqa: B023
     live, speed = LIVE[0], LIVE[1] if LIVE[1] in speeds else speeds[0]
