@@ -152,6 +152,16 @@ def test_threshold_sends_its_share_in_the_shortest_form_and_nothing_of_zeros():
     assert 0.8 * 2000 < kept < 1.2 * 2000
 
 
+@pytest.mark.parametrize("sparsity", [0.99, 0.9, 0.0])  # by places, by a bit each, all
+def test_threshold_refuses_a_code_of_another_length(sparsity):
+    values = normal(10_000, torch.float32)
+    codec = build_codec("threshold", sparsity=sparsity)
+    code = codec.encode(values, None)
+    for wrong in (code[:-1], code[:0], torch.cat([code, code[:1]])):
+        with pytest.raises(ValueError, match=rf"threshold: {len(wrong)} bytes are no code of 10000 numbers"):
+            codec.decode(wrong, 10_000, values)
+
+
 BAD = [
     ("lower_precision(dtype=float8)", "knows bfloat16 and float16, got 'float8'"),
     ("quantize(bits=3)", "knows 8, 4 and 2 bits, got 3"),

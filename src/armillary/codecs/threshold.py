@@ -11,7 +11,7 @@ from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.tiles import as_bytes, from_bytes, packed, packed_bytes, unpacked
 
 __all__ = [
-    "add_sparse", "from_sparse", "is_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",
+    "add_sparse", "from_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",
     "threshold",
 ]  # fmt: skip
 
@@ -65,35 +65,37 @@ def sparse(values: Tensor, places: Tensor) -> Tensor:
     return torch.cat([*parts, as_bytes(kept)])
 
 
-def is_sparse(code: Tensor, n: int, item_bytes: int) -> bool:
-    """Whether it can be the code of n numbers of so many bytes, as its length says."""
+def add_sparse(total: Tensor, code: Tensor) -> bool:
+    """Adds what a code means, in place; False, and nothing is added, if its length cannot be that of a code of so many
+    numbers. Only what it names is touched: of a hundredth of the numbers that saves nearly all of the work, and zeros
+    would change none of the others."""
+    n, item_bytes = len(total), total.itemsize
     form, rest = (int(code[0]), code[1:]) if len(code) else (-1, code)
-    if form == BITMAP:
-        at = packed_bytes(n, 1)
-        return len(rest) >= at and len(rest) == at + item_bytes * int(unpacked(rest[:at], n, 1).sum())
-    return len(rest) % (4 + item_bytes) == 0 if form == PLACES else form == ALL and len(rest) == n * item_bytes
-
-
-def add_sparse(total: Tensor, code: Tensor) -> None:
-    """Adds what a code means, in place. Only what it names is touched: of a hundredth of the numbers that saves nearly
-    all of the work, and zeros would change none of the others."""
-    n, form, rest = len(total), int(code[0]), code[1:]
-    if form == ALL:
+    if form == ALL and len(rest) == n * item_bytes:
         total += from_bytes(rest, total.dtype)
-        return
-    if form == PLACES:
-        at = 4 * (len(rest) // (4 + total.itemsize))
+        return True
+    if form == PLACES and len(rest) % (4 + item_bytes) == 0:
+        at = 4 * (len(rest) // (4 + item_bytes))
         places = from_bytes(rest[:at], torch.int32).long()
-    else:
-        at = packed_bytes(n, 1)
+    elif form == BITMAP and len(rest) >= (at := packed_bytes(n, 1)):
         places = unpacked(rest[:at], n, 1).nonzero().view(-1)
+        if len(rest) != at + item_bytes * len(places):
+            return False
+    else:
+        return False
     total[places] += from_bytes(rest[at:], total.dtype)
+    return True
 
 
 def from_sparse(code: Tensor, n: int, like: Tensor) -> Tensor:
-    """Undoes it: (n,), zeros elsewhere."""
+    """Undoes it: (n,), zeros elsewhere.
+
+    Raises:
+        ValueError: it is no code of n numbers.
+    """
     full = torch.zeros(n, dtype=like.dtype, device=like.device)
-    add_sparse(full, code)
+    if not add_sparse(full, code):
+        raise ValueError(f"threshold: {len(code)} bytes are no code of {n} numbers; start all ranks with one plan")
     return full
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from armillary.codecs.threshold import (
     add_sparse,
-    is_sparse,
     most_bytes,
     places_above,
     quantile,
@@ -148,12 +147,11 @@ class _Rule:
         arrived = yield AllToAll(code.repeat(place.workers), (len(code),) * place.workers, sizes)
         total = torch.zeros_like(full)
         for rank, theirs in enumerate(cut(arrived, sizes)):
-            if not is_sparse(theirs, len(full), full.itemsize):
+            if not add_sparse(total, theirs):
                 raise ValueError(
                     f"exchange: the code of rank {rank} has {len(theirs)} bytes, which is no code of {len(full)} "
                     "numbers; start all ranks with one version and one plan"
                 )
-            add_sparse(total, theirs)
         full[places] = 0
         after = {RESIDUAL: kept_back(parcel, full), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
         return parcel.answered(total, everyones[:, 1:].sum(0)), after
