@@ -83,8 +83,9 @@ def test_the_kernel_counts_what_crosses_and_on_the_hosts_it_crosses(lab):
 
 @pytest.mark.parametrize("pairs", [("1-0", "2-0"), ("0-1", "0-2")], ids=["two to one", "one to two"])
 def test_a_link_holds_its_speed_in_both_directions(lab, pairs):
-    """Shaped at one end only, one of the cases would take half the time; the transfers may start some ms apart."""
-    sent_bytes = 2_000_000
+    """Shaped at one end only, one of the cases would take half the time. The transfers may start 0.3 s apart, as each
+    is a process: so much less the slower one takes."""
+    sent_bytes = 6_000_000
     lab.shape(100)
     shaped_seconds = slowest(lab, sent_bytes, *pairs)
     least_seconds = 0.65 * (2 * sent_bytes - 2 * BURST_BYTES) * 8 / 100e6
