@@ -1,5 +1,8 @@
 """Requests that travel as one are answered, and counted, as they would be alone."""
 
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Labelled
 from armillary.reference import lockstep
 from armillary.runtime.coalesced import can_coalesce, coalesced, parted
+from armillary.runtime.shared_wait import shared_wait
 from armillary.runtime.transport import Transport
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -94,3 +98,38 @@ def test_one_request_is_made_and_each_part_recorded(crew, check_order):
         assert [record[:2] for record in records[:3]] == [("first", 2 * 20.0), ("second", 2 * 8.0), ("first", 0.0)]
         assert records[0][2] == pytest.approx(records[1][2] * 20 / 8)
         assert [record[0] for record in records[3:]] == ["first", "sum"]
+
+
+def wait_twice(rank, world):
+    """One part is let go, so another thread waits for it; the rank itself waits for the other, before it has come."""
+    ones = (1,) * world
+    asked = [Labelled(AllToAll(torch.full((world, 2), float(rank)), ones, ones), name) for name in ("first", "second")]
+    one = Transport()
+    if rank:
+        time.sleep(0.5)
+    first, second = one.start_together(asked)
+    one.let_go(first)
+    time.sleep(0.1)  # the other thread waits now
+    answer = second()
+    one.close()
+    return answer[:, 0].tolist()
+
+
+def test_a_part_may_be_let_go_while_another_is_waited_for(crew):
+    """A second wait for one of gloo's receives would never end: of a loop that is left, one look-up is let go, another
+    waited for."""
+    assert crew(2).run(wait_twice) == [[0.0, 1.0]] * 2
+
+
+def test_an_error_of_a_shared_wait_reaches_everyone_who_waits():
+    entered = []
+
+    def broken():
+        entered.append(0)
+        raise RuntimeError("a peer is gone")
+
+    wait = shared_wait(broken, nullcontext)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            wait()
+    assert entered == [0]

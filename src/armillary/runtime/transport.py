@@ -51,6 +51,7 @@ from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.process_group import start_process_group
 from armillary.runtime.profiled import named
 from armillary.runtime.scopes import group_of, place_in
+from armillary.runtime.shared_wait import shared_wait
 from armillary.runtime.standing import CLOSED, LET_GO, Standing
 from armillary.runtime.watchdog import Watchdog
 
@@ -211,13 +212,12 @@ class Transport:
         if self.place.workers == 1 or not can_coalesce(requests):
             return [self.start(*one) for one in asked]
         to_all = [request for request in requests if isinstance(request, AllToAll)]
-        whole = self.start(coalesced(to_all), " + ".join(dict.fromkeys(label for _, label in asked)), asked)
-        answers: list[Tensor] = []
+        together = " + ".join(dict.fromkeys(label for _, label in asked))
+        begun = self.start(coalesced(to_all), together, asked)
+        whole = shared_wait(lambda: parted(to_all, begun()), partial(self.waiting, f"all-to-all of {together}"))
 
         def part(number: int) -> Any:
-            if not answers:
-                answers.extend(parted(to_all, whole()))
-            return answers[number]
+            return whole()[number]
 
         return [partial(part, number) for number in range(len(asked))]
 
