@@ -26,11 +26,12 @@ OURS = {
     EXACT: "",
     "int8": "quantize(bits=8)",
     "threshold": "threshold(sparsity=0.99)",
+    "threshold_98": "threshold(sparsity=0.98)",
     "threshold_97": "threshold(sparsity=0.97)",
     "low_rank": f"low_rank(rank={RANK}, start={START})",
     "top_k": "top_k(keep=0.01)",
 }
-TO_THE_END = (EXACT, "threshold", "threshold_97")  # trained until nothing is gained any more, too
+TO_THE_END = (EXACT, "threshold", "threshold_98", "threshold_97")  # trained until nothing is gained any more, too
 PEERS = ("ddp_25mb", "ddp_2mb", "ddp_fp16_25mb", "ddp_fp16_2mb", "ddp_powersgd")
 WHOLE_AT_FIRST = {"low_rank": EXACT, "ddp_powersgd": "ddp_25mb"}  # for START steps they take as long as that one
 

@@ -152,6 +152,15 @@ def test_threshold_sends_its_share_in_the_shortest_form_and_nothing_of_zeros():
     assert 0.8 * 2000 < kept < 1.2 * 2000
 
 
+@pytest.mark.parametrize("shape", [(20_000, 16), (40_000, 7), (1_024, 1_024)])
+def test_the_threshold_of_a_long_matrix_is_of_all_its_columns(shape):
+    """Units that never fire, or a feature of another scale, are a column."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    matrix[:, 0] = 0.0
+    kept = build_codec("threshold", sparsity=0.9).meaning(matrix.view(-1), None).count_nonzero()
+    assert 0.09 < int(kept) / matrix.numel() < 0.11
+
+
 @pytest.mark.parametrize("sparsity", [0.99, 0.9, 0.0])  # by places, by a bit each, all
 def test_threshold_refuses_a_code_of_another_length(sparsity):
     values = normal(10_000, torch.float32)

@@ -4,6 +4,8 @@ Source: dynamic communication thresholding (Gupta et al., KDD 2021). Places trav
 their count: one bit a number, four bytes a place, or all numbers without places. Zeros are never sent.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,25 @@ __all__ = [
 PLACES, BITMAP, ALL = range(3)
 EXACT = 1 << 16  # numbers up to which the quantile is exact
 SAMPLE = 20_000
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, less what is whole, fill the unit interval evenly
 
 
 def quantile(values: Tensor, sparsity: float) -> Tensor:
-    """(): the size that a share 1 - sparsity of the values reaches; of more than 65,536, of every so manieth."""
+    """(): the size that a share 1 - sparsity of the values reaches; of more than 65,536, that of a sample."""
     if not len(values):
         return values.new_zeros(())
-    size = values.abs()
-    if len(size) > EXACT:
-        size = size[:: len(size) // SAMPLE]
+    size = (values if len(values) <= EXACT else values[_sample(len(values)).to(values.device)]).abs()
     count = max(1, round((1 - sparsity) * len(size)))
     return size.kthvalue(len(size) - count + 1).values
+
+
+def _sample(n: int) -> Tensor:
+    """(SAMPLE,) int64: places among n, the same every time, all columns of a matrix of n numbers alike: a stride of
+    n / SAMPLE would stay in one column of a matrix of SAMPLE rows."""
+    step = int(n * GOLDEN)
+    while math.gcd(step, n) > 1:
+        step += 1
+    return torch.arange(SAMPLE).mul_(step).remainder_(n)
 
 
 def places_above(values: Tensor, limit: Tensor) -> Tensor:
