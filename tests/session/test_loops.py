@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from armillary import CheckpointEvery
 from armillary.reference.serial import train_step
-from beside import adam, close, pair
+from armillary.session.attach import attach
+from beside import adam, close, pair, plan_of, sgd
 
 V, D = 11, 4
 OWNED, GATHERED = {"emb.weight": "owned_rows"}, {"emb.weight": "gather_rows"}
@@ -119,6 +121,62 @@ def test_one_rank_evaluates_while_the_other_waits_for_its_batch(crew):
     assert crew(2).run(evaluate_beside_batches) == [{}, {}]
 
 
+CALLS = {
+    "save": lambda run, folder: run.save(folder),
+    "load": lambda run, folder: run.load(None),
+    "report": lambda run, folder: run.report(),
+    "export": lambda run, folder: run.export(),
+    "ema": lambda run, folder: run.ema(0.9),
+    "shown averages": lambda run, folder: shown(run.ema(0.5)),
+    "due": lambda run, folder: CheckpointEvery(seconds=60.0).due(run, 1),
+}
+
+
+def shown(ema):
+    with ema.shown():
+        pass
+
+
+def read_alone_before(rank, workers, folder):
+    """Rank 0 validates on its own before a call that all ranks make."""
+    torch.manual_seed(11)
+    model = Small().double()
+    optimizer = sgd(model.parameters())
+    run = attach(plan_of(model, workers, OWNED), model, optimizer, timeout=5.0, report_after=1.0)
+    averages = run.ema(0.5)
+    for call in CALLS.values():
+        optimizer.zero_grad()
+        model(ids_of(rank, 0)).backward()
+        optimizer.step()
+        averages.update()
+        if rank == 0:
+            with torch.no_grad():
+                model(ids_of(7, 0))
+        call(run, folder)
+    run.close()
+
+
+def test_one_rank_reads_alone_before_any_call_of_all(crew, tmp_path):
+    assert crew(2).run(read_alone_before, tmp_path) == [None, None]
+
+
+def call_alone(rank, workers, folder, name):
+    run, model, _, _, _ = pair(Small, workers, OWNED)
+    try:
+        if rank == 0:
+            CALLS[name](run, folder)
+        model(ids_of(rank, 0)).backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["save", "report"])
+def test_a_call_between_steps_by_one_rank_alone_is_told_at_once_on_all(crew, tmp_path, name):
+    for said in crew(2).run(call_alone, tmp_path, name):
+        assert "ranks [0] are in a call between two steps (run.save, load, " in said
+        assert "while the others run a backward; every rank must make that call, not one alone" in said
+
+
 def backwards_in_a_step(rank, workers, kind):
     run, model, optimizer, reference, truth = pair(Small, workers, OWNED, adam)
     first, second = ids_of(rank, 0), ids_of(rank, 1)
@@ -147,6 +205,74 @@ def backwards_in_a_step(rank, workers, kind):
 @pytest.mark.parametrize("kind", ["in turns", "only the first exchanged", "none exchanged", "two graphs, accumulated"])
 def test_several_backwards_in_a_step_add_up(crew, kind):
     assert crew(2).run(backwards_in_a_step, kind) == [{}, {}]
+
+
+DROPS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+
+
+def throw_away(rank, workers, tables, how, droppers):
+    """Some ranks throw away what they accumulated of their first micro-batch, and declare another weight."""
+    run, model, optimizer, reference, truth = pair(Small, workers, tables, sgd, mean="weights")
+    for step in range(3):
+        optimizer.zero_grad()
+        run.weigh(3.0)
+        with run.no_sync():
+            model(ids_of(rank, 2 * step)).backward()
+        if rank in droppers:
+            DROPS[how](model, optimizer)
+            if how == "optimizer":
+                run.weigh(1.0)
+        model(ids_of(rank, 2 * step + 1)).backward()
+        optimizer.step()
+
+        def kept(net, worker, step=step):
+            first = net(ids_of(worker, 2 * step)) if worker not in droppers else 0.0
+            return first + net(ids_of(worker, 2 * step + 1))
+
+        shares = [1.0 if worker in droppers and how == "optimizer" else 3.0 for worker in range(workers)]
+        train_step(reference, truth, range(workers), kept, shares)
+    return close(run, model, reference)
+
+
+@pytest.mark.parametrize("tables", [OWNED, GATHERED])
+@pytest.mark.parametrize(
+    ("how", "droppers"),
+    [("optimizer", [0, 1]), ("optimizer", [0]), ("optimizer, to zero", [1]), ("model", [1]), ("model, to zero", [0])],
+)
+def test_what_accumulated_and_was_thrown_away_is_not_learned(crew, tables, how, droppers):
+    assert crew(2).run(throw_away, tables, how, droppers) == [{}, {}]
+
+
+class Rarely(Small):
+    def forward(self, ids):
+        return super().forward(ids) if len(ids) else self.lin.weight.square().sum() + self.lin.bias.sum()
+
+
+def throw_away_all_reads(rank, workers, tables):
+    """What is learned from reads no table, so that in one process momentum does not move its rows."""
+    run, model, optimizer, reference, truth = pair(Rarely, workers, tables, adam)
+    nothing = torch.empty(0, dtype=torch.int64)
+    model(ids_of(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with run.no_sync():
+        model(ids_of(rank, 1)).backward()
+    optimizer.zero_grad()
+    model(nothing).backward()
+    optimizer.step()
+    train_step(reference, truth, [ids_of(worker, 0) for worker in range(workers)], loss)
+    train_step(reference, truth, [nothing] * workers, loss)
+    return close(run, model, reference)
+
+
+@pytest.mark.parametrize("tables", [OWNED, GATHERED])
+def test_a_table_of_which_everything_was_thrown_away_stays_as_it_is(crew, tables):
+    assert crew(2).run(throw_away_all_reads, tables) == [{}, {}]
 
 
 def two_graphs(run, model, optimizer, rank):
@@ -210,6 +336,15 @@ def weights_unasked_for(run, model, optimizer, rank):
     run.weigh(2)
 
 
+def norms_of_what_accumulates(run, model, optimizer, rank):
+    """
+    Expect: emb.weight: linalg_vector_norm of a gradient that accumulates on this rank and was not exchanged (run.no_
+    """
+    with run.no_sync():
+        model(ids_of(rank, 0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def no_batch(run, model, optimizer, rank):
     """
     Expect: has no batch; give every rank at least one
@@ -256,7 +391,7 @@ def broken(gradient):
 
 REFUSALS = [
     two_graphs, one_graph_twice, a_stranger, unfrozen_later, two_weights, negative_weight, weights_unasked_for,
-    no_batch, an_error_half_way, decay_from_now_on, another_optimizer_midway,
+    norms_of_what_accumulates, no_batch, an_error_half_way, decay_from_now_on, another_optimizer_midway,
 ]  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class Ema:
         job = self._open("shown")
         with torch.no_grad(), job.transport.unrecorded():
             with job.transport.within("ema.shown"):
+                job.serve()
                 self._refuse_uneven(job)
                 job.settle()
             self._average.swap(job.model, job.tables)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from armillary.runtime.transport import Transport
+from armillary.session.job import Job
 
 __all__ = ["CheckpointEvery"]
 
@@ -16,10 +16,7 @@ class CheckpointedRun(Protocol):
     """Whose checkpoints they are."""
 
     @property
-    def _transport(self) -> Transport: ...
-
-    @property
-    def rank(self) -> int: ...
+    def _engine(self) -> Job: ...
 
 
 @dataclass(eq=False)
@@ -44,7 +41,10 @@ class CheckpointEvery:
         now = time.monotonic()
         is_due = self.is_due(step, now)
         if self.seconds > 0:
-            is_due = bool(run._transport.agree_largest([float(is_due and run.rank == 0)])[0])
+            job = run._engine
+            with job.transport.within("CheckpointEvery.due"), job.transport.unrecorded():
+                job.serve()
+                is_due = bool(job.transport.agree_largest([float(is_due and job.rank == 0)])[0])
         if is_due:
             self.last_seconds = now
         return is_due

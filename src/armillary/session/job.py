@@ -65,6 +65,9 @@ class Job(Protocol):
 
     def batches(self, loader: Iterable[Item]) -> Iterator[Item]: ...
 
+    def serve(self) -> None:
+        """Serves look-ups of other ranks until all are in a call that all make between two steps. Collective."""
+
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked. Collective."""
 

@@ -46,7 +46,6 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
         RuntimeError: a rank could not read it.
     """
     transport, trouble = run.transport, FirstError("load")
-    run.executor.look_ups.serve_until("idle")
     if is_nothing(path, transport):
         return {}
     assert path is not None

@@ -56,7 +56,6 @@ def rebalance(
     Raises:
         ValueError: ranks are at different steps, the topology is of another job, or nobody priced the plan.
     """
-    run.executor.look_ups.serve_until("idle")
     everyones = run.transport.share((run.transport.step, unfinished(run), sampled(run)))
     steps = [step for step, _, _ in everyones]
     if len(set(steps)) > 1:

@@ -335,6 +335,7 @@ class Run:
         engine = self._engine
         self._refuse_shown(call)
         with engine.transport.within(call), engine.transport.unrecorded():
+            engine.serve()
             yield engine
 
     def _refuse_shown(self, call: str) -> None:

@@ -123,6 +123,13 @@ class Executor:
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
         self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
+    def throw_away(self, tables: Sequence[RowTable], others: Sequence[Tensor]) -> None:
+        """What accumulated of these tables is dropped, as that of dense parameters was. others: may owe still."""
+        if self.is_owing:
+            for table in tables:
+                table.drop_accumulated()
+            self.is_owing = any(one.grad is not None for one in others) or any(one.accumulates for one in self.tables)
+
     def release(self) -> None:
         """Takes its hooks off the parameters; asks nobody."""
         self.stand_by(False)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from armillary.runtime.hybrid.accumulated_gradient import AccumulatedGradient
 from armillary.runtime.hybrid.gradient_handle import METADATA, GradientHandle
 from armillary.runtime.hybrid.row_values import RowValues, reads_rows
 
@@ -39,7 +40,10 @@ class Reader(Protocol):
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]: ...
     def load(self, whole: Tensor) -> None: ...
     def gradient_norms(self, order: float) -> Tensor: ...
+    @property
+    def accumulates(self) -> bool: ...
     def drop_gradient(self) -> None: ...
+    def drop_accumulated(self) -> None: ...
     def join(self) -> None: ...
 
 
@@ -66,9 +70,11 @@ class TableHandle(Tensor):
         return format(repr(self), spec)
 
     @property
-    def grad(self) -> "GradientHandle | None":
+    def grad(self) -> "GradientHandle | AccumulatedGradient | None":
         local = self.reader.gradient
-        return None if local is None else GradientHandle(self.reader, self, local)
+        if local is None:
+            return AccumulatedGradient(self.reader, self) if self.reader.accumulates else None
+        return GradientHandle(self.reader, self, local)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -98,7 +98,7 @@ def twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Para
     """An optimizer of the same class over other parameters, with these options and no state or hooks."""
     other = copy.copy(optimizer)  # torch copies groups and state only
     for name, value in vars(optimizer).items():
-        if name not in vars(other) and name != "step":  # a scheduler's wrapper would step the original
+        if name not in vars(other) and name not in ("step", "zero_grad"):  # wrappers, which are of the original
             setattr(other, name, value)
     other.param_groups = [{**options, "params": parameters}]
     other.state = defaultdict(dict)

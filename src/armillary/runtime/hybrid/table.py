@@ -35,6 +35,11 @@ class LookUp:
     has_gradient: bool = False
     is_pushed: bool = False  # its gradients have left; more of them could not follow
 
+    def drop_gradient(self) -> None:
+        """It was thrown away before it left; its owners count on this look-up, and are sent zeros for it."""
+        if self.rows is not None:
+            self.rows.grad, self.has_gradient = None, False
+
     @property
     def is_awaited(self) -> bool:
         """Whether the backward under way will bring its gradient; it need not reach what did not reach the loss."""
@@ -170,7 +175,18 @@ class RowTable:
         self.joins()
 
     def drop_gradient(self) -> None:
+        """Also what was accumulated here and has not left."""
         self.parameter.grad = None
+        self.drop_accumulated()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of rows that this rank read have not left it."""
+        return any(look_up.has_gradient for look_up in self.pending)
+
+    def drop_accumulated(self) -> None:
+        for look_up in self.pending:
+            look_up.drop_gradient()
 
     def leave_be(self) -> None:
         """Whoever brought its gradients in is gone."""

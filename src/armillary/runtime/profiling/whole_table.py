@@ -29,6 +29,7 @@ class _WholeTable:
     shape: torch.Size
     gradient: Tensor | None = None
     epoch: int = 0
+    accumulates: bool = False
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         self.noted.append(self.name)
@@ -50,6 +51,9 @@ class _WholeTable:
         raise AssertionError(f"{self.name} has no gradient")
 
     def drop_gradient(self) -> None:
+        """It has none."""
+
+    def drop_accumulated(self) -> None:
         """It has none."""
 
     def join(self) -> None:

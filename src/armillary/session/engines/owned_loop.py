@@ -218,6 +218,11 @@ class OwnedLoop:
         taken, self._finished = self._finished, []
         return taken
 
+    def serve(self) -> None:
+        """Ranks may still look up on their own, before they make a call that all make between two steps."""
+        if self.parts.tables.look_ups is not None:
+            self.parts.tables.look_ups.serve_until("aside")
+
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""
         with self._working():

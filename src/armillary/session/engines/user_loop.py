@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
@@ -21,7 +20,7 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
-from armillary.runtime.hybrid.optimizers import holder, members
+from armillary.runtime.hybrid.optimizers import has_hooks_beside, holder, members
 from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.profiling.probe import Loss
@@ -29,6 +28,7 @@ from armillary.session.average import Average
 from armillary.session.engines.even_batches import even_batches
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
+from armillary.session.engines.zero_grad import tell_of_zero_grad
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
 from armillary.session.tally import MANY_RECORDS, Tally
@@ -52,15 +52,12 @@ class UserLoop:
         self.averages: dict[str, Average] = {}
         self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
-            self._undo += [
-                one.register_step_pre_hook(self._before_step),
-                one.register_step_post_hook(self._after_step),
-            ]
+            self._undo += [one.register_step_pre_hook(self._before_step), one.register_step_post_hook(self._after_step)]
+        self._heard = [tell_of_zero_grad(one, self._thrown_away) for one in members(job.optimizer)]
         try:
             self.begin(plan, units)
         except BaseException:
-            for handle in self._undo:
-                handle.remove()
+            self._unhook()
             raise
         first.look_at(job.model)
 
@@ -165,6 +162,10 @@ class UserLoop:
         value = loss(self.model, batch)
         (value / count if count > 1 else value).backward()
         return value.detach()
+
+    def serve(self) -> None:
+        """Ranks may still look up on their own, before they make a call that all make between two steps."""
+        self.executor.look_ups.serve_until("aside")
 
     def settle(self) -> None:
         """Gradients and rows that are under way arrive; every rank must call it."""
@@ -272,8 +273,18 @@ class UserLoop:
         self.first.look_away()
         if self.watcher is not None:
             self.watcher.stop()
+        self._unhook()
+
+    def _unhook(self) -> None:
         for handle in self._undo:
             handle.remove()
+        for heard in self._heard:
+            heard.remove()
+
+    def _thrown_away(self, optimizer: Optimizer) -> None:
+        """By its `zero_grad`."""
+        others = [one for one in self.known if holder(self.optimizer, one) is not optimizer]
+        self.executor.throw_away(self._tables_of(optimizer), others)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """With a closure the gradients are there only when it returns."""
@@ -308,7 +319,7 @@ class UserLoop:
         has_new = self.executor.settled != self._exchanged.get(optimizer, 0)
         if not (self.executor.is_settled and has_new):  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
-        if self._is_watched():
+        if has_hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
             self.executor.prefetch.join()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
@@ -351,16 +362,6 @@ class UserLoop:
         """A checkpoint was loaded, which had been saved under this plan."""
         if self.watcher is not None and self.watcher.loaded(self, saved_plan):
             self.watcher = None
-
-    def _is_watched(self) -> bool:
-        """Whether somebody else's hooks run with the step: they may look at all rows it moves."""
-        mine = {handle.id for handle in self._undo}
-        hooks = {
-            hook
-            for one in members(self.optimizer)
-            for hook in (*one._optimizer_step_pre_hooks, *one._optimizer_step_post_hooks)
-        }
-        return bool(hooks - mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _refuse_strangers(self) -> None:
         """Parameters that learn but are not in the plan would drift apart on the ranks."""
