@@ -89,6 +89,61 @@ def bytes_of(value):
     return value.contiguous().view(-1).view(torch.uint8)
 
 
+def run_out(rank, world, plan):
+    """Rank 0 has one batch, rank 1 four."""
+    model = made()
+    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), pair_loss)
+    mine = [batch_of(rank, step) for step in range(1 if rank == 0 else 4)]
+    for batch in run.run.batches(mine):
+        run.optimizer.zero_grad()
+        pair_loss(model, batch).backward()
+        run.optimizer.step()
+    face.close(run)
+    return model.calls.item(), int(model.norm.num_batches_tracked), model.norm.running_mean.clone()
+
+
+def test_buffers_are_of_a_rank_whose_data_have_not_run_out(crew):
+    first, second = crew(2).run(run_out, plan_of())
+    calls = [int(batch_of(rank, step)[0][0, 0].abs() * 10) for rank, step in ((0, 0), (1, 1), (1, 2), (1, 3))]
+    assert first[:2] == second[:2] == (sum(calls), 4) and torch.equal(first[2], second[2])
+
+
+class Looking(nn.Module):
+    """A table and statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(12, 4), nn.BatchNorm1d(4)
+
+    def forward(self, ids):
+        return self.norm(self.words(ids))
+
+
+def look_before_the_step(rank, world, plan):
+    """Rank 0 looks at the model between backward and step, where the others wait to clip or for its statistics."""
+    torch.manual_seed(3)
+    model = Looking().double()
+    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), None, timeout=5.0, report_after=1.0)
+    ids = torch.arange(6) + rank
+    for is_clipped in (False, True):
+        run.optimizer.zero_grad()
+        model(ids).square().sum().backward()
+        if rank == 0:
+            with torch.no_grad():
+                model(ids)
+        if is_clipped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        run.optimizer.step()
+    face.close(run)
+
+
+def test_one_rank_may_look_rows_up_between_a_backward_and_its_step(crew):
+    model = Looking().double()
+    loss, batches = (lambda net, ids: net(ids).square().sum()), [torch.arange(6)] * WORKERS
+    plan = face.plan_for(model, loss, batches, WORKERS, exchange={"words.weight": "owned_rows"})
+    assert crew(2).run(look_before_the_step, plan) == [None, None]
+
+
 def without(rank, world, plan):
     return trained(rank, world, plan, broadcast_buffers=False)
 

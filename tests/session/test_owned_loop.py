@@ -291,3 +291,38 @@ def test_what_a_schedule_that_owns_the_loop_cannot_do_is_refused_by_name(crew):
             "run.rebalance",
         ), strict=True):  # fmt: skip
             assert wanted in text
+
+
+def broken_loss(model, batch):
+    if batch[0][0, 0] > 1e6:
+        raise ArithmeticError("no such batch")
+    return loss(model, batch)
+
+
+def break_a_step(rank, workers, name, options):
+    """All ranks meet the error; what they call then says so, and does not train on."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    example = batch_of(0, 0)
+    run = armillary.attach(plan_of(name, options, workers), model, optimizer, loss=broken_loss, example=example)
+    mine = [batch_of(0, number) for number in range(options["micro_batches"])]
+    run.step(mine)
+    mine[-1] = (torch.full_like(mine[-1][0], 1e9), mine[-1][1])
+    with pytest.raises(ArithmeticError, match="no such batch"):
+        run.step(mine)
+    said = []
+    for call in (lambda: run.step(mine), run.export, run.close):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        said.append(str(caught.value))
+    run._give_up(ArithmeticError())
+    return said
+
+
+@pytest.mark.parametrize(("name", "options"), [("gpipe", {"micro_batches": 2}), ("accumulation", {"micro_batches": 2})])
+def test_after_a_step_that_ended_in_an_error_every_call_says_so(crew, name, options):
+    for said in crew(1).run(break_a_step, name, options):
+        for one in said:
+            assert (
+                "a step ended in an error (ArithmeticError: no such batch), and what it still had to do is lost" in one
+            )

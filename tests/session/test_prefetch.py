@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import cycle
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -440,6 +440,27 @@ def leave_loops(rank, workers, prefetch):
     found = state_of(run, model, optimizer)
     run.close()
     return found
+
+
+def leave_a_stream(rank, workers, prefetch):
+    """Of one stream some batches in each epoch."""
+    run, model, optimizer = started("owned_rows", "adagrad", prefetch, workers)
+    stream = (batch for _ in range(2) for batch in batches_of(rank, ""))
+    for _ in range(2):
+        for step, batch in enumerate(islice(run.batches(stream), STEPS // 2 + 1)):
+            plain_step(run, model, optimizer, batch, step)
+    found = state_of(run, model, optimizer)
+    run.close()
+    return found
+
+
+def leave_a_stream_with_and_without(rank, workers, prefetch):
+    plain, ahead = leave_a_stream(rank, workers, "none"), leave_a_stream(rank, workers, prefetch)
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])]
+
+
+def test_what_was_drawn_early_of_a_stream_is_not_lost_where_its_loop_is_left(crew):
+    assert crew(2).run(leave_a_stream_with_and_without, "ids") == [[], []]
 
 
 def leave_with_and_without(rank, workers, prefetch):

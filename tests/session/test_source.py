@@ -1,12 +1,13 @@
 """A loader is drawn before its turn only where nobody can tell, and what it raises comes at its turn."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from armillary.session.source import Source, leaves
+from armillary.session.source import LeftOver, Source, leaves
 
 COUNT = 8
 
@@ -69,7 +70,7 @@ class Placed:
 def drawn_at_each_turn(make):
     """How many batches had been drawn when the loop got its n-th."""
     log, drawn, first = [], [], []
-    source = Source(make(log), depth=2)
+    source = Source(make(log), 2, LeftOver())
     while (batch := source.take()) is not None:
         source.glance()
         drawn.append(len(log))
@@ -118,13 +119,38 @@ def broken_late(log):
 
 def test_what_the_loader_raises_comes_at_its_turn():
     seen = []
-    source = Source(broken_late([]), depth=2)
+    source = Source(broken_late([]), 2, LeftOver())
     for _ in range(5):
         seen.append(int(source.take()["ids"][0]))
         source.glance()
     assert seen == [0, 1, 2, 3, 4]
     with pytest.raises(OSError, match="no such file"):
         source.take()
+
+
+@pytest.mark.parametrize("make", [tensors, lambda log: zip(tensors(log), strict=True), broken_late])
+def test_a_loop_over_a_stream_begins_with_what_the_last_one_had_drawn_early(make):
+    stream, left, seen, drawn = make([]), LeftOver(), [], []
+    with pytest.raises(OSError, match="no such file") if make is broken_late else nullcontext():
+        for count in (5, 0, 1, COUNT):
+            source = Source(stream, 2, left)
+            while count and (batch := source.take()) is not None:
+                source.glance()
+                seen.append(int(leaves(batch)[0][0]))
+                drawn.append(len(source.early))
+                count -= 1
+            source.leave()
+    assert seen == list(range(5 if make is broken_late else COUNT)) and max(drawn) == 2
+
+
+def test_a_loader_that_begins_anew_leaves_nothing_over():
+    loader, left = list(tensors([])), LeftOver()
+    for _ in range(2):
+        source = Source(loader, 2, left)
+        for number in range(5):
+            assert int(leaves(source.take())[0][0]) == number
+            source.glance()
+        source.leave()
 
 
 def test_inference_tensors_are_drawn_ahead_too():

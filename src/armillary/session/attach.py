@@ -7,6 +7,7 @@ was.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -145,7 +146,7 @@ def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: b
         engine = _user_loop(plan, job, transport, shards)
     undo = [_at_work(model)]
     if job.scaler is not None:
-        undo.append(agree_on_found_inf(job.scaler, transport))
+        undo.append(agree_on_found_inf(job.scaler, transport, partial(engine.serve, "idle")))
     return Run(engine, undo, owns_transport)
 
 

@@ -11,13 +11,18 @@ from armillary.runtime.transport import Transport
 __all__ = ["agree_on_found_inf"]
 
 
-def agree_on_found_inf(scaler: Any, transport: Transport) -> Callable[[], None]:
-    """Replaces the method by which a scaler looks at gradients. Returns what puts the scaler's own back."""
+def agree_on_found_inf(scaler: Any, transport: Transport, serve: Callable[[], None]) -> Callable[[], None]:
+    """Replaces the method by which a scaler looks at gradients. Returns what puts the scaler's own back.
+
+    Args:
+        serve: looks rows up for ranks that read on their own, until all are here.
+    """
     unscale = scaler._unscale_grads_
 
     def unscale_alike(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
         with transport.within("unscaling of gradients"):
+            serve()
             largest = transport.agree_largest([max((float(value) for value in found.values()), default=0.0)])
         for value in found.values():
             value.fill_(largest[0])

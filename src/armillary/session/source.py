@@ -10,29 +10,70 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["WATCHED_DRAWS", "Source", "leaves"]
+__all__ = ["WATCHED_DRAWS", "LeftOver", "Source", "leaves"]
 
 Batch = TypeVar("Batch")
 
 WATCHED_DRAWS = 2  # besides the first, which opens the loader
 
 
+class _Drawn(NamedTuple):
+    """Before its turn. batches: the first ones first, None is the end. error: that the draw after them met."""
+
+    batches: deque[Any]
+    error: BaseException | None = None
+
+
+class LeftOver:
+    """What was drawn early of streams, by loops that were left: the next loop over a stream begins with it.
+
+    A stream is a loader that is its own iterator; any other begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = WeakKeyDictionary[Any, _Drawn]()
+        self._last: tuple[Any, _Drawn] | None = None  # of a stream that cannot be known weakly
+
+    def keep(self, stream: object, drawn: _Drawn) -> None:
+        try:
+            self._drawn[stream] = drawn
+        except TypeError:
+            self._last = (stream, drawn)
+
+    def take(self, stream: object) -> _Drawn:
+        if self._last is not None and self._last[0] is stream:
+            (_, drawn), self._last = self._last, None
+            return drawn
+        try:
+            return self._drawn.pop(stream, _Drawn(deque()))
+        except TypeError:
+            return _Drawn(deque())
+
+
 class Source(Generic[Batch]):
     """depth: how many batches may be drawn before their turn. Not seen by the watch: a loader that depends on what the
     loop does between two batches."""
 
-    def __init__(self, loader: Iterable[Batch], depth: int):
-        self.source = iter(loader)
+    def __init__(self, loader: Iterable[Batch], depth: int, left: LeftOver):
+        self.source, self._left = iter(loader), left
+        self.is_stream = self.source is loader
         self.depth = 0 if hasattr(loader, "state_dict") else depth
         self.drawn = 0
         self.given: deque[Batch | None] = deque(maxlen=depth or 1)  # to the loop, the last ones
-        self.early: deque[Batch | None] = deque()  # drawn before their turn; None is the end
-        self.error: BaseException | None = None  # that an early draw met; raised at its turn
+        drawn = left.take(self.source) if self.is_stream else _Drawn(deque())
+        self.early: deque[Batch | None] = drawn.batches  # drawn before their turn; None is the end
+        self.error = drawn.error  # that an early draw met; raised at its turn
+
+    def leave(self) -> None:
+        """The loop is over, or left."""
+        if self.is_stream and (self.early or self.error is not None):
+            self._left.keep(self.source, _Drawn(self.early, self.error))
 
     def take(self) -> Batch | None:
         """The next batch, None at the end.

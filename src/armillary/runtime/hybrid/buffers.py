@@ -1,7 +1,8 @@
 """A model's buffers (running statistics, counters): rank 0's reach all ranks once a step, as DDP's do.
 
-Each rank's own batches move them, so without this ranks would evaluate differently, and rank 0's would be saved. They
-travel as bytes that rank 0 alone fills, so that whole numbers and the sign of zero arrive as they are.
+Each rank's own batches move them, so without this ranks would evaluate differently, and rank 0's would be saved. Where
+rank 0 has run out of data they are those of the first rank that has some. They travel as bytes that one rank fills, so
+that whole numbers and the sign of zero arrive as they are.
 """
 
 from collections import defaultdict
@@ -44,8 +45,8 @@ class Buffers:
         self.places = _places(model) if is_on else []
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Collective, where there are any; else nothing is done.
+    def spread(self, root: int) -> None:
+        """Collective, where there are any; else nothing is done. root: the rank whose they are.
 
         Raises:
             RuntimeError: a buffer has changed its shape.
@@ -54,12 +55,12 @@ class Buffers:
         for place in self.places:
             by_device[(buffer := place.there).device].append((place, buffer))
             self._refuse_other_shape(place, buffer)
-        is_first = self.transport.place.rank == 0
+        is_root = self.transport.place.rank == root
         for pairs in by_device.values():
             mine = [buffer.contiguous().view(-1).view(torch.uint8) for _, buffer in pairs]
-            flat = torch.cat(mine) if is_first else mine[0].new_zeros(sum(map(len, mine)))
+            flat = torch.cat(mine) if is_root else mine[0].new_zeros(sum(map(len, mine)))
             theirs = self.transport.complete(summed(flat), LABEL)
-            if not is_first:
+            if not is_root:
                 for (place, buffer), part in zip(pairs, theirs.split(list(map(len, mine))), strict=True):
                     _write(place, buffer, part.clone().view(buffer.dtype).view(buffer.shape))
 

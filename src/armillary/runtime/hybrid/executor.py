@@ -72,16 +72,16 @@ class Executor:
     weighing: InFlight | None = None  # asks for the sum of weights
     is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
     is_owing: bool = False  # gradients that count wait for an exchange
+    with_data: int = 0  # the first rank whose data have not run out
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
     flights: list[InFlight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
-        self.norms = TableNorms(self.tables, self.transport)
+        self.look_ups = LookUps(self.tables, self.transport, self.on_rows, self.prefetch)
+        self.norms = TableNorms(self.tables, self.transport, partial(self.look_ups.serve_until, "asking"))
         for table in self.tables:
             table.norms = self.norms.of
-        self.look_ups = LookUps(self.tables, self.transport, self.on_rows, self.prefetch)
-        for table in self.tables:
             table.joins, table.catches_up = self.prefetch.join, self.prefetch.finish
             table.meets = self.look_ups.meet
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break

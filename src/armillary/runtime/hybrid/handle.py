@@ -265,6 +265,7 @@ def _getitem(table: TableHandle, index: Any) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not is_whole:
         kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) and is_whole else type(index).__name__
         raise _refusal(table.reader.name, f"indexing with {kind}", "index with a tensor of row numbers")
+    ids = ids.to(table.device)  # torch takes row numbers from the CPU, too
     rows, inverse = _read(table, torch.where(ids < 0, ids + table.shape[0], ids))
     return rows[inverse]
 
@@ -287,7 +288,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
         )
     outputs = []
     for first in range(0, weight.shape[0], LINEAR_BLOCK_ROWS):
-        ids = torch.arange(first, min(first + LINEAR_BLOCK_ROWS, weight.shape[0]))
+        ids = torch.arange(first, min(first + LINEAR_BLOCK_ROWS, weight.shape[0]), device=weight.device)
         block = _getitem(weight, ids)
         offsets = None if bias is None else (_getitem(bias, ids) if isinstance(bias, TableHandle) else bias[ids])
         outputs.append(functional.linear(input, block, offsets))

@@ -3,7 +3,7 @@
 The norms of all tables cost one small all-reduce together, once per step however often they are asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ __all__ = ["TableNorms"]
 
 
 class TableNorms:
-    """Those that were asked for since the gradients changed."""
+    """Those that were asked for since the gradients changed.
 
-    def __init__(self, tables: Sequence[RowTable], transport: Transport) -> None:
-        self.tables, self.transport = tables, transport
+    serve: looks rows up for ranks that read on their own, until all ask.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], transport: Transport, serve: Callable[[], None]) -> None:
+        self.tables, self.transport, self._serve = tables, transport, serve
         self.known: dict[tuple[Any, ...], Tensor] = {}
 
     def forget(self) -> None:
@@ -34,6 +37,7 @@ class TableNorms:
         key = (order, versions, self.transport.step)
         if key not in self.known:
             with self.transport.within("gradient norm"):
+                self._serve()
                 self.known = {key: self._norms(having, order)}
         return self.known[key][having.index(table)].to(table.shard)
 

@@ -157,5 +157,5 @@ def _distinct(table: RowTable, views: Sequence[View], leaves: Sequence[Tensor]) 
     low, high = torch.aminmax(ids)
     if int(low) < 0 or int(high) >= table.shape[0]:
         return None
-    keys: Tensor = torch.unique(table.ownership.keys(ids))
+    keys: Tensor = torch.unique(table.ownership.keys(ids.to(table.shard.device)))  # a loop may move batches itself
     return keys

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from armillary.runtime.hybrid.executor import Executor
-from armillary.session.source import Source, leaves
+from armillary.session.source import LeftOver, Source, leaves
 
 __all__ = ["even_batches"]
 
@@ -13,20 +13,21 @@ Batch = TypeVar("Batch")
 
 
 def even_batches(
-    at_work: Callable[[], Executor], loader: Iterable[Batch], show: Callable[[Batch], None]
+    at_work: Callable[[], Executor], loader: Iterable[Batch], show: Callable[[Batch], None], left: LeftOver
 ) -> Iterator[Batch]:
     """The loader's batches, as many as the longest rank has; see `Run.batches`.
 
     Args:
         at_work: who carries the plan out now; a run may move to another plan in the middle of a loop.
         show: is shown each batch of this rank's own.
+        left: of loops before this one.
 
     Raises:
         ValueError: this rank has no batch at all; there is nothing it could repeat.
     """
     executor = at_work()
     prefetch = executor.prefetch
-    source = Source(loader, prefetch.depth)
+    source = Source(loader, prefetch.depth, left)
     batch: Batch | None = source.take()
     if batch is None:
         rank = executor.transport.place.rank
@@ -36,8 +37,10 @@ def even_batches(
     try:
         while True:
             last = batch if batch is not None else last
-            if not _is_any(at_work(), batch is not None):
+            with_data = _first_of(at_work(), batch is not None)
+            if with_data is None:
                 return
+            at_work().with_data = with_data
             at_work().stand_by(batch is None)
             if executor is at_work():  # a plan that came since prefetches from the next loop on
                 prefetch.begin_batch(partial(leaves, last), lambda: leaves(source.glance()))
@@ -46,16 +49,19 @@ def even_batches(
             yield last
             batch = source.take() if batch is not None else None
     finally:
+        source.leave()
         prefetch.end_loop()
         at_work().stand_by(False)
+        at_work().with_data = 0
 
 
-def _is_any(executor: Executor, mine: bool) -> bool:
-    """Whether it is true of any rank; ranks that are still evaluating are served meanwhile."""
-    look_ups = executor.look_ups
+def _first_of(executor: Executor, mine: bool) -> int | None:
+    """The first rank of which it is true; ranks that are still evaluating are served meanwhile."""
+    look_ups, place = executor.look_ups, executor.transport.place
     with executor.transport.within("batches"):
         if not look_ups.pulled:
-            return bool(executor.transport.agree_largest([float(mine)])[0])
+            behind = int(executor.transport.agree_largest([float(mine * (place.workers - place.rank))])[0])
+            return place.workers - behind if behind else None
         look_ups.serve_until("idle", float(mine))
         executor.prefetch.seal()
-        return any(look_ups.weights)
+        return next((rank for rank, weight in enumerate(look_ups.weights) if weight), None)

@@ -71,6 +71,7 @@ class OwnedLoop:
         self._taken = 0  # steps here
         self._undo: list[RemovableHandle] = []
         self._is_at_work = False  # the engine, which may step the optimizer
+        self._broken = ""  # by which error, half way
         one_each = [rank for rank in range(plan.workers) if plan.mesh.sharing_data(rank)[0] == rank]
         self.first = FirstBatches(transport, job.check_data and len(one_each) > 1, one_each)
         self.begin()
@@ -176,9 +177,17 @@ class OwnedLoop:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
+        if self._broken:
+            raise RuntimeError(
+                f"rank {self.rank}: a step ended in an error ({self._broken}), and what it still had to do is lost; "
+                "start again from a checkpoint"
+            )
         self._is_at_work = True
         try:
             yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._is_at_work = False
 

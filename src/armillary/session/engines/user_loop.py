@@ -28,9 +28,10 @@ from armillary.session.average import Average
 from armillary.session.engines.even_batches import even_batches
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
-from armillary.session.engines.zero_grad import tell_of_zero_grad
+from armillary.session.engines.zero_grad import Heard, tell_of_zero_grad
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
+from armillary.session.source import LeftOver
 from armillary.session.tally import MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.units import Units
@@ -48,7 +49,7 @@ class UserLoop:
         self.job, self.model, self.optimizer, self.loss = job, job.model, job.optimizer, job.loss
         self.is_scaled = job.scaler is not None and job.scaler.is_enabled()
         self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
-        self._is_asking = False  # for the optimizer's state, itself
+        self._is_asking, self._left = False, LeftOver()  # for the optimizer's state, itself; of streams
         self.averages: dict[str, Average] = {}
         self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
@@ -126,14 +127,13 @@ class UserLoop:
         schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
         DDP's join).
 
-        If the plan prefetches, the loader may be three batches ahead of the loop (see `Source` for the loaders that
-        are not). A loop that saves its place in the data must then save that of the batch it holds: iterate over
-        pairs of a batch and its place.
+        If the plan prefetches, the loader may be three batches ahead of the loop (see `Source`). A loop that saves its
+        place in the data must then save that of the batch it holds: iterate over pairs of a batch and its place.
 
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        return even_batches(lambda: self.executor, self.first.drawn_from(loader), self.first.take)
+        return even_batches(lambda: self.executor, self.first.drawn_from(loader), self.first.take, self._left)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step over these micro-batches of this rank, with the mean of their gradients.
@@ -163,13 +163,13 @@ class UserLoop:
         (value / count if count > 1 else value).backward()
         return value.detach()
 
-    def serve(self) -> None:
-        """Ranks may still look up on their own, before they make a call that all make between two steps."""
-        self.executor.look_ups.serve_until("aside")
+    def serve(self, state: State = "aside") -> None:
+        """Ranks may still look up on their own, before they come to be where this one is."""
+        self.executor.look_ups.serve_until(state)
 
     def settle(self) -> None:
         """Gradients and rows that are under way arrive; every rank must call it."""
-        self.executor.look_ups.serve_until("idle")
+        self.serve("idle")
         self.executor.prefetch.finish()
         if self._stepped:
             self._close_step()
@@ -180,7 +180,7 @@ class UserLoop:
 
     def finish(self, state: State = "finished") -> None:
         """Serves the others until every rank has called this."""
-        self.executor.look_ups.serve_until(state)
+        self.serve(state)
         self.executor.prefetch.finish()
         self.transport.barrier()
 
@@ -234,9 +234,9 @@ class UserLoop:
 
     def _refuse_state(self, optimizer: Optimizer, call: str, remedy: str) -> None:
         if not self._is_asking:
-            tables = ", ".join(self._spread(optimizer))
             raise RuntimeError(
-                f"optimizer.{call}: rank {self.rank} holds a part of the state of {tables}, as a run is open; {remedy}"
+                f"optimizer.{call}: rank {self.rank} holds a part of the state of "
+                f"{', '.join(self._spread(optimizer))}, as a run is open; {remedy}"
             )
 
     def forecasts(self) -> list[tuple[str, str, Forecast]]:
@@ -276,10 +276,9 @@ class UserLoop:
         self._unhook()
 
     def _unhook(self) -> None:
-        for handle in self._undo:
+        handles: list[RemovableHandle | Heard] = [*self._undo, *self._heard]
+        for handle in handles:
             handle.remove()
-        for heard in self._heard:
-            heard.remove()
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
         """By its `zero_grad`."""
@@ -352,7 +351,9 @@ class UserLoop:
         """Every optimizer has stepped, or one is about to step again."""
         self._stepped.clear()
         with self.transport.within("step"):
-            self.buffers.spread()
+            if self.buffers.places:
+                self.serve("idle")
+            self.buffers.spread(self.executor.with_data)
             self.executor.after_step()
         self.tally.end_step()
         if len(self.transport.records) > MANY_RECORDS:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["tell_of_zero_grad"]
+__all__ = ["Heard", "tell_of_zero_grad"]
 
 
 @dataclass(frozen=True)
-class _Heard:
+class Heard:
     """`remove`: the optimizer has its own method again."""
 
     optimizer: weakref.ref[Optimizer]
@@ -28,7 +28,7 @@ class _Heard:
             vars(optimizer).update(self.before)
 
 
-def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> _Heard:
+def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Heard:
     """Until it is removed, calls told(optimizer), a bound method, after each `zero_grad`. Whom it tells is known
     weakly: the optimizer is the user's."""
     known, listener = weakref.ref(optimizer), weakref.WeakMethod(told)
@@ -43,4 +43,4 @@ def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -
             heard(one)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    return _Heard(known, zero_grad, before)
+    return Heard(known, zero_grad, before)
