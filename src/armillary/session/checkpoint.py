@@ -8,12 +8,14 @@ workers and under any other plan. `state_dict()` never communicates; everything 
 import io
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from armillary.runtime.checkpointing.checkpoint import (
     Marker,
@@ -49,7 +51,8 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
         keep: how many of the newest checkpoints in `folder` stay.
 
     Raises:
-        ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
+        ValueError: ranks disagree on what to save, or something in it could not be loaded. RuntimeError: a rank could
+            not write; the message names it.
     """
     folder, loop = Path(folder), {} if loop is None else loop
     if keep < 1:
@@ -57,7 +60,9 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     transport = run.transport
     trouble = FirstError("save")
     with trouble.kept():
-        _refuse_unloadable(loop)
+        if not isinstance(loop, Mapping):
+            raise ValueError(f"loop is a {type(loop).__name__}; want a mapping, as in loop={{'step': 3}}")
+        _refuse_unloadable("loop", dict(loop))
         names = run.names
     trouble.agree(transport)
     averages = {key: {"updates": one.updates, "whole": one.whole_of(run.tables)} for key, one in run.averages.items()}
@@ -69,17 +74,20 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     own = own_tensors(run)
     loops = transport.share(dict(loop))
     path = folder
-    with trouble.kept():
-        if run.rank == 0:
-            path = new_folder(folder, transport.step)
-    trouble.agree(transport)
-    path = Path(transport.share(path)[0])
     records: list[FileRecord] = []
-    with run.rest() as rest, trouble.kept():
-        if run.rank == 0:
-            seen = "" if run.job.profile is None else run.job.profile.to_json()
-            rest = {**rest, "loops": loops, "present": own.present, "averages": averages, "profile": seen}
-            records.append(_write_rest(run, path / REST, rest))
+    with run.rest() as rest:
+        with trouble.kept():
+            if run.rank == 0:
+                _refuse_unloadable("model", rest["model"])
+                _refuse_unloadable("optimizer", rest["optimizer"])
+                path = new_folder(folder, transport.step)
+        trouble.agree(transport)
+        path = Path(transport.share(path)[0])
+        with trouble.kept():
+            if run.rank == 0:
+                seen = "" if run.job.profile is None else run.job.profile.to_json()
+                rest = {**rest, "loops": loops, "present": own.present, "averages": averages, "profile": seen}
+                records.append(_write_rest(run, path / REST, rest))
     records += _write_rows(run, path, tensors, trouble)
     records += write_ranks(run, path, own.tensors, trouble)
     trouble.agree(transport, f"{path} is unfinished and will not be loaded; older checkpoints are as they were")
@@ -97,12 +105,10 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     return path
 
 
-def _refuse_unloadable(loop: Any) -> None:
-    if not isinstance(loop, Mapping):
-        raise ValueError(f"loop is a {type(loop).__name__}; want a mapping, as in loop={{'step': 3}}")
-    if _is_loadable(dict(loop)):
+def _refuse_unloadable(what: str, whole: dict[str, Any]) -> None:
+    if _is_loadable(whole):
         return
-    path, value = _unloadable_in("loop", dict(loop))
+    path, value = _unloadable_in(what, whole)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise ValueError(
         f"{path} is a {kind}, which torch.load(weights_only=True) refuses; give plain values, tensors and state_dicts "
@@ -113,12 +119,22 @@ def _refuse_unloadable(loop: Any) -> None:
 def _is_loadable(value: Any) -> bool:
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(_without_tensors(value), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception:
         return False
     return True
+
+
+def _without_tensors(value: Any) -> Any:
+    """The same with nothing in the place of tensors, which may be large and are loaded for sure."""
+    if type(value) in (dict, OrderedDict):
+        return {key: _without_tensors(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(one) for one in value]
+    is_tensor = type(value) in (Tensor, nn.Parameter) and not vars(value)  # others bring what else they hold
+    return None if is_tensor else value
 
 
 def _unloadable_in(path: str, value: Any) -> tuple[str, Any]:

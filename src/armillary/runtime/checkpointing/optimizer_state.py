@@ -8,13 +8,14 @@ shaped like its rows and the rest (Adam's step count), which is the same on ever
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 
-__all__ = ["TableState", "by_index", "by_name", "parameter_names", "table_state"]
+__all__ = ["TableState", "by_index", "by_name", "parameter_names", "plain", "table_state"]
 
 
 class TableState(NamedTuple):
@@ -56,6 +57,14 @@ def parameter_names(model: nn.Module, optimizer: Optimizer, tables: Mapping[str,
                 )
             found.append(names[id(parameter)])
     return found
+
+
+def plain(option: Any) -> Any:
+    """An option of an optimizer with numbers of Python for those of numpy, which are not loaded without running code;
+    a learning rate comes to be one by a scheduler that computes with numpy."""
+    if isinstance(option, np.generic):
+        return option.item()
+    return type(option)(map(plain, option)) if type(option) in (list, tuple) else option
 
 
 def by_name(state_dict: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

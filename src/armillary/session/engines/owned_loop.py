@@ -19,7 +19,7 @@ from armillary.exchanges.look_up import State
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.agreement import checksum
-from armillary.runtime.checkpointing.optimizer_state import parameter_names, table_state
+from armillary.runtime.checkpointing.optimizer_state import parameter_names, plain, table_state
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.handle import TableHandle
@@ -284,7 +284,7 @@ class OwnedLoop:
             state.update(self.transport.share(held if self.rank == owner else None)[owner])
         groups, names = [], iter(self.names)
         for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**options, "params": [next(names) for _ in given["params"]]})
         ordered = {name: state[name] for name in self.names if name in state}
         with self.newest():

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.runtime.checkpointing.optimizer_state import by_name, table_state
+from armillary.runtime.checkpointing.optimizer_state import by_name, plain, table_state
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.handle import TableHandle
@@ -30,6 +30,7 @@ def rest_of(
         rest["state"].pop(name, None)
         if entries:
             rest["state"][name] = entries
+    rest["param_groups"] = [{key: plain(value) for key, value in group.items()} for group in rest["param_groups"]]
     whole = {key: value for key, value in model.state_dict().items() if not isinstance(value, TableHandle)}
     return {"model": whole, "optimizer": rest}
 
