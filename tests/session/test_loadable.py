@@ -1,6 +1,7 @@
-"""What is saved can be loaded: numbers of numpy among an optimizer's options, and what no checkpoint can hold."""
+"""What is saved can be loaded: names with "/" and numbers of numpy; what no checkpoint can hold is refused."""
 
 import fractions
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 
 import armillary
 import face
-from small_words import WIDTH, batch_of, loss, model_of, optimizer_of
+from armillary import Choice
+from small_words import ROWS, WIDTH, batch_of, loss, model_of, optimizer_of
 
 SCHEDULES = ["simultaneous", "accumulation(micro_batches=2)"]
 
@@ -94,3 +96,44 @@ def test_what_could_not_be_loaded_is_refused_by_its_path_and_older_checkpoints_s
         assert "optimizer['param_groups'][0]['label'] is a fractions.Fraction" in option
         assert "optimizer['state']['3.bias']['why'] is a fractions.Fraction" in state
         assert there == ["step-00000001"]
+
+
+class Slashed(nn.Module):
+    """Parameters named as features are, after where they come from."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.tables = nn.ModuleDict({"user/country": nn.Embedding(ROWS, WIDTH)})
+        self.layers = nn.ModuleDict({"user/head": nn.Linear(WIDTH, 2)})
+
+    def forward(self, ids):
+        return self.layers["user/head"](self.tables["user/country"](ids))
+
+
+def saved_and_resumed(rank, world, made, folder):
+    """What differs from a run that never stopped."""
+    found = []
+    for path in (None, folder / "step-00000002"):
+        model = Slashed()
+        _, run = begun(made, model)
+        average = run.ema(0.9)
+        if path is None:
+            trained(run, range(2))
+            average.update()
+            run.save(folder)
+        run.load(path)
+        trained(run, range(2, 4))
+        average.update()
+        averages = average.export() or {}
+        run.close()
+        found.append({f"average {name}": value for name, value in averages.items()} | dict(model.named_parameters()))
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+def test_names_with_slashes_are_saved_and_loaded_with_all_that_is_kept_for_them(crew, tmp_path):
+    asked = {"tables.user/country.weight": "owned_rows", "layers.*": Choice.parse("top_k(keep=0.2)")}
+    made = face.plan_for(Slashed(), loss, [batch_of(0, 0), batch_of(0, 1)], 2, exchange=asked)
+    assert crew(2).run(saved_and_resumed, made, tmp_path) == [[]] * 2
+    keys = json.loads((tmp_path / "step-00000002" / "complete.json").read_text())["rows"]
+    assert {key.split("/")[0] for key in keys} == {"model", "optimizer", "average", "exchange"}

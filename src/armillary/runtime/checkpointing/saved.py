@@ -86,14 +86,16 @@ def _open_folder(folder: Path, rank: int, workers: int) -> SavedState:
     averages = {key: SavedAverage(one["updates"], one["whole"]) for key, one in rest.get("averages", {}).items()}
     by_rank: dict[str, dict[str, dict[str, StoredRows]]] = {"exchange": {}, "replicas": {}}
     for path, rows in stored_rows(folder, marker).items():
-        match path.split("/"):
-            case ["model", name]:
-                model[name] = rows
-            case ["optimizer", name, entry]:
+        kind, _, owned = path.partition("/")
+        name, _, entry = owned.rpartition("/")  # a name may have "/" in it
+        match kind:
+            case "model":
+                model[owned] = rows
+            case "optimizer":
                 state.setdefault(name, {})[entry] = rows
-            case ["average", name, key]:
-                averages[key].values[name] = rows
-            case ["exchange" | "replicas" as kind, name, entry]:
+            case "average":
+                averages[entry].values[name] = rows
+            case "exchange" | "replicas":
                 by_rank[kind].setdefault(name, {})[entry] = rows
             case _:
                 raise ValueError(f"checkpoint: {folder} holds rows of {path!r}; this version knows no such thing")
