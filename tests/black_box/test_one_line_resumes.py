@@ -54,6 +54,7 @@ def test_a_lossy_exchange_that_is_named_again_loses_nothing(crew, tmp_path):
         assert differs == [] and goes_by == {"top_k"}
 
 
+TAKEN = "load: the run goes on under the plan of the checkpoint, at once\n"
 BY_ROW = {"words.weight": Choice.parse("owned_rows")}
 
 
@@ -62,7 +63,40 @@ def test_a_table_with_its_owners_goes_on_there_at_once_and_rank_0_says_so(crew, 
     asked = {"constraints": BY_ROW}
     (first, goes_by, told), (second, _, nothing) = crew(2).run(resumed, tmp_path, asked, asked)
     assert first == second == [] and "owned_rows" in goes_by
-    assert told == "load: the run goes on under the plan of the checkpoint, at once\n" and nothing == ""
+    assert told == TAKEN and nothing == ""
+
+
+WAYS = {
+    "rows in code": {"constraints": {"words.weight": Choice.parse("owned_rows(rows_as=quantize(bits=8))")}},
+    "every table that can be": {"constraints": {"*": "row_sharded"}},
+    "every table that can be, and prefetch": {"constraints": {"*": "owned_rows"}, "prefetch": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_asked_again_is_gone_on_with_at_once(crew, tmp_path, way):
+    (first, goes_by, told), (second, _, _) = crew(2).run(resumed, tmp_path, WAYS[way], WAYS[way])
+    assert first == second == [] and goes_by == {"owned_rows", "all_reduce"} and told == TAKEN
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [
+        (True, False, "it prefetches, and prefetch=False is asked for here"),
+        (True, None, "it prefetches, which is not taken unasked before run.batches was given a DataLoader"),
+        (False, True, "it does not prefetch, and prefetch=True is asked for here"),
+    ],
+)
+def test_other_wishes_for_prefetch_are_planned_anew(crew, tmp_path, first, then, why):
+    asked = [{"constraints": BY_ROW, "prefetch": wish} for wish in (first, then)]
+    (one, _, told), (other, _, _) = crew(2).run(resumed, tmp_path, *asked)
+    assert one == other == [] and why in told
+
+
+def test_a_table_that_can_be_spread_and_was_not_is_where_that_is_asked_for_now(crew, tmp_path):
+    whole, spread = {"constraints": {"*": "replicated"}}, {"constraints": {"*": "row_sharded"}}
+    (_, _, told), _ = crew(2).run(resumed, tmp_path, whole, spread)
+    assert "words.weight goes by all_reduce there, and 'row_sharded' is asked for here" in told
 
 
 def test_why_a_checkpoints_plan_is_not_gone_on_with_is_said_once(crew, tmp_path):

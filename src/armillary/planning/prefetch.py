@@ -23,7 +23,7 @@ from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_f
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
-__all__ = ["prefetching", "prefetching_by_price", "with_announcements", "with_prospect"]
+__all__ = ["prefetchable", "prefetching", "prefetching_by_price", "with_announcements", "with_prospect"]
 
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that prefetch is prefetched"
 PROSPECT = "prefetch is off"
@@ -45,7 +45,7 @@ def prefetching(plan: Plan, profile: Profile, topology: Topology, *, may_wait: b
     Raises:
         ValueError: the plan is for another model, its schedule is not simultaneous, or nobody priced it.
     """
-    names = _prefetchable(plan)
+    names = prefetchable(plan)
     if not names:
         return plan
     case = Case(profile, topology, assumptions_behind(plan))
@@ -69,7 +69,7 @@ def prefetching_by_price(plan: Plan, profile: Profile, topology: Topology) -> Pl
 
 def with_prospect(plan: Plan, case: Case) -> Plan:
     """The same plan; if it has tables that could prefetch and gain by it, its notes say what."""
-    names = _prefetchable(plan)
+    names = prefetchable(plan)
     if not names or plan.workers == 1:
         return plan
     before_seconds, ahead = simulate(plan, case).step_seconds, _prefetching_plan(plan, names, case)
@@ -101,7 +101,7 @@ def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:
     return ", ".join(found)
 
 
-def _prefetchable(plan: Plan) -> list[str]:
+def prefetchable(plan: Plan) -> list[str]:
     """The groups that could prefetch, which are none if any does."""
     return [] if plan.looks_ahead else [group.name for group in plan.groups if _can_be_early(group)][:PREDICTED]
 

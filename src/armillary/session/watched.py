@@ -6,7 +6,7 @@ same connections. Where Parallax's rule is asked for, exchanges are timed at the
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import allows, names_of
-from armillary.planning.demand import LAYOUTS
+from armillary.planning.constraints import allows, names_of, resolve
+from armillary.planning.demand import Constraint
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import make_plan
+from armillary.planning.prefetch import prefetchable
 from armillary.planning.pricing import Case
-from armillary.planning.provisional import blank_profile, is_provisional
+from armillary.planning.provisional import is_provisional
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.identity import why_fixed
@@ -153,26 +154,54 @@ class Watched:
             return f"it is for {there}, and here are {here}"
         if request.lazy or request.rule != PRICE or plan.mean != request.mean:
             return "lazy=, rule= or mean= ask for another here"
-        return _why_unasked(plan, request, blank_profile(parameter_facts(loop.model), nodes))
+        if why_not := _why_other_prefetch(plan, request.prefetch, all(loop.transport.share(loop.first.is_plain))):
+            return why_not
+        try:
+            return _why_unasked(plan, request.allow, self._demands(loop))
+        except ValueError as error:  # planning anew will say so too, where nothing is half loaded
+            return str(error)
+
+    def _demands(self, loop: UserLoop) -> Mapping[str, Constraint]:
+        """What is demanded of each parameter here. Which tables can be spread, the checkpoint's profile knows."""
+        asked, seen = self.request.constraints, loop.job.profile
+        if seen is not None:
+            return resolve(asked, seen, self.topology)
+        facts = parameter_facts(loop.model)
+        patterns = sorted(asked, key=lambda pattern: pattern in loop.plan.parameters)  # a name outweighs a pattern
+        return {name: asked[pattern] for pattern in patterns for name in names_of([pattern], facts)}
 
 
-def _why_unasked(plan: Plan, request: PlanRequest, seen: Profile) -> str:
+def _why_other_prefetch(plan: Plan, asked: bool | None, is_plain: bool) -> str:
+    """is_plain: whether the loader is torch's own; not if none was handed in yet."""
+    if plan.looks_ahead and asked is False:
+        return "it prefetches, and prefetch=False is asked for here"
+    waits = any(group.prefetch == "gradients" for group in plan.groups)
+    if plan.looks_ahead and asked is None and (waits or not is_plain):
+        return (
+            "it prefetches, which is not taken unasked before run.batches was given a DataLoader of torch's own, nor "
+            "if gradients wait for it; say prefetch=True here"
+        )
+    return "it does not prefetch, and prefetch=True is asked for here" if asked and prefetchable(plan) else ""
+
+
+def _why_unasked(plan: Plan, allow: Collection[str], demands: Mapping[str, Constraint]) -> str:
     """The first parameter that does not go as is demanded of it, or departs from exactness where that was not named."""
-    patterns = sorted(request.constraints, key=lambda pattern: pattern in plan.parameters)  # a name outweighs a pattern
-    demands = {
-        name: request.constraints[pattern] for pattern in patterns for name in names_of([pattern], seen.parameters)
-    }
     for group in plan.groups:
         for name in group.parameters:
             constraint = demands.get(name)
-            is_named = constraint is not None and constraint not in LAYOUTS
-            entry = dense_exchanges().get(group.own_exchange.name) if is_named else None
-            permitted = {*request.allow, *(entry.departs if entry is not None else ())}
             if not allows(constraint, group.own_exchange):
                 return f"{name} goes by {group.own_exchange} there, and {str(constraint)!r} is asked for here"
-            if missing := {*group.departures} - permitted:
+            if missing := {*group.departures} - {*allow, *_permitted(constraint)}:
                 return f"{name} goes by {group.own_exchange} there, which is {', '.join(sorted(missing))}; name it here"
     return ""
+
+
+def _permitted(constraint: Constraint | None) -> Collection[str]:
+    """The departures of what is named. Rows are in code only where that is spelt out."""
+    if isinstance(constraint, Choice) and constraint.name in row_exchanges():
+        return build_row(constraint.name, **constraint.options).codes.departs
+    entry = dense_exchanges().get(constraint.name if isinstance(constraint, Choice) else constraint or "")
+    return () if entry is None else entry.departs
 
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:
