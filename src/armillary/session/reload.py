@@ -1,6 +1,7 @@
 """Puts what was saved into a run whose schedule owns the loop: model and optimizer become plain, take it in, and the
 engine is built anew on the same connections."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,25 @@ def _refuse_misfit(run: OwnedLoop, saved: SavedState) -> None:
         raise ValueError(
             f"it was saved from {saved.optimizer_class}, this run has {kind}; use the same optimizer class"
         )
-    for name, original in run.shapes.items():
+    buffers = {name: buffer.shape for name, buffer in run.model.named_buffers()}
+    for name, original in {**buffers, **run.shapes}.items():
         if name in saved.model and tuple(saved.model[name].shape) != tuple(original):
             raise ValueError(
                 f"{name!r} was saved with shape {tuple(saved.model[name].shape)}, the model has {tuple(original)}"
             )
+    if saved.optimizer is not None:
+        by_index(_named(run, saved.optimizer, saved.is_numbered), run.names, run.optimizer)
+
+
+def _named(run: OwnedLoop, optimizer: Mapping[str, Any], is_numbered: bool) -> Mapping[str, Any]:
+    return by_name(optimizer, run.names) if is_numbered else optimizer
 
 
 def _fill(run: OwnedLoop, saved: SavedState) -> None:
     run.model.load_state_dict({key: _whole(value) for key, value in saved.model.items()})
     if saved.optimizer is None:
         return
-    named = by_name(saved.optimizer, run.names) if saved.is_numbered else saved.optimizer
+    named = _named(run, saved.optimizer, saved.is_numbered)
     state = {
         name: {entry: _whole(value) for entry, value in entries.items()} for name, entries in named["state"].items()
     }
