@@ -7,7 +7,18 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.facts.collectives import AllReduce
 from armillary.facts.plan import Choice
-from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
+from contracts.journey import (
+    begun,
+    compared,
+    moved,
+    one_step,
+    planned,
+    registered,
+    saved_and_resumed,
+    truth_after,
+    unlike,
+    verified,
+)
 
 
 def meet_every(steps=4):
@@ -58,6 +69,31 @@ def test_every_replica_is_resumed_and_elsewhere_begins_with_their_mean(crew, tmp
     want = truth_after(3, 2, shelf, CHOICE).consensus()
     for weights, _ in crew(3).run(moved, shelf, CHOICE, str(tmp_path)):
         assert all(torch.allclose(weights[name], mean, rtol=1e-12, atol=1e-12) for name, mean in want.items())
+
+
+def optimizer_state(run):
+    named = run._model.named_parameters()
+    kept = {name: run._optimizer.state.get(parameter, {}) for name, parameter in named}
+    return {f"{name} {entry}": value.clone() for name, entries in kept.items() for entry, value in entries.items()}
+
+
+def loaded_from_replicas_alike(rank, workers, folder):
+    """What differs of the optimizer's state from what was saved."""
+    with shelf():
+        run = begun(workers, Choice("all_reduce"))
+        for step in range(3):
+            one_step(run, step)
+        path, saved = run.save(folder), optimizer_state(run)
+        run.close()
+        again = begun(workers, CHOICE)
+        again.load(path)
+        loaded = optimizer_state(again)
+        again.close()
+        return unlike(saved, loaded)
+
+
+def test_what_an_optimizer_had_kept_for_replicas_alike_is_kept_for_each(crew, tmp_path):
+    assert crew(2).run(loaded_from_replicas_alike, tmp_path) == [[]] * 2
 
 
 def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path):

@@ -166,5 +166,5 @@ def _fill_replicas(run: Job, saved: SavedState) -> None:
             into = parameter if entry == WEIGHTS else kept.get(entry.removeprefix("optimizer "))
             if into is not None:
                 into.copy_(stored.read(run.rank, run.rank + 1)[0])
-        if not any(key.startswith(f"replicas/{name}/optimizer ") for key in there):
+        if name in saved.replicas and not any(key.startswith(f"replicas/{name}/optimizer ") for key in there):
             run.optimizer.state.pop(parameter, None)  # never stepped here
