@@ -296,6 +296,73 @@ def test_evaluation_reads_what_crosses_as_training_does_unless_it_is_switched_of
             assert torch.equal(out, model[begins:](hidden if number else meant))
 
 
+class Masking(nn.Module):
+    """Makes hidden numbers, and a mask of the same dtype that asks for no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value):
+        return self.inner(value), torch.full((len(value), len(value)), -torch.inf).triu(1)
+
+
+class Masked(nn.Module):
+    """Reads the hidden numbers under the mask, and hands both on beside what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value):
+        hidden, mask = value
+        return (hidden @ hidden.T + mask).softmax(-1) @ self.inner(hidden), hidden, mask
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4)
+
+    def forward(self, value):
+        made, hidden, mask = value
+        return self.inner(made + hidden + mask.exp() @ made)
+
+
+def masked_chain():
+    torch.manual_seed(2)
+    return nn.Sequential(Masking(), Masked(), Joined())
+
+
+def seen_in_masked_evaluation(rank, world, plan):
+    model = masked_chain()
+    run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch(0, 0))
+    (early,) = face.evaluate(run, lambda model, given: model(given), [batch(7, 0)[0]])
+    face.step(run, [batch(0, number) for number in range(3)])
+    (out,) = face.evaluate(run, lambda model, given: model(given), [batch(7, 0)[0]])
+    found = early, out, face.weights(run)
+    face.close(run)
+    return found
+
+
+def test_evaluation_codes_no_mask_and_no_value_a_second_time(crew):
+    plan = plan_of("gpipe(micro_batches=3, points=['1', '2'])", 3, "quantize(bits=2)", "same", model=masked_chain)
+    before = masked_chain()
+    early, out, weights = crew(3).run(seen_in_masked_evaluation, plan)[0]
+    after = masked_chain()
+    after.load_state_dict(weights)
+    for found, model in ((early, before), (out, after)):
+        with torch.no_grad():
+            hidden, mask = model[0](batch(7, 0)[0])
+            made, passed_on, mask = model[1]((at_two_bits(hidden), mask))
+            want = model[2]((at_two_bits(made), passed_on, mask))
+        assert torch.equal(found, want) and bool(want.isfinite().all())
+
+
+def at_two_bits(tensor):
+    return codec_of(choice("quantize(bits=2)")).meaning(tensor.view(-1), None).view(tensor.shape)
+
+
 def test_the_clock_plays_codes_and_what_coding_costs():
     """On a slow link a step is shorter for it, on a quick one longer."""
     seen = armillary.profile(chain(), [batch(0, 0)], loss)

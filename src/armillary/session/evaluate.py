@@ -10,7 +10,7 @@ from torch import nn
 from armillary.exchanges.look_up import State
 from armillary.facts.plan import Plan
 from armillary.runtime.transport import Transport
-from armillary.session.edges_at_eval import edges_at_eval
+from armillary.session.edges_at_eval import CodedLeaves, edges_at_eval
 
 __all__ = ["Measure", "Shown", "evaluated", "evaluating"]
 
@@ -29,6 +29,9 @@ class Shown(Protocol):
     @property
     def transport(self) -> Transport: ...
 
+    @property
+    def coded(self) -> CodedLeaves: ...
+
     def newest(self) -> AbstractContextManager[None]:
         """Inside, the model holds the newest weights."""
 
@@ -46,7 +49,7 @@ def evaluated(run: Shown, batches: Iterable[Any], measure: Measure) -> dict[str,
     """
     mine: dict[str, float] = {}
     with run.transport.unrecorded(), run.newest():
-        edges = edges_at_eval(run.model, run.plan, run.transport.step)
+        edges = edges_at_eval(run.model, run.plan, run.transport.step, run.coded)
         with edges, evaluating(run.model), torch.no_grad():
             for batch in batches:
                 for name, value in measure(run.model, batch).items():

@@ -21,6 +21,7 @@ from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import stages_of
 from armillary.session.cyclic.tables import table_groups
 from armillary.session.cyclic.whole import Whole
+from armillary.session.edges_at_eval import coded_leaves
 from armillary.session.feed import Feed
 from armillary.session.truths import coded_rows, departing
 from armillary.session.workload import Batch, Workload
@@ -45,6 +46,7 @@ class ScheduleTruth:
         is_cut = self.options.method.is_cut
         example = next(Feed(workload, (0, self.micro_batches), seed))
         self._cut = _cut(workload, model, example, self.options.points) if is_cut else _left_whole(workload, model)
+        self.coded = coded_leaves(model, plan, self._cut.input_of(example)) if is_cut else ()
         self.edges = Edges(codes_of(self.options.edges), seed, self.options.stages)
         self._reference = self._made(plan, optimizer, seed)
 

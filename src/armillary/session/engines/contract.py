@@ -14,6 +14,7 @@ from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.tables import RunTables
+from armillary.session.edges_at_eval import CodedLeaves
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
 
@@ -26,6 +27,7 @@ class Parts:
     Args of note:
         stages: the model, cut. A schedule that does not cut has it and its loss as one, without a loss it alone.
         input_of: what the first stage reads of a batch.
+        coded: what evaluation codes, as training does.
     """
 
     plan: Plan
@@ -37,6 +39,7 @@ class Parts:
     spec: TrainSpec
     input_of: Callable[[Batch], Any]
     tables: RunTables
+    coded: CodedLeaves = ()
 
     @property
     def rank(self) -> int:

@@ -15,6 +15,7 @@ from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
 from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
 from armillary.session.cyclic.whole import whole_stage
+from armillary.session.edges_at_eval import coded_leaves
 from armillary.session.engines.contract import Parts
 from armillary.session.train_job import TrainJob
 
@@ -45,6 +46,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         sample_keys(value)  # or it is refused here, before the first step
     stages = stages_of(job.model, value, options.points)
     refuse_other_groups(plan, stages)
+    coded = coded_leaves(job.model, plan, value)
     orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)
     is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)
     input_of = TracedInput(split, value).input_of if is_traced else split.input_of
@@ -55,4 +57,4 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         corrections=options.built_corrections(), objectives=options.method.objectives(options),
         codes=codes, lends=options.method.lends,
     )  # fmt: skip
-    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables)
+    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables, coded)

@@ -30,6 +30,7 @@ from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.average import Average
 from armillary.session.edge_labels import EdgeLabels, way_of
+from armillary.session.edges_at_eval import CodedLeaves
 from armillary.session.engines.contract import Engine
 from armillary.session.engines.cut import parts_of
 from armillary.session.engines.held_between_steps import Named, held_by_group
@@ -121,6 +122,10 @@ class OwnedLoop:
     @property
     def options(self) -> ScheduleOptions:
         return self.parts.options
+
+    @property
+    def coded(self) -> CodedLeaves:
+        return self.parts.coded
 
     @property
     def units(self) -> Sequence[DenseUnit]:

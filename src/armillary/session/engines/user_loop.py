@@ -51,6 +51,7 @@ class UserLoop:
         self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
         self._is_asking, self._left = False, LeftOver()  # for the optimizer's state, itself; of streams
         self.averages: dict[str, Average] = {}
+        self.coded = ()  # no stages, so no edges
         self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
             self._undo += [one.register_step_pre_hook(self._before_step), one.register_step_post_hook(self._after_step)]

@@ -76,7 +76,7 @@ def under_schedule(
         with torch.no_grad():
             for name, buffer in next(iter(truth.own_buffers()), {}).items():
                 judged.get_buffer(name).copy_(buffer)
-        with edges_at_eval(judged, plan, steps):
+        with edges_at_eval(judged, plan, steps, truth.coded):
             yield judged
 
     def complaint() -> str:
