@@ -66,7 +66,7 @@ def threshold(sparsity: float = 0.99, lifespan: int = 1000, small: int = 256) ->
     rule = _Rule(sparsity, lifespan, small)
     return DenseExchange(
         rule.push, 2, rule.sent_bytes, rule.legs, rule.oracle, rule.begin,
-        resharding={RESIDUAL: "sum", LIMIT: "mean", AGE: "same"}, most_bytes=rule.most_bytes,
+        resharding={RESIDUAL: "sum"}, most_bytes=rule.most_bytes,  # parts of a mean are smaller among more workers
         work=lambda layout, topology: layout.numel * (8.0 + 4 * topology.workers) * (topology.workers > 1),
         counts={LIMIT: lambda shape: 1, AGE: lambda shape: 1}, refuses=why_not_numbers, mechanisms=rule.mechanisms,
         density=rule.density,
