@@ -171,6 +171,7 @@ def test_a_factor_that_is_not_kept_finds_less(monkeypatch):
 BAD = {
     "low_rank(rank=0)": "rank as a whole number of 1 or more, got 0",
     "low_rank(start=-1)": "start as a whole number of 0 or more, got -1",
+    "low_rank(alternate=false)": "wants alternate=True or alternate=False, got 'false'",
 }
 
 

@@ -46,12 +46,14 @@ def low_rank(rank: int = 4, start: int = 100, alternate: bool = False) -> DenseE
         alternate: send one factor a step, the left and the right in turn.
 
     Raises:
-        ValueError: a rank below 1, or a negative start.
+        ValueError: a rank below 1, a negative start, or another word than True and False.
     """
     for name, value, least in (("rank", rank, 1), ("start", start, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"exchange: low_rank wants {name} as a whole number of {least} or more, got {value!r}")
-    way = _Way(rank, start, bool(alternate))
+    if not isinstance(alternate, bool):
+        raise ValueError(f"exchange: low_rank wants alternate=True or alternate=False, got {alternate!r}")
+    way = _Way(rank, start, alternate)
     return DenseExchange(
         way.push, 1 if alternate else 2, way.sent_bytes, way.legs, way.oracle, way.begin,
         resharding={RESIDUAL: "sum", FACTOR: "same", AGE: "same"},

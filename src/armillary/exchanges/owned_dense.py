@@ -37,7 +37,16 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
     Args:
         owner: the rank that sums; taken modulo the number of workers.
         local_aggregation: add up inside the node first.
+
+    Raises:
+        ValueError: the owner is no number, or another word than True and False.
     """
+    if isinstance(owner, bool) or not isinstance(owner, int):
+        raise ValueError(f"exchange: owned_dense wants owner as the number of a rank, got {owner!r}")
+    if not isinstance(local_aggregation, bool):
+        raise ValueError(
+            f"exchange: owned_dense wants local_aggregation=True or local_aggregation=False, got {local_aggregation!r}"
+        )
 
     def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         total = yield from everywhere(parcel.joined(), place)

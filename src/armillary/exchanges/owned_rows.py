@@ -70,8 +70,10 @@ def owned_rows(
         rows_as, gradients_as: codecs of rows that are read, and of gradients that go back (NOT exact).
 
     Raises:
-        ValueError: no such codec, or none that a row can be written by alone.
+        ValueError: no such codec, or none that a row can be written by alone; owners that are no number.
     """
+    if isinstance(owners, bool) or not isinstance(owners, int) or owners < 0:
+        raise ValueError(f"exchange: owned_rows wants owners as a number of workers, or 0 for all, got {owners!r}")
     codes = RowCodes(row_code("rows_as", rows_as), row_code("gradients_as", gradients_as))
 
     def ownership(rows: int, place: RankInfo) -> Ownership:
