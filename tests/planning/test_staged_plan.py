@@ -10,7 +10,7 @@ from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text
-from armillary.facts.stage import StageFact
+from armillary.facts.stage import Numbers, StageFact
 from armillary.planning.planner import plan
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.copies_held import held_copies, mean_copies
@@ -302,3 +302,18 @@ def test_a_zero_ring_says_what_it_holds_and_sends_beside_fully_sharded_data_para
     homes = 400 * 4 / workers * (1 + LINKS_ONLY.optimizer_slots)
     tokens = sum(size * mean_copies(schedule, stage) for stage in range(stages))
     assert sum(group.forecast.memory_bytes for group in made.groups) == pytest.approx(homes + tokens)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_what_edges_remember_of_samples_is_forecast_once_however_many_micro_batches_there_are(count):
+    """The middle one of three stages has two edges."""
+    seen = chain_of((100, 100, 100))
+    seen = replace(seen, stages=tuple(replace(one, output_numbers=(Numbers(20, 4),)) for one in seen.stages))
+    made = [
+        plan(seen, machines(3), assumptions=LINKS_ONLY, schedule=Choice("gpipe", {"micro_batches": count}), edge=edge)
+        for edge in (Choice.parse("aq_sgd(quantize(bits=4), cache_mb=2)"), Choice.parse("quantize(bits=4)"))
+    ]
+    lengths = 2 * 8 * count  # that go ahead of codes
+    assert made[0].activation_bytes - made[1].activation_bytes == pytest.approx(2 * 2e6, abs=lengths)
+    peaks = [[stage.forecast.peak_bytes for stage in one.stages] for one in made]
+    assert [more - less for more, less in zip(*peaks, strict=True)] == pytest.approx([2e6, 4e6, 2e6], abs=lengths)

@@ -136,7 +136,7 @@ def loads_with_edges(loads: Sequence[StageLoad], options: ScheduleOptions, case:
         if ways[0] in codes and codes[ways[0]].cache_bytes <= IN_MEMORY_BYTES:
             for j in (below, above):
                 held = codes[ways[0]].cache_bytes * len(loads[below].output_numbers)
-                found[j] = replace(found[j], activation_bytes=found[j].activation_bytes + held)
+                found[j] = replace(found[j], cache_bytes=found[j].cache_bytes + held)
         if ways[0] in codes and codes[ways[0]].leads:
             bits = sum(one.numel for one in loads[below].output_numbers)
             for j in (below, above):

@@ -165,7 +165,7 @@ def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]
 
 def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     load = subject.stages[j]
-    cost = Forecast(seconds=load.seconds, peak_bytes=load.activation_bytes)
+    cost = Forecast(seconds=load.seconds, peak_bytes=load.activation_bytes + load.cache_bytes)
     edge = subject.options.edges[j] if subject.options.edges else Edge()
     plain = StagePlan(subject.begins[j], edge=edge.forward, edge_back=edge.back, forecast=cost)
     return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain

@@ -17,13 +17,16 @@ def peak_on_one_device(schedule: Schedule, stages: Sequence[StageLoad]) -> int:
 
 
 def peak_over_workers(schedule: Schedule, stages: Sequence[StageLoad], only: int | None = None) -> int:
-    """The same with workers side by side: of all of them together, or of `only` one."""
+    """The same with workers side by side: of all of them together, or of `only` one. With what their stages remember of
+    samples, which stays with a worker."""
 
     def mine(tick: int) -> set[Cell]:
         held = schedule.held(tick)
         return {place for place in held if only is None or schedule.worker_of(place[1], place[2]) == only}
 
-    return max(_bytes(mine(tick), stages) for tick in _steady(schedule))
+    kept = [j for j in range(len(stages)) if only is None or schedule.worker_of(0, j) == only]
+    remembered = sum(stages[j].cache_bytes for j in kept)
+    return remembered + max(_bytes(mine(tick), stages) for tick in _steady(schedule))
 
 
 def stagger(stages: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ class StageLoad:
 
     Args of note:
         weight_bytes: of the trained parameters. count_bytes: of one number per parameter, sent behind gradients.
+        cache_bytes: held once, however many micro-batches are under way: what its edges remember of samples.
         output_bytes: what it hands to the next stage. output_numbers: of what of it a codec may write.
     """
 
@@ -26,3 +27,4 @@ class StageLoad:
     activation_bytes: int
     output_bytes: int
     output_numbers: tuple[Numbers, ...] = ()
+    cache_bytes: int = 0
