@@ -116,47 +116,6 @@ def test_a_run_is_resumed_bit_for_bit_and_on_other_workers_nothing_that_waits_is
         assert any(float(state["residual"].abs().max()) > 0 for state in states)
 
 
-WIDE = "threshold(sparsity=0.9, small=0)"
-
-
-def wide():
-    torch.manual_seed(4)
-    return torch.nn.Linear(40, 40, bias=False).double()
-
-
-def wide_batch(rank, step):
-    return torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-
-
-def wide_loss(model, batch):
-    """Its gradients are alike in every step."""
-    return (model(batch[0]) * batch[1]).mean()
-
-
-def sent_shares(rank, workers, plan, folder, steps):
-    """The share of numbers that each step sent, from the latest checkpoint on; a save at the end."""
-    model, shares = wide(), []
-    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), wide_loss)
-    if path := face.latest_checkpoint(folder):
-        face.load(run, path)
-    for step in steps:
-        face.step(run, [wide_batch(rank, step)])
-        (unit,) = run.run._engine.executor.units
-        shares.append(unit.exchange.density(unit.bucket.layout, unit.state))
-    face.save(run, folder)
-    face.close(run)
-    return shares
-
-
-def test_thresholds_let_as_much_pass_when_they_are_opened_among_more_workers(crew, tmp_path):
-    """Seven pushes were made: by its age no threshold would be taken anew in the eighth."""
-    for workers, steps in ((2, range(7)), (4, range(7, 9))):
-        batches = [wide_batch(rank, 0) for rank in range(workers)]
-        plan = face.plan_for(wide(), wide_loss, batches, workers, exchange={"*": Choice.parse(WIDE)})
-        for shares in crew(workers).run(sent_shares, plan, tmp_path, steps):
-            assert min(shares) > 0.05, (workers, shares)
-
-
 def resumed(rank, workers, plan, folder):
     """Two steps, a save, two more; then these two once more from what was saved. What differs in any bit."""
     found = []

@@ -100,9 +100,14 @@ class Replicas:
             losses.append(float(value.detach()))
             gradients.append({name: parameter.grad for name, parameter in named.items()})
         with torch.no_grad():
-            for number, group in enumerate(self.groups):
-                if group.exchange.carries == "gradient" and group.exchange.due(self.steps + 1):
-                    self._exchange_gradients(number, gradients, parts)
+            parcels = {
+                number: self._parcels(number, gradients, parts)
+                for number, group in enumerate(self.groups)
+                if group.exchange.carries == "gradient" and group.exchange.due(self.steps + 1)
+            }
+            is_sick = any(float(parcel.sick) for given in parcels.values() for parcel in given)
+            for number, given in parcels.items():
+                self._exchange_gradients(number, given, is_sick and self.layouts[number].is_guarded)
             self._average_the_rest(gradients, parts)
         for model, optimizer in zip(self.models, self.optimizers, strict=False):
             if before_step is not None:
@@ -125,13 +130,17 @@ class Replicas:
             found[name] = total / len(self.models)
         return found
 
-    def _exchange_gradients(self, number: int, gradients: Gradients, parts: Sequence[float]) -> None:
+    def _parcels(self, number: int, gradients: Gradients, parts: Sequence[float]) -> list[Parcel]:
         layout, parcels = self.layouts[number], []
         for theirs, part in zip(gradients, parts, strict=True):
             found = [theirs[name] for name in layout.names]
             parcels.append(_parcel(layout, [None if one is None else one.to_dense() * part for one in found]))
-        for worker, result in enumerate(self._moved(number, parcels)[: len(self.optimizers)]):
-            is_sick = any(float(parcel.sick) for parcel in parcels)
+        return parcels
+
+    def _exchange_gradients(self, number: int, parcels: list[Parcel], is_sick: bool) -> None:
+        """is_sick: some worker's numbers are not finite, of this group or of another that keeps a state."""
+        layout = self.layouts[number]
+        for worker, result in enumerate(self._moved(number, parcels, is_sick)[: len(self.optimizers)]):
             for place, (name, (begin, end)) in enumerate(zip(layout.names, layout.spans, strict=True)):
                 parameter = self.named[worker][name]
                 mean = _as(parameter, result.values[begin:end].clone())
@@ -141,18 +150,19 @@ class Replicas:
     def _exchange_weights(self, number: int) -> None:
         layout = self.layouts[number]
         parcels = [_parcel(layout, [named[name].detach() for name in layout.names]) for named in self.named]
-        results = self._moved(number, parcels)
-        if any(float(parcel.sick) for parcel in parcels):
+        is_sick = any(float(parcel.sick) for parcel in parcels)
+        results = self._moved(number, parcels, is_sick)
+        if is_sick:
             return
         for named, result in zip(self.named, results, strict=True):
             for name, (begin, end) in zip(layout.names, layout.spans, strict=True):
                 named[name].copy_(_as(named[name], result.values[begin:end]))
 
-    def _moved(self, number: int, parcels: list[Parcel]) -> list[Parcel]:
+    def _moved(self, number: int, parcels: list[Parcel], is_sick: bool) -> list[Parcel]:
         """The results; states go on, but for what may not: of a sick step, and of what nobody used."""
         layout, before = self.layouts[number], self.states[number]
         results, after = self.answer(self.groups[number].exchange, parcels, before)
-        if any(float(parcel.sick) for parcel in parcels):
+        if is_sick:
             return results
         for was, state in zip(before, after, strict=True):
             for place in range(len(layout.names)):

@@ -2,12 +2,14 @@
 
 The next state counts only when the result has landed, and what may not enter it is decided here for every exchange
 alike. Where some rank's numbers are not finite, no state moves on any rank: gradients become NaN everywhere (a
-GradScaler then skips the step on all ranks), weights stay. Where no rank used a parameter, its state stays.
+GradScaler then skips the step on all ranks), weights stay. That holds for all groups of a backward that keep states,
+whichever of them it was. Where no rank used a parameter, its state stays.
 """
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
-__all__ = ["DenseUnit", "dense_unit", "warned_of_a_second_push"]
+__all__ = ["DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"]
 
 
 @dataclass(eq=False)
@@ -109,6 +111,21 @@ class DenseUnit:
                 begin, end = self.exchange.span(entry, self.bucket.layout, number)
                 value[begin:end] = self.state[entry][begin:end]
         return kept
+
+
+def sick_together(landed: Sequence[Any], units: Sequence[object]) -> list[Any]:
+    """What came back of these units in one backward: where one of them is sick, all are that keep a state, since the
+    step that would apply their gradients is left out."""
+    guarded = [isinstance(unit, DenseUnit) and unit.exchange.is_guarded for unit in units]
+    most = max((moved[0].sick for moved, is_guarded in zip(landed, guarded, strict=True) if is_guarded), default=0.0)
+    if not most:
+        return list(landed)
+    return [_sick(moved, most) if is_guarded else moved for moved, is_guarded in zip(landed, guarded, strict=True)]
+
+
+def _sick(moved: Moved, ranks: float) -> Moved:
+    result, state = moved
+    return replace(result, tail=torch.cat([result.tail[:-1], result.tail.new_tensor([ranks])])), state
 
 
 def warned_of_a_second_push(units: Sequence[object], arrived: nn.Parameter) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from armillary.facts.collectives import Program, summed
-from armillary.runtime.hybrid.dense_unit import DenseUnit, warned_of_a_second_push
+from armillary.runtime.hybrid.dense_unit import DenseUnit, sick_together, warned_of_a_second_push
 from armillary.runtime.hybrid.drift import refuse_drift
 from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
 from armillary.runtime.hybrid.look_ups import LookUps
@@ -245,8 +245,9 @@ class Executor:
                     self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
             self.prefetch.end_push()
-            for unit, flight in zip(self.leaving, self.flights, strict=True):
-                self._take_home(unit, flight.finish(self.transport))
+            landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
+            for unit, result in zip(self.leaving, landed, strict=True):
+                self._take_home(unit, result)
         self.flights = []
         self.is_open = self.is_owing = False
         self.is_settled = True
