@@ -83,7 +83,6 @@ def test_what_is_asked_again_is_gone_on_with_at_once(crew, tmp_path, way):
     ("first", "then", "why"),
     [
         (True, False, "it prefetches, and prefetch=False is asked for here"),
-        (True, None, "it prefetches, which is not taken unasked before run.batches was given a DataLoader"),
         (False, True, "it does not prefetch, and prefetch=True is asked for here"),
     ],
 )
@@ -91,6 +90,31 @@ def test_other_wishes_for_prefetch_are_planned_anew(crew, tmp_path, first, then,
     asked = [{"constraints": BY_ROW, "prefetch": wish} for wish in (first, then)]
     (one, _, told), (other, _, _) = crew(2).run(resumed, tmp_path, *asked)
     assert one == other == [] and why in told
+
+
+def drawn_ahead(rank, workers, folder, then):
+    """What a checkpoint's plan that prefetches draws of a loader of the user's own, before the loop needs it."""
+    model, optimizer, run = started({"constraints": BY_ROW, "prefetch": True})
+    train(model, optimizer, rank, range(4))
+    path = run.save(folder)
+    run.close(gather=True)
+    model, optimizer, run = started({"constraints": BY_ROW, **then})
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run.load(path)
+    drawn, most = [], 0
+    for step, batch in enumerate(run.batches(drawn.append(step) or word_batch(rank, step) for step in range(8))):
+        most = max(most, len(drawn) - step - 1)
+        optimizer.zero_grad()
+        word_loss(model, batch).backward()
+        optimizer.step()
+    run.close(gather=True)
+    return most, run.plan.looks_ahead, said.getvalue()
+
+
+@pytest.mark.parametrize(("then", "most"), [({}, 0), ({"prefetch": True}, 3)])
+def test_a_plan_that_prefetches_is_gone_on_with_and_reads_ahead_where_that_was_asked_for(crew, tmp_path, then, most):
+    for ahead, looks_ahead, told in crew(2).run(drawn_ahead, tmp_path, then):
+        assert ahead == most and looks_ahead and told in (TAKEN, "")
 
 
 def test_a_table_that_can_be_spread_and_was_not_is_where_that_is_asked_for_now(crew, tmp_path):

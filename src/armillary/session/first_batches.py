@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,6 @@ from armillary.session.plain_loader import is_plain_loader
 from armillary.session.source import leaves
 
 __all__ = ["STEPS", "FirstBatches", "complaint", "entrances"]
-
-Loader = TypeVar("Loader")
 
 STEPS = 3  # of which everything that was given is compared
 ROUNDS = 2  # of every pass of a shard
@@ -48,7 +46,7 @@ class SeenBatch(NamedTuple):
 
 
 class FirstBatches:
-    """`drawn_from`, `take` and `watch` ask nobody; `compare` asks all ranks.
+    """`open`, `take` and `watch` ask nobody; `compare` asks all ranks.
 
     Args:
         one_each: a rank for each of those that are to have data of their own; all, if not said.
@@ -59,6 +57,7 @@ class FirstBatches:
         self._one_each = one_each or range(transport.place.workers)
         self.steps = self.shards = 0
         self.is_plain = False  # whether the loader that was handed in last is torch's own
+        self.only_plain = False  # whether no other is drawn before its turn
         self._given: list[int] = []
         self._samples: list[int] = []
         self._rounds: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -80,10 +79,9 @@ class FirstBatches:
     def is_looking(self) -> bool:
         return self.is_on and self.steps < STEPS
 
-    def drawn_from(self, loader: Loader) -> Loader:
-        """The loader that the loop is about to go over."""
+    def open(self, loader: object) -> None:
+        """The loop is about to go over this one."""
         self.is_plain = is_plain_loader(loader)
-        return loader
 
     def take(self, batch: Any) -> None:
         """A step is given this."""

@@ -145,6 +145,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     except BaseException:
         watch.end()
         raise
+    run._engine.first.only_plain = wanted.prefetch is None  # nobody asked to look ahead in others
     watch.begin()
     return run
 

@@ -154,7 +154,7 @@ class Watched:
             return f"it is for {there}, and here are {here}"
         if request.lazy or request.rule != PRICE or plan.mean != request.mean:
             return "lazy=, rule= or mean= ask for another here"
-        if why_not := _why_other_prefetch(plan, request.prefetch, all(loop.transport.share(loop.first.is_plain))):
+        if why_not := _why_other_prefetch(plan, request.prefetch):
             return why_not
         try:
             return _why_unasked(plan, request.allow, self._demands(loop))
@@ -171,16 +171,9 @@ class Watched:
         return {name: asked[pattern] for pattern in patterns for name in names_of([pattern], facts)}
 
 
-def _why_other_prefetch(plan: Plan, asked: bool | None, is_plain: bool) -> str:
-    """is_plain: whether the loader is torch's own; not if none was handed in yet."""
+def _why_other_prefetch(plan: Plan, asked: bool | None) -> str:
     if plan.looks_ahead and asked is False:
         return "it prefetches, and prefetch=False is asked for here"
-    waits = any(group.prefetch == "gradients" for group in plan.groups)
-    if plan.looks_ahead and asked is None and (waits or not is_plain):
-        return (
-            "it prefetches, which is not taken unasked before run.batches was given a DataLoader of torch's own, nor "
-            "if gradients wait for it; say prefetch=True here"
-        )
     return "it does not prefetch, and prefetch=True is asked for here" if asked and prefetchable(plan) else ""
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from armillary.runtime.hybrid.executor import Executor
+from armillary.session.first_batches import FirstBatches
 from armillary.session.source import LeftOver, Source, leaves
 
 __all__ = ["even_batches"]
@@ -13,13 +14,13 @@ Batch = TypeVar("Batch")
 
 
 def even_batches(
-    at_work: Callable[[], Executor], loader: Iterable[Batch], show: Callable[[Batch], None], left: LeftOver
+    at_work: Callable[[], Executor], loader: Iterable[Batch], first: FirstBatches, left: LeftOver
 ) -> Iterator[Batch]:
     """The loader's batches, as many as the longest rank has; see `Run.batches`.
 
     Args:
         at_work: who carries the plan out now; a run may move to another plan in the middle of a loop.
-        show: is shown each batch of this rank's own.
+        first: is shown each batch of this rank's own.
         left: of loops before this one.
 
     Raises:
@@ -27,7 +28,8 @@ def even_batches(
     """
     executor = at_work()
     prefetch = executor.prefetch
-    source = Source(loader, prefetch.depth, left)
+    first.open(loader)
+    source = Source(loader, prefetch.depth if first.is_plain or not first.only_plain else 0, left)
     batch: Batch | None = source.take()
     if batch is None:
         rank = executor.transport.place.rank
@@ -45,7 +47,7 @@ def even_batches(
             if executor is at_work():  # a plan that came since prefetches from the next loop on
                 prefetch.begin_batch(partial(leaves, last), lambda: leaves(source.glance()))
             if batch is not None:
-                show(batch)
+                first.take(batch)
             yield last
             batch = source.take() if batch is not None else None
     finally:

@@ -30,7 +30,6 @@ from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.average import Average
 from armillary.session.edge_labels import EdgeLabels, way_of
-from armillary.session.edges_at_eval import CodedLeaves
 from armillary.session.engines.contract import Engine
 from armillary.session.engines.cut import parts_of
 from armillary.session.engines.held_between_steps import Named, held_by_group
@@ -82,7 +81,7 @@ class OwnedLoop:
         self._undo.clear()
         self.first_step = self.transport.step  # of this part of the training
         self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
-        self.engine = self._driven()
+        self.coded, self.engine = self.parts.coded, self._driven()
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
@@ -122,10 +121,6 @@ class OwnedLoop:
     @property
     def options(self) -> ScheduleOptions:
         return self.parts.options
-
-    @property
-    def coded(self) -> CodedLeaves:
-        return self.parts.coded
 
     @property
     def units(self) -> Sequence[DenseUnit]:

@@ -49,9 +49,8 @@ class UserLoop:
         self.job, self.model, self.optimizer, self.loss = job, job.model, job.optimizer, job.loss
         self.is_scaled = job.scaler is not None and job.scaler.is_enabled()
         self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
-        self._is_asking, self._left = False, LeftOver()  # for the optimizer's state, itself; of streams
+        self._is_asking, self._left, self.coded = False, LeftOver(), ()  # for the state, itself; of streams; no edges
         self.averages: dict[str, Average] = {}
-        self.coded = ()  # no stages, so no edges
         self._undo: list[RemovableHandle] = []
         for one in members(job.optimizer):
             self._undo += [one.register_step_pre_hook(self._before_step), one.register_step_post_hook(self._after_step)]
@@ -134,7 +133,7 @@ class UserLoop:
         Raises:
             ValueError: this rank has no batch at all; there is nothing it could repeat.
         """
-        return even_batches(lambda: self.executor, self.first.drawn_from(loader), self.first.take, self._left)
+        return even_batches(lambda: self.executor, loader, self.first, self._left)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step over these micro-batches of this rank, with the mean of their gradients.
