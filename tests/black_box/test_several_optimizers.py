@@ -73,14 +73,17 @@ def whole_loss(model, batch):
     return critic_loss(model, batch, fake) + generator_loss(model, batch, fake)
 
 
-def play(model, optimizers, batch):
-    """A step of each, by turns. Without a table of its own the generator's graph waits while the critic steps."""
+def play(model, optimizers, batch, rests=False):
+    """A step of each, by turns, unless the generator rests. Without a table of its own its graph waits while the critic
+    steps."""
     critic, generator = optimizers
     fake = model["generator"](batch[0], batch[2])
     for _ in range(CRITIC_STEPS):
         critic.zero_grad()
         critic_loss(model, batch, fake).backward()
         critic.step()
+    if rests:
+        return
     generator.zero_grad()
     if hasattr(model["generator"], "words"):
         fake = model["generator"](batch[0], batch[2])
@@ -88,13 +91,14 @@ def play(model, optimizers, batch):
     generator.step()
 
 
-def played_alone(steps, kind=Player):
-    """The truth: in one process, everyone's batches one after the other."""
+def played_alone(steps, kind=Player, rests=0):
+    """The truth: in one process, everyone's batches one after the other. rests: steps in which the generator does."""
     model = pair(kind)
     parameters = list(model.parameters())
     critic, generator = optimizers_of(model)
     for step in steps:
-        for optimizer, loss in (*[(critic, critic_loss)] * CRITIC_STEPS, (generator, generator_loss)):
+        turns = [(critic, critic_loss)] * CRITIC_STEPS + [(generator, generator_loss)] * (step >= rests)
+        for optimizer, loss in turns:
             total = [torch.zeros_like(one) for one in parameters]
             used = [False] * len(parameters)
             for rank in range(WORKERS):
@@ -185,6 +189,32 @@ def test_a_gan_in_one_line_trains_as_one_process(crew):
     for whole, layouts in crew(WORKERS).run(in_one_line):
         assert differ(whole, played_alone(range(STEPS))) == {}
         assert layouts[0] == "replicated" and layouts[-1] == "row_sharded"
+
+
+RESTS = 5
+
+
+def pretrained_in_one_line(rank, world):
+    """The critic steps alone at first: what is remembered of it after each step, and then how the tables lie."""
+    model = pair()
+    optimizers = optimizers_of(model)
+    run = armillary.parallelize(model, optimizers, constraints={"*.words.weight": "row_sharded"})
+    watch, remembered = run._engine.watcher.watch, []
+    for step in range(RESTS):
+        play(model, optimizers, batch_of(rank, step), rests=True)
+        looked = sum(len(one.pending) for one in watch.reads.readings.values())
+        remembered.append((len(watch.steps), looked, len(watch.made)))
+    play(model, optimizers, batch_of(rank, RESTS))
+    layout = run.plan.group_of("generator.words.weight").layout
+    play(model, optimizers, batch_of(rank, RESTS + 1))
+    run.close()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, remembered, layout
+
+
+def test_steps_in_which_an_optimizer_rests_are_watched_too_and_the_plan_comes_when_all_have_stepped(crew):
+    for whole, remembered, layout in crew(WORKERS).run(pretrained_in_one_line):
+        assert differ(whole, played_alone(range(RESTS + 2), rests=RESTS)) == {}
+        assert remembered[1] == remembered[-1] and remembered[-1][0] == 2 and layout == "row_sharded"
 
 
 # Together: one backward, a step of each

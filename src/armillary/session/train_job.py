@@ -17,7 +17,8 @@ __all__ = ["TrainJob", "Watcher"]
 class Watcher(Protocol):
     """Looks on while a loop takes its first steps."""
 
-    def before_step(self) -> None: ...
+    def before_step(self, leaves_one: bool) -> None:
+        """leaves_one: whether the step before is over now, in which another optimizer rested."""
 
     def after_step(self, loop: Any, is_complete: bool) -> bool:
         """Whether it is done, and looks on no more.

@@ -47,7 +47,7 @@ __all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
 
 WATCHED_STEPS = 2
 NOTE = (
-    f"made from the first {WATCHED_STEPS} steps of the loop, so compute is forecast too slow and the fullest moment "
+    f"made from {WATCHED_STEPS} watched steps of the loop, so compute is forecast too slow and the fullest moment "
     "too small; parallelize(model, optimizer, batches, loss) profiles both before the first step"
 )
 
@@ -66,15 +66,17 @@ class Watched:
     def __post_init__(self) -> None:
         weakref.finalize(self, self.watch.end).atexit = False  # of a run that is dropped without a word
 
-    def before_step(self) -> None:
+    def before_step(self, leaves_one: bool) -> None:
         self.watch.is_paused = True
+        if leaves_one:
+            self._take()
 
     def after_step(self, loop: UserLoop, is_complete: bool) -> bool:
         """Whether the run has moved."""
         self.watch.is_paused = False
-        if not is_complete:
+        if not is_complete:  # gradients may wait for the others
             return False
-        self.watch.take()
+        self._take()
         if len(self.watch.steps) < WATCHED_STEPS:
             return False
         here = loop.transport.within("the planning after the first steps")
@@ -88,6 +90,11 @@ class Watched:
         if loop.rank == 0:
             print(loop.plan)
         return True
+
+    def _take(self) -> None:
+        """The last steps are kept: before the first in which every optimizer steps there may be many."""
+        self.watch.take()
+        del self.watch.steps[:-WATCHED_STEPS]
 
     def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
         """Whether the run has moved to the plan of the checkpoint; rank 0 says so, or why not."""

@@ -310,7 +310,7 @@ class UserLoop:
                 "checkpoint"
             )
         if self.watcher is not None:
-            self.watcher.before_step()
+            self.watcher.before_step(leaves_one=optimizer in self._stepped)
         self._refuse_strangers()
         self._refuse_new_options()
         if optimizer in self._stepped:
