@@ -110,3 +110,39 @@ def test_a_step_that_is_left_out_for_one_group_moves_the_state_of_none(crew):
             want = truth.states[number][rank]["residual"]
             assert torch.equal(mine["residual"], theirs["residual"]) and torch.equal(mine["residual"], want)
             assert float(want.abs().max()) > 0
+
+
+def in_half(rank, workers, plan, folder):
+    """What waits after three steps of 16-bit numbers; and once it was loaded."""
+    found = []
+    for is_again in (False, True):
+        model = made(Apart, torch.bfloat16)
+        run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), half_loss)
+        if is_again:
+            face.load(run, face.latest_checkpoint(folder))
+        for step in () if is_again else range(3):
+            face.step(run, [apart_batch(rank, step)])
+        if not is_again:
+            face.save(run, folder)
+        units = run.run._engine.executor.units
+        found.append([unit.state["residual"].clone() for unit in units])
+        told = [unit.exchange.state_bytes(unit.bucket.layout, workers) for unit in units]
+        assert told == [sum(entry.nbytes for entry in unit.state.values()) for unit in units]
+        face.close(run)
+    return found
+
+
+def half_loss(model, given):
+    batch, _ = given
+    return (model(batch[0].bfloat16(), 1.0) * batch[1].bfloat16()).mean()
+
+
+def test_what_waits_of_16_bit_numbers_is_kept_in_float32_also_in_a_checkpoint(crew, tmp_path):
+    wished = {"*": Choice.parse("quantize(bits=2)")}
+    batches = [apart_batch(rank, 0) for rank in range(2)]
+    plan = face.plan_for(made(Apart, torch.bfloat16), half_loss, batches, 2, exchange=wished)
+    assert sum(group.forecast.memory_bytes for group in plan.groups) >= 2 * 1600 * (3 * 2 + 4)
+    for before, after in crew(2).run(in_half, plan, tmp_path):
+        for mine, again in zip(before, after, strict=True):
+            assert mine.dtype == again.dtype == torch.float32 and torch.equal(mine, again)
+            assert not torch.equal(mine, mine.bfloat16().float())

@@ -143,3 +143,20 @@ def test_what_a_codec_cannot_shorten_or_code_is_refused_by_name():
     assert "w holds int64" in built("quantize").refuses(replace(half, dtype="int64"))
     for text in ("quantize", "threshold", "low_rank"):
         assert "w holds complex64" in built(text).refuses(replace(half, dtype="complex64"))
+
+
+@pytest.mark.parametrize("text", ["random_k(keep=0.01)", "random_k(keep=0.01, wire=scattered)"])
+def test_numbers_of_16_bits_lose_nothing_while_they_wait_for_hundreds_of_pushes(text):
+    """The gradient is constant: its residual grows to hundreds of times as much, where 256 + 1 is 256 in bfloat16."""
+    exchange, layout = built(text), Layout(("w",), ((1000,),), "bfloat16", built(text).align, True)
+    values = torch.ones(layout.numel, dtype=torch.bfloat16)
+    states = [exchange.begin(layout, RankInfo(rank, 2), values) for rank in range(2)]
+    came_out, pushes = torch.zeros(layout.numel, dtype=torch.float64), 600
+    for _ in range(pushes):
+        parcel = Parcel(values, torch.tensor([1.0, 0.0], dtype=torch.float64), layout)
+        moved, _ = lockstep.run([exchange.push(parcel, states[rank], RankInfo(rank, 2)) for rank in range(2)])
+        came_out += moved[0][0].values.double()
+        states = [state for _, state in moved]
+    left = sum(state["residual"].double() for state in states)
+    assert float((came_out + left - 2 * pushes).abs().max()) < 1e-3 * pushes
+    assert float(left.max()) > 2 * 256

@@ -24,7 +24,17 @@ from armillary.exchanges.exchange import DENSE, ExchangeEntry
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import RESIDUAL, Span, alone, gaps_of, kept_back, owed, was_owed, without_gaps
+from armillary.exchanges.residual import (
+    RESIDUAL,
+    Span,
+    alone,
+    gaps_of,
+    kept_back,
+    nothing_owed,
+    owed,
+    was_owed,
+    without_gaps,
+)
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.parameter import ParameterFact
@@ -123,7 +133,7 @@ class _Way:
         return torch.cat([values[:0], *(self.codec.meaning(*piece) for piece in pieces)])
 
     def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
-        found = {RESIDUAL: torch.zeros_like(values)} if self.feedback else {}
+        found = {RESIDUAL: nothing_owed(values)} if self.feedback else {}
         return found | ({ROUNDS: torch.zeros(len(layout.names), dtype=torch.float64)} if self.codec.draws else {})
 
     def after(self, state: State, residual: Tensor) -> State:
@@ -135,8 +145,9 @@ class _Way:
         if place.workers == 1:
             return alone(parcel, state)
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
-        codes = [self.encoded(full[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
-        lost, tail = full - self.decoded(codes, spans, full), parcel.tail.view(torch.uint8).to(full.device)
+        sent = full.to(parcel.values.dtype)
+        codes = [self.encoded(sent[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
+        lost, tail = full - self.decoded(codes, spans, sent), parcel.tail.view(torch.uint8).to(full.device)
         if not self.is_scattered(parcel.layout, place.workers):
             everyones = yield AllGather(torch.cat([tail, codes[0]]))
             total, tails = self.added(list(everyones), len(full), parcel)
@@ -149,8 +160,8 @@ class _Way:
         total = without_gaps(total, gaps_of(parcel.layout), a)
         again, lengths = self.encoded(total, state, place.rank), tuple(len(code) for code in codes)
         answer = yield AllToAll(again.repeat(place.workers), (len(again),) * place.workers, lengths)
-        result = self.decoded(cut(answer, lengths), spans, full)
-        lost[a:b] += total - result[a:b]
+        result = self.decoded(cut(answer, lengths), spans, sent)
+        lost[a:b] += total.to(lost.dtype) - result[a:b]
         return parcel.answered(result, tails), self.after(state, kept_back(parcel, lost))
 
     def added(self, messages: Sequence[Tensor], n: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
@@ -173,7 +184,8 @@ class _Way:
         for a, b in layout.spans:
             is_real[a:b] = True
         full = [owed(one, state) for one, state in zip(parcels, states, strict=True)]
-        sent = [self.meant(one, spans, state) for one, state in zip(full, states, strict=True)]
+        dtype = parcels[0].values.dtype
+        sent = [self.meant(one.to(dtype), spans, state) for one, state in zip(full, states, strict=True)]
         total = sent[0]
         for one in sent[1:]:
             total = total + one
@@ -182,7 +194,7 @@ class _Way:
             total = torch.where(is_real, total, torch.zeros_like(total))
             out = self.meant(total, spans, states[0])
             for worker, (a, b) in enumerate(spans):
-                lost[worker][a:b] += (total - out)[a:b]
+                lost[worker][a:b] += (total.to(full[0].dtype) - out)[a:b]
         sound = [is_real & one.isfinite() for one in lost]
         kept = [torch.where(*one, torch.zeros(())) / parcels[0].scale for one in zip(sound, lost, strict=True)]
         return [one.answered(out, tail) for one in parcels], list(map(self.after, states, kept))

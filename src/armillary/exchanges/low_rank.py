@@ -23,7 +23,7 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -148,7 +148,7 @@ class _Way:
         numbers = sum(map(self.factor_numbers, layout.shapes))
         factor = torch.zeros(numbers, dtype=working(values.dtype), device=values.device)
         return {
-            RESIDUAL: torch.zeros_like(values), FACTOR: factor, AGE: torch.zeros(len(layout.names), dtype=torch.float64)
+            RESIDUAL: nothing_owed(values), FACTOR: factor, AGE: torch.zeros(len(layout.names), dtype=torch.float64)
         }  # fmt: skip
 
     def known(self, state: State, layout: Layout, matrix: _Matrix, count: int, age: int) -> Tensor:
@@ -215,10 +215,9 @@ class _Way:
             sent, came = ((known, found) if is_turned else (found, known) for found in (own, summed))
             one.of(lost).addmm_(sent[0], sent[1].T, alpha=-1)
             torch.mm(came[0], came[1].T, out=one.of(result))
-        result, lost = result.to(full.dtype), lost.to(full.dtype)
         factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]
         after = {RESIDUAL: kept_back(parcel, lost), FACTOR: factor, AGE: state[AGE] + 1}
-        return parcel.answered(result, sums[-1].double()), after
+        return parcel.answered(result.to(parcel.values.dtype), sums[-1].double()), after
 
     def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
         """Matrix by matrix, all workers at once."""
@@ -229,7 +228,7 @@ class _Way:
             return [parcel], [state]
         full = [owed(one, state) for one, state in zip(parcels, states, strict=True)]
         dtype, is_low = working(full[0].dtype), age >= self.start
-        result, lost = torch.zeros_like(full[0]), [torch.zeros_like(one) for one in full]
+        result, lost = torch.zeros_like(parcels[0].values), [torch.zeros_like(one) for one in full]
         for a, b in self.whole(layout) if is_low else layout.spans:
             result[a:b] = _in_order([one[a:b].to(dtype) for one in full])
         factors, matrices = [], self.matrices(layout) if is_low else []

@@ -4,6 +4,9 @@ Over all steps, what came out and what is left add up to what went in. A residua
 GradScaler's scale is a power of two, so nothing is lost where it changes. What overflows on the way is not kept: its
 result is not finite, so that step is skipped, and the next begins with what is sound.
 
+Residuals of 16-bit numbers are kept in float32: what is small beside its sum would else be lost (256 + 1 is 256 in
+bfloat16).
+
 Source: 1-bit SGD (Seide et al., 2014), and error feedback as DoubleSqueeze (Tang et al., 2019) has it.
 """
 
@@ -12,18 +15,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from armillary.codecs.tiles import working
 from armillary.exchanges.dense import Moved, Pushed
 from armillary.exchanges.parcel import Parcel, State
 from armillary.facts.layout import Layout
 
-__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "owed", "was_owed", "without_gaps"]
+__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "nothing_owed", "owed", "was_owed", "without_gaps"]
 
 RESIDUAL = "residual"
 Span = tuple[int, int]  # first and last number, the last not included
 
 
+def nothing_owed(values: Tensor) -> Tensor:
+    """The first residual. values: of the group."""
+    return torch.zeros_like(values, dtype=working(values.dtype))
+
+
 def owed(parcel: Parcel, state: State) -> Tensor:
-    """(layout.numel,) what this rank has to send: its values, and what earlier pushes left out."""
+    """(layout.numel,) what this rank has to send: its values, and what earlier pushes left out, in the residual's
+    dtype."""
     if RESIDUAL not in state:
         return parcel.values
     residual = state[RESIDUAL]
@@ -32,8 +42,8 @@ def owed(parcel: Parcel, state: State) -> Tensor:
 
 def alone(parcel: Parcel, state: State) -> Moved:
     """A push where there is no other rank: nothing crosses, so all that is owed arrives, and nothing waits any more."""
-    after = {**state, RESIDUAL: torch.zeros_like(parcel.values)} if RESIDUAL in state else state
-    return parcel.answered(owed(parcel, state), parcel.tail), after
+    after = {**state, RESIDUAL: nothing_owed(parcel.values)} if RESIDUAL in state else state
+    return parcel.answered(owed(parcel, state).to(parcel.values.dtype), parcel.tail), after
 
 
 def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, owed, was_owed
+from armillary.exchanges.residual import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.facts.collectives import AllGather, AllToAll, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
@@ -129,30 +129,30 @@ class _Rule:
 
     def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
         none = torch.zeros(len(layout.names), dtype=torch.float64)
-        return {RESIDUAL: torch.zeros_like(values), LIMIT: none, AGE: none.clone()}
+        return {RESIDUAL: nothing_owed(values), LIMIT: none, AGE: none.clone()}
 
     def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         if place.workers == 1:
             return alone(parcel, state)
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale
-        found = []
+        values, found = full.to(parcel.values.dtype), []
         for number, (begin, end) in enumerate(parcel.layout.spans):
-            passed = self.passed(full[begin:end], limits[number], int(state[AGE][number]))
+            passed = self.passed(values[begin:end], limits[number], int(state[AGE][number]))
             limits[number] = passed.limit
             found.append(passed.places + begin)
         places = torch.cat(found)
-        code = sparse(full, places)
+        code = sparse(values, places)
         everyones = yield AllGather(torch.cat([torch.tensor([len(code)], dtype=torch.float64), parcel.tail]))
         sizes = tuple(int(size) for size in everyones[:, 0])
         arrived = yield AllToAll(code.repeat(place.workers), (len(code),) * place.workers, sizes)
-        total = torch.zeros_like(full)
+        total = torch.zeros_like(values)
         for rank, theirs in enumerate(cut(arrived, sizes)):
             if not add_sparse(total, theirs):
                 raise ValueError(
                     f"exchange: the code of rank {rank} has {len(theirs)} bytes, which is no code of {len(full)} "
                     "numbers; start all ranks with one version and one plan"
                 )
-        full[places] = 0
+        full[places] = 0  # how 16-bit numbers round as they leave is not kept, or all would seem to wait
         after = {RESIDUAL: kept_back(parcel, full), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
         return parcel.answered(total, everyones[:, 1:].sum(0)), after
 
@@ -166,9 +166,10 @@ class _Rule:
         total, after = torch.zeros_like(parcels[0].values), []
         for parcel, state in zip(parcels, states, strict=True):
             full, sent = owed(parcel, state), torch.zeros_like(parcel.values)
+            rounded = full.to(sent.dtype)
             limits = state[LIMIT].clone()
             for number, (begin, end) in enumerate(layout.spans):
-                values, age, target = full[begin:end], int(state[AGE][number]), self.target(end - begin)
+                values, age, target = rounded[begin:end], int(state[AGE][number]), self.target(end - begin)
                 limit, sizes = float(limits[number]) * scale, values.abs()
                 is_many = int(((sizes >= limit) & (values != 0)).sum()) > RUNAWAY * target
                 if end - begin < self.small:
@@ -179,7 +180,8 @@ class _Rule:
                 sent[begin:end] = torch.where(sizes >= limit, values, torch.zeros_like(values))
                 limits[number] = limit / scale
             total = total + sent
-            lost = torch.where((full - sent).isfinite(), full - sent, torch.zeros_like(full))
+            left = torch.where(sent == 0, full, torch.zeros_like(full))
+            lost = torch.where(left.isfinite(), left, torch.zeros_like(left))
             after.append({RESIDUAL: lost / scale, LIMIT: limits, AGE: state[AGE] + 1})
         return [one.answered(total, tail) for one in parcels], after
 
