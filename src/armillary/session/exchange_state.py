@@ -131,7 +131,7 @@ def _warn_of(left: Mapping[str, Collection[str]], rank: int) -> None:
         return
     entries = sorted({entry for name in names for entry in left[name]})
     is_lost = RESIDUAL in entries
-    lost = "gradients that waited in it are lost (attach the plan that it was saved under to keep them)"
+    lost = "gradients that waited in it are lost (attach a plan that sends them as they were sent to keep them)"
     warnings.warn(
         f"load: the exchanges of this plan keep nothing of the {' and '.join(entries)} that was saved for "
         f"{', '.join(names)}; it is dropped, and {lost if is_lost else 'gradients that waited are kept'}",
