@@ -126,6 +126,14 @@ def test_missing_empty_short_and_falsely_packed_texts_are_refused(tmp_path):
         loaded(tmp_path / "false.gz", tmp_path / "cache")
 
 
+def test_a_packed_text_that_is_damaged_is_refused(tmp_path):
+    packed = bytearray(gzip.compress(LINES.encode()))
+    packed[20] ^= 0xFF
+    (tmp_path / "damaged.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"damaged\.gz is not the gzip file its name says"):
+        loaded(tmp_path / "damaged.gz", tmp_path / "cache")
+
+
 def test_the_standard_library_is_the_default_text():
     files = corpus.stdlib_files()
     assert len(files) > corpus.HELD_OUT_EVERY

@@ -8,6 +8,7 @@ The ids are kept in a cache folder, so that several workers which start at once 
 import gzip
 import re
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def decoded(path: Path) -> str | None:
     """The text of a file, or None if it is binary. UTF-8; odd bytes become replacement marks."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"corpus file {path} is not the gzip file its name says: {error}") from error
     head = raw[:8192]
     strange = head.decode("utf-8", errors="replace").count("\ufffd")
