@@ -209,6 +209,15 @@ def test_what_a_worker_says_of_its_end_is_written_whole_or_not_at_all(tmp_path, 
     assert first_failure(tmp_path, {}).text == "the cause"
 
 
+def test_a_worker_that_the_launcher_ended_does_not_hide_the_exit_code_of_another(tmp_path):
+    assert first_failure(tmp_path, {0: -15, 1: 3}).text == "ended with exit code 3 and no message"
+    write_error(tmp_path, 0, 10.0, "")  # its body has said what there is to say; it was ended before it could end
+    write_error(tmp_path, 1, 20.0, "")
+    assert first_failure(tmp_path, {0: -15, 1: 3}).code == 3
+    assert first_failure(tmp_path, {1: 3}).code == 3
+    assert first_failure(tmp_path, {0: -15}).code == 1
+
+
 LEAVES_AN_EMPTY_FILE = """
 import os
 open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").close()

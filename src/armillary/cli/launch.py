@@ -114,7 +114,8 @@ def was_refused(error: BaseException) -> bool:
 
 
 def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
-    """The earliest error any worker wrote down; a worker killed by a signal left none, and comes first.
+    """The earliest error any worker wrote down; a worker killed by a signal left none, and comes first. A worker that
+    the launcher ended has no code of its own to end with: another's is taken.
 
     Args:
         logs: below which each worker has a folder of its rank's name, with error.json if it said why it ended.
@@ -124,13 +125,15 @@ def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
     for rank, signal in sorted(killed.items()):
         reason = "; the machine may be out of memory" if signal == 9 else ""
         return Failure(rank, 0.0, f"ended by signal {signal}{reason}")
-    found, torn = [], []
+    found, torn, own_code = [], [], max([1, *exit_codes.values()])
     for path in sorted(logs.rglob("error.json")):
         try:
             message = json.loads(path.read_text())["message"]
             rank, seconds = message["rank"], message["extraInfo"]["seconds"]
-            found.append(Failure(rank, seconds, message["message"], exit_codes.get(rank, 1)))
+            code = exit_codes.get(rank, 0)
+            found.append(Failure(rank, seconds, message["message"], code if code > 0 else own_code))
         except (ValueError, KeyError, TypeError):  # not of ours, or of a worker that was ended as it wrote
             torn.append(Failure(int(path.parent.name), path.stat().st_mtime, "ended; the message it left is not whole"))
-    silent = [Failure(rank, 0.0, f"ended with exit code {code} and no message") for rank, code in exit_codes.items()]
+    by_themselves_first = sorted(exit_codes.items(), key=lambda one: one[1] < 0)
+    silent = [Failure(rank, 0.0, f"ended with exit code {code} and no message") for rank, code in by_themselves_first]
     return min(found or torn or silent, key=lambda failure: failure.seconds)
