@@ -257,6 +257,15 @@ def test_a_plan_can_be_made_for_machines_one_does_not_have(armillary, tmp_path):
     assert Plan.load(tmp_path / "plan.json").workers == 8
 
 
+def test_a_plan_is_written_into_a_folder_that_is_made_for_it_and_not_onto_one(armillary, refused, tmp_path):
+    face.machines(2).save(tmp_path / "two.json")
+    asked = ("plan", "recommender", "--small", "--topology", "two.json", "--out")
+    assert "--out: . is a folder; pass the path of a file, as in plan.json" in refused(*asked, ".")
+    code, _, err = armillary(*asked, "new/folder/plan.json")
+    assert code == 0, err
+    assert Plan.load(tmp_path / "new/folder/plan.json").workers == 2
+
+
 def test_verify_prints_one_object_when_asked_to(armillary):
     code, out, err = armillary("verify", "vision", "--workers", "1", "--steps", "1", "--json")
     assert (code, json.loads(out)["is_equal"]) == (0, True), err

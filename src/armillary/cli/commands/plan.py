@@ -87,6 +87,8 @@ def plan_command(
             edge_backs=edge_back,
         )
         if out is not None:
+            if out.is_dir():
+                raise ValueError(f"--out: {out} is a folder; pass the path of a file, as in {out / 'plan.json'}")
             refuse_unwritable(out.parent)
     from armillary.cli.plan import AskedPrint, plan_asked
 
