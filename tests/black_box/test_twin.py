@@ -251,6 +251,17 @@ def test_the_command_goes_on_after_the_seeds_it_has_and_refuses_another_training
     assert told(*asked, "--resume", "--out", "empty")[0] == 2
 
 
+def test_the_command_does_not_go_on_with_seeds_of_an_exchange_that_it_would_not_choose_now(told, tmp_path):
+    asked = ("line.py", "--allow", "lossy", "--steps", 2, "--gbit", 0.001)
+    assert told(*asked, "--seeds", 1)[0] == 0
+    kept = json.loads((tmp_path / "twin.json").read_text())
+    chosen = kept["twin"]["name"]
+    kept["twin"]["name"] = "one_bit"  # as on another day, with another profile
+    (tmp_path / "twin.json").write_text(json.dumps(kept))
+    code, _, err = told(*asked, "--seeds", 2, "--resume")
+    assert code == 2 and f"seeds trained by one_bit, for which {chosen} was chosen now; drop --resume" in err
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

@@ -47,6 +47,13 @@ class _Ready(NamedTuple):
     done: list[Losses]
 
 
+class _Kept(NamedTuple):
+    """What an earlier command trained: by which exchanges the twin, and the losses of its seeds."""
+
+    exchanges: str
+    done: list[Losses]
+
+
 def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: bool, is_json: bool) -> NoReturn:
     """Trains both, shows and writes what came of it, and ends the process."""
 
@@ -61,8 +68,14 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         held_out = list(islice(task.batches("held_out", 0, 1, 0), HELD_OUT))
         if not held_out:
             raise ValueError(f"twin: {task.name} has no held-out batch, by which both are judged; give it one")
-        done = _kept(out / KEPT, words) if is_resumed else []
-        return _Ready(task, held_out, asked, planned(task, asked), words, done)
+        kept = _kept(out / KEPT, words) if is_resumed else None
+        both = planned(task, asked)
+        if kept is not None and kept.exchanges != both.other.name:
+            raise ValueError(
+                f"twin: {out / KEPT} holds seeds trained by {kept.exchanges}, for which {both.other.name} was chosen "
+                "now; drop --resume, or pass another --out"
+            )
+        return _Ready(task, held_out, asked, both, words, [] if kept is None else kept.done)
 
     def body(ready: _Ready) -> int:
         asked, both, losses = ready.asked, ready.both, ready.done[: ready.asked.seeds]
@@ -86,22 +99,22 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
     )
 
 
-def _kept(path: Path, words: str) -> list[Losses]:
-    """The losses of an earlier command's seeds.
+def _kept(path: Path, words: str) -> _Kept:
+    """An earlier command's seeds.
 
     Raises:
         ValueError: there are none, or they are of another training.
     """
     try:
         kept = json.loads(path.read_text())
-        was = str(kept["subject"])
+        was, exchanges = str(kept["subject"]), str(kept["twin"]["name"])
         sent = (kept["departing"] or {}).get("counted_bytes", 0.0)
         sides = [[tuple(map(_number, one)) for one in kept[side]["losses"]] for side in ("exact", "twin")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"twin: nothing to resume in {path} ({error}); drop --resume, or pass another --out") from None
     if was != words:
         raise ValueError(f"twin: {path} is of {was!r}, asked is {words!r}; ask for the same, or drop --resume")
-    return [Losses(exact, other, sent) for exact, other in zip(*sides, strict=True)]
+    return _Kept(exchanges, [Losses(exact, other, sent) for exact, other in zip(*sides, strict=True)])
 
 
 def _number(value: float | None) -> float:
