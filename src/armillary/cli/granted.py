@@ -46,10 +46,11 @@ def plan_request_of(asked: AskedPlan, workers: int) -> PlanRequest:
     )
 
 
-def job_request_of(asked: AskedPlan, workers: int) -> JobRequest:
+def job_request_of(asked: AskedPlan, workers: int, planned: int | None = None) -> JobRequest:
     """
     Args:
         workers: of the job; a topology that is given says how many are planned for.
+        planned: plan for so many of its machines instead.
 
     Raises:
         ValueError: a file cannot be read, something is not of the form that is wanted, or two exclude one another.
@@ -68,6 +69,8 @@ def job_request_of(asked: AskedPlan, workers: int) -> JobRequest:
     if plan is not None and asked.schedule != SIMULTANEOUS:
         raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
     topology = None if asked.topology_file is None else read_topology(asked.topology_file)
+    if topology is not None and planned is not None:
+        topology = topology.of(planned)
     profile = None if asked.profile_file is None else read_profile(asked.profile_file)
     request = plan_request_of(asked, workers if topology is None else topology.workers)
     return JobRequest(request, plan, topology, profile, asked.autotune)

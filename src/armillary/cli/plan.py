@@ -44,7 +44,7 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     """Plans, and ends the process."""
 
     def prepare() -> _Ready:
-        task, granted = workload_of(workload), job_request_of(plan, count_of(workers))
+        task, granted = workload_of(workload), job_request_of(plan, count_of(workers), workers)
         refuse_unnamed(task, granted)
         return _Ready(task, granted)
 

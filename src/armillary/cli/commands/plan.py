@@ -70,7 +70,7 @@ def plan_command(
     """Print a plan for WORKLOAD: what its training would send, hold and take, and what else was considered.
 
     The model is profiled and the links between the workers are measured, unless --profile and --topology say what they
-    are. With --topology no worker is started.
+    are. With --topology no worker is started; --workers then says how many of its machines to plan for.
     """
     with refusing():
         task = AskedWorkload(workload, options, corpus, small, data)
