@@ -178,6 +178,38 @@ def test_bad_input_is_answered_with_what_is_wanted(refused, arguments, complaint
     assert complaint in refused(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--schedule", "ring"), "--exchange, --schedule, --edge, --edge-back: the plan in the file says its own"),
+        (("--set", "width=6"), "--set, --small, --corpus, --data: the plan in the file is of its own workload"),
+        (("--gbit", "1"), "--gbit, --latency-us: the links are those of topology.json beside the plan"),
+        (("--latency-us", "5", "--topology", "seen/topology.json"), "the links are those of --topology; drop these"),
+    ],
+)
+def test_what_a_plan_in_a_file_says_itself_is_not_taken_from_options(refused, planned, arguments, complaint):
+    assert complaint in refused("simulate", planned / "plan.json", *arguments)
+
+
+def test_curves_are_drawn_of_the_workload_with_its_options_and_refuse_what_has_no_effect(armillary, refused, tmp_path):
+    kept = {}
+    for name, options in (("usual", ()), ("wide", ("--set", "width=64"))):
+        asked = ("simulate", *SMALL, *options, "--scaling", "--workers", "8", "--gbit", "0.001", "--out", name)
+        assert armillary(*asked)[0] == 0
+        (kept[name],) = json.loads((tmp_path / name / "scaling.json").read_text())["workloads"]
+    usual, wide = (kept[name]["curves"][1]["points"][-1]["exposed_seconds"] for name in ("usual", "wide"))
+    assert wide > 2 * usual  # more is sent
+    assert "name it, or drop them" in refused("simulate", "--scaling", "--set", "width=6")
+    assert "drop --profile" in refused("simulate", *SMALL, "--scaling", "--profile", tmp_path / "seen/profile.json")
+
+
+def test_a_plan_is_made_for_as_many_workers_of_the_machines_as_are_asked_for(armillary, planned):
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    made = json.loads(armillary("plan", *SMALL, *files, "--workers", "16", "--json")[1])
+    assert (made["topology"]["nodes"], Plan.from_json(json.dumps(made["plan"])).workers) == (16, 16)
+    assert Plan.load(planned / "plan.json").workers == 8
+
+
 def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, planned):
     (planned / "profile.json").unlink()
     assert "profile.json is no profile file" in refused("simulate", planned / "plan.json")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from armillary.planning.edges import EdgeRequest
 
 __all__ = [
+    "GBIT",
+    "LATENCY_US",
     "AskedMachines",
     "AskedPlan",
     "AskedRun",
@@ -40,6 +42,7 @@ __all__ = [
 
 STAGES = re.compile(r"(?P<choice>.*?)(=(?P<stages>\d+(,\d+)*))?", re.DOTALL)
 NO_LIMIT = 1 << 62  # bytes of memory
+GBIT, LATENCY_US = 1.0, 100.0  # of a link that is assumed
 
 
 @dataclass(frozen=True)
@@ -140,26 +143,34 @@ class AskedMachines:
     """Machines to be simulated: how many workers, and links from a file or assumed.
 
     Raises:
-        ValueError: the file cannot be read, or there are no such links.
+        ValueError: the file cannot be read, there are no such links, or both are given.
     """
 
     workers: int | None
     topology_file: Path | None
     profile_file: Path | None
-    gbit: float
-    latency_us: float
+    gbit: float | None
+    latency_us: float | None
 
     def __post_init__(self) -> None:
+        if self.topology_file is not None and self.assumes_links:
+            raise ValueError("--gbit, --latency-us: the links are those of --topology; drop these, or that")
         _ = self.topology  # refuses what is none
         if self.profile_file is not None:
             read_profile(self.profile_file)
+
+    @property
+    def assumes_links(self) -> bool:
+        return self.gbit is not None or self.latency_us is not None
 
     @property
     def topology(self) -> Topology:
         """Assumed ones are two nodes of one worker (`Topology.of` makes more of them) and have no limit of memory."""
         if self.topology_file is not None:
             return read_topology(self.topology_file)
-        link = Link(self.latency_us * 1e-6, self.gbit * 1e9 / 8)
+        latency_us = LATENCY_US if self.latency_us is None else self.latency_us
+        gbit = GBIT if self.gbit is None else self.gbit
+        link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
         return Topology(2, 1, link, link, NO_LIMIT)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from armillary.cli.asked import GBIT, LATENCY_US
 from armillary.cli.find import built_in
 from armillary.cli.own_files import import_own
 from armillary.cli.refusal import refusing
@@ -203,10 +204,20 @@ Workers = Annotated[
 ]
 
 Gbit = Annotated[
-    float, typer.Option(help="Without --topology: speed of a worker's link in Gbit/s.", rich_help_panel=RUN)
+    float | None,
+    typer.Option(
+        help=f"Without --topology: speed of a worker's link in Gbit/s. (default: {GBIT:g})",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
 ]
 LatencyUs = Annotated[
-    float, typer.Option(help="Without --topology: latency of a message in microseconds.", rich_help_panel=RUN)
+    float | None,
+    typer.Option(
+        help=f"Without --topology: latency of a message in microseconds. (default: {LATENCY_US:g})",
+        show_default=False,
+        rich_help_panel=RUN,
+    ),
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)]

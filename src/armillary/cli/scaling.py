@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from armillary.cli.find import built_in, find, small
+from armillary.cli.asked import AskedWorkload
+from armillary.cli.find import built_in, find
+from armillary.cli.granted import workload_of
 from armillary.cli.machines import said_of
 from armillary.cli.page import console_here
 from armillary.cli.show import as_json
@@ -26,11 +28,11 @@ STAND_INS: Mapping[str, Mapping[str, Any]] = {"recommender": {"data": "latent_fa
 class Wanted(NamedTuple):
     """What to draw.
 
-    name: of one workload, or None for all that come with the package. is_small: in their small versions.
+    subject: one workload, or None for all that come with the package; is_small: these in their small versions.
     most: numbers of workers are the powers of two up to it.
     """
 
-    name: str | None
+    subject: AskedWorkload | None
     is_small: bool
     most: int | None
 
@@ -44,12 +46,14 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
     ]
     console = console_here(is_aside=True)
     found, said = [], []
-    for one in (wanted.name,) if wanted.name is not None else built_in():
+    everyone = [AskedWorkload(name, is_small=wanted.is_small) for name in built_in()]
+    for subject in everyone if wanted.subject is None else [wanted.subject]:
+        one = subject.name
         console.print(f"profiling and simulating {one} ...", style="dim")
         try:
-            found.append(scaling(find(one, small(one) if wanted.is_small else {}), topology, counts, WAYS))
+            found.append(scaling(workload_of(subject), topology, counts, WAYS))
         except ValueError as error:
-            if one not in STAND_INS or wanted.is_small:
+            if one not in STAND_INS or subject.is_small or subject.settings:
                 raise
             console.print(wrapped(f"{one}: {error}; made-up data stand in for it"), style="yellow")
             found.append(scaling(find(one, STAND_INS[one]), topology, counts, WAYS))

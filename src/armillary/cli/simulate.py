@@ -48,8 +48,6 @@ def simulate_asked(
     def prepare() -> Simulated:
         torch.set_num_threads(1)  # a worker is taken to have one core
         if isinstance(subject, Path):
-            if way.exchanges or way.edges or way.edge_backs:
-                raise ValueError("--exchange, --edge, --edge-back: the plan in the file says its own; edit it")
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = asked.topology.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
         task = workload_of(subject)
@@ -67,7 +65,9 @@ def simulate_asked(
     run_in_workers(1, prepare, body)
 
 
-def scaling_asked(name: str | None, is_small: bool, asked: AskedMachines, out: Path, is_json: bool) -> NoReturn:
+def scaling_asked(
+    subject: AskedWorkload | None, is_small: bool, asked: AskedMachines, out: Path, is_json: bool
+) -> NoReturn:
     """Draws the curves of a workload or of all, and ends the process."""
 
     def prepare() -> Topology:
@@ -76,7 +76,7 @@ def scaling_asked(name: str | None, is_small: bool, asked: AskedMachines, out: P
 
     def body(links: Topology) -> int:
         open_folder(out)
-        found = scale(Wanted(name, is_small, asked.workers), links, asked.topology_file, out)
+        found = scale(Wanted(subject, is_small, asked.workers), links, asked.topology_file, out)
         if is_json:
             print(as_json(found))
         else:

@@ -77,8 +77,8 @@ def simulate_command(
     edge: Edges = [],  # noqa: B006
     edge_back: EdgeBacks = [],  # noqa: B006
     workers: Count = None,
-    gbit: Gbit = 1.0,
-    latency_us: LatencyUs = 100.0,
+    gbit: Gbit = None,
+    latency_us: LatencyUs = None,
     scaling: Scaling = False,
     out: Out = Path(),
     json: AsJson = False,
@@ -91,17 +91,39 @@ def simulate_command(
     with refusing():
         if subject is None and not scaling:
             raise ValueError("simulate: want a plan.json or a WORKLOAD; or --scaling, which takes all workloads")
-        if scaling and (exchange or edge or edge_back or schedule != SIMULTANEOUS.name):
-            raise ValueError("--scaling: compares the chosen plan with all-reduce; drop --exchange, --schedule, --edge")
-        is_plan = subject is not None and subject.endswith(".json")
-        task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small, data)
-        if is_plan:
-            read_plan(Path(str(subject)))
+        names_methods = bool(exchange or edge or edge_back or schedule != SIMULTANEOUS.name)
+        if scaling and (names_methods or profile_file is not None):
+            raise ValueError(
+                "--scaling: profiles every workload, and compares the chosen plan with all-reduce; drop --profile, "
+                "--exchange, --schedule, --edge, --edge-back"
+            )
+        if subject is None and (options or corpus or data):
+            raise ValueError("--set, --corpus, --data: are for one workload; name it, or drop them")
         asked = AskedMachines(workers, topology_file, profile_file, gbit, latency_us)
+        is_plan = subject is not None and subject.endswith(".json") and not scaling
+        if is_plan:
+            _refuse_beside_plan(names_methods, bool(options or corpus or data or small), asked.assumes_links)
+            read_plan(Path(str(subject)))
+        task = None if subject is None or is_plan else AskedWorkload(subject, options, corpus, small, data)
         way = AskedPlan(exchanges=exchange, schedule_text=schedule, edges=edge, edge_backs=edge_back)
         refuse_unwritable(out)
     from armillary.cli.simulate import scaling_asked, simulate_asked
 
     if scaling:
-        scaling_asked(subject, small, asked, out, json)
+        scaling_asked(task, small, asked, out, json)
     simulate_asked(task if task is not None else Path(str(subject)), asked, way, out, json)
+
+
+def _refuse_beside_plan(names_methods: bool, names_data: bool, assumes_links: bool) -> None:
+    """
+    Raises:
+        ValueError: something is asked that a plan in a file, and what stands beside it, say themselves.
+    """
+    if names_methods:
+        raise ValueError("--exchange, --schedule, --edge, --edge-back: the plan in the file says its own; edit it")
+    if names_data:
+        raise ValueError("--set, --small, --corpus, --data: the plan in the file is of its own workload; drop them")
+    if assumes_links:
+        raise ValueError(
+            "--gbit, --latency-us: the links are those of topology.json beside the plan; pass --topology for others"
+        )

@@ -82,8 +82,8 @@ def twin_command(
     edge_back: EdgeBacks = [],  # noqa: B006
     topology_file: TopologyFile = None,
     workers: Count = None,
-    gbit: Gbit = 1.0,
-    latency_us: LatencyUs = 100.0,
+    gbit: Gbit = None,
+    latency_us: LatencyUs = None,
     steps: Steps = 300,
     seeds: Seeds = 3,
     out: Out = Path(),
