@@ -250,6 +250,16 @@ def test_a_new_run_never_writes_into_an_old_one(tmp_path):
         run_folder(tmp_path, "other", "", True)
 
 
+def test_a_run_is_gone_on_with_whatever_marks_its_name_has(tmp_path):
+    for name in ("runs/big/lm", "runs/lm[1]", "runs/lm[1]-2", "runs/lm*", "elsewhere/lm"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("big/lm", "lm[1]", "lm*", str(tmp_path / "elsewhere/lm")):
+        assert run_folder(tmp_path / "runs", "other", name, True) == tmp_path / "runs" / name
+    assert run_folder(tmp_path / "runs", "lm[1]", "", True) == tmp_path / "runs" / "lm[1]-2"
+    with pytest.raises(ValueError, match="nothing to resume: no folder big/other"):
+        run_folder(tmp_path / "runs", "lm", "big/other", True)
+
+
 def fail_on_zero(rank, workers):
     transport = Transport()
     with pytest.raises(ValueError, match="no") as caught:

@@ -1,5 +1,6 @@
 """The folder a run leaves behind: plan, profile, topology, metrics, trace, plot and checkpoints. Rank 0 writes it."""
 
+import glob
 import itertools
 import json
 import os
@@ -88,15 +89,14 @@ def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:
         if (folder / METRICS).exists():
             raise ValueError(f"run: {folder} already holds a run; pass --resume to go on with it, or another --name")
         return folder
-    found = [folder for folder in runs.glob(f"{name or stem}*") if _is_of(folder, name, stem)]
+    places = [runs / name] if name else [one for one in runs.glob(f"{glob.escape(stem)}*") if _is_of(one, stem)]
+    found = [place for place in places if place.is_dir()]
     if not found:
         raise ValueError(f"run: nothing to resume: no folder {name or stem} under {runs}; drop --resume")
     return max(found, key=lambda folder: folder.stat().st_mtime_ns)
 
 
-def _is_of(folder: Path, name: str, stem: str) -> bool:
-    if name:
-        return folder.name == name
+def _is_of(folder: Path, stem: str) -> bool:
     return folder.name == stem or folder.name.removeprefix(f"{stem}-").isdigit()
 
 
