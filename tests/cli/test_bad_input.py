@@ -225,6 +225,25 @@ def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armi
     assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
 
 
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_speaks_of_the_folder_of_this_run_and_of_none_before_there_is_one(armillary, monkeypatch):
+    asked = ("train", "recommender", "--small", "--workers", "1", "--steps", "1")
+    for _ in range(2):
+        assert armillary(*asked)[0] == 0
+    monkeypatch.setattr("armillary.cli.train.train", interrupted)
+    code, _, err = armillary(*asked)
+    assert (code, err.strip()) == (130, "stopped; all workers are gone. No checkpoint was written yet.")
+    code, _, err = armillary(*asked, "--resume")
+    assert code == 130 and "The last checkpoint is runs/recommender-2/checkpoints/step-00000001; go on with" in err
+    assert err.strip().endswith("--name recommender-2")
+    monkeypatch.setattr("armillary.cli.train.workload_of", interrupted)
+    code, _, err = armillary(*asked)
+    assert (code, err.strip()) == (130, "stopped; all workers are gone.")
+
+
 def test_ids_out_of_range_name_the_table_and_the_row(refused, tmp_path):
     source = """
 from armillary.workloads.language_model import LanguageModel, SMALL

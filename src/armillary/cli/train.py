@@ -32,7 +32,7 @@ class _Ready(NamedTuple):
 
 def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json: bool, is_verbose: bool) -> NoReturn:
     """Trains, and ends the process."""
-    chosen: list[Path] = []  # by the launcher, so that it can say where the last checkpoint is
+    chosen: list[Path] = []  # by this process, so that it can say where the last checkpoint is
 
     def prepare() -> _Ready:
         task, granted = workload_of(workload), job_request_of(plan, count_of(run.workers))
@@ -45,6 +45,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
 
     def body(ready: _Ready) -> int:
         settings = replace(ready.settings, folder=folder_of_all(run))
+        chosen.append(settings.folder)
         events = train(ready.task, settings)
         if not is_json and rank() == 0:
             show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)
@@ -57,7 +58,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         return [] if run.name else ["--name", ready.settings.folder.name]
 
     def how() -> str:
-        return how_to_go_on(sys.argv[1:], [*chosen, run.runs / (run.name or run.stem)][0])
+        return how_to_go_on(sys.argv[1:], chosen[0]) if chosen else ""
 
     run_in_workers(run.workers, prepare, body, named, how)
 
