@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import face
 from armillary.cli import workers
 from armillary.cli.find import built_in, find
+from armillary.cli.launch import Failure
 from armillary.cli.main import app
 from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Plan
@@ -223,6 +224,28 @@ def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armi
     assert "the plan was made for another model" in refused("train", *other, expected=1)
     dataclasses.replace(plan, mesh=Mesh.of(data=3)).save("three.json")
     assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
+
+
+def test_two_runs_that_start_at_once_have_a_folder_each_and_leave_none_if_they_never_begin(
+    armillary, monkeypatch, tmp_path
+):
+    asked, seen = ("train", "recommender", "--small", "--workers", "2"), []
+
+    def launch(arguments, _):
+        seen.append((arguments[-2:], sorted(path.name for path in (tmp_path / "runs").iterdir())))
+        if len(seen) == 1:
+            assert armillary(*asked)[0] == 1
+        return Failure(0, 0.0, "it fails before it begins")
+
+    monkeypatch.setattr(workers, "launch", launch)
+    assert armillary(*asked)[0] == 1
+    both = ["recommender", "recommender-2"]
+    assert seen == [(["--name", both[0]], both[:1]), (["--name", both[1]], both)]
+    assert list((tmp_path / "runs").iterdir()) == []
+    armillary("plan", "recommender", "--small", "--workers", "1", "--out", "plan.json")
+    code, _, err = armillary("train", *LANGUAGE_MODEL, "--plan", "plan.json")
+    assert code == 1 and "another model" in err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def interrupted(*_):

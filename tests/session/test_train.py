@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import JobRequest, assumptions_of
 from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
-from armillary.session.folder import open_folder, run_folder
+from armillary.session.folder import claim_folder, open_folder, run_folder
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
@@ -248,6 +249,12 @@ def test_a_new_run_never_writes_into_an_old_one(tmp_path):
     assert run_folder(tmp_path, "lm", "", True) == tmp_path / "lm-2"
     with pytest.raises(ValueError, match="nothing to resume: no folder other"):
         run_folder(tmp_path, "other", "", True)
+
+
+def test_runs_that_start_at_once_have_a_folder_each(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(lambda _: claim_folder(tmp_path / "runs", "lm"), range(40)))
+    assert {folder.name for folder in claimed} == {"lm", *(f"lm-{number}" for number in range(2, 41))}
 
 
 def test_a_run_is_gone_on_with_whatever_marks_its_name_has(tmp_path):

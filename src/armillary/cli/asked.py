@@ -22,7 +22,7 @@ from armillary.facts.registry import no_entry
 from armillary.facts.topology import Link, Topology
 from armillary.planning.demand import Constraint, refuse_other_allowed, refuse_unlisted
 from armillary.planning.rule import PRICE, refuse_unknown_rule
-from armillary.session.folder import refuse_unwritable, run_folder
+from armillary.session.folder import claim_folder, refuse_unwritable, run_folder
 
 if TYPE_CHECKING:
     from armillary.planning.edges import EdgeRequest
@@ -205,6 +205,15 @@ class AskedRun:
     def folder(self) -> Path:
         """As this process finds it."""
         return run_folder(self.runs, self.stem, self.name, self.resume)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its folder is a new one, called after the workload."""
+        return not (self.name or self.resume)
+
+    def claimed(self) -> Path:
+        """The folder, which no other run will take."""
+        return claim_folder(self.runs, self.stem) if self.is_numbered else self.folder
 
 
 def edge_request(option: str, texts: Sequence[str]) -> "EdgeRequest":

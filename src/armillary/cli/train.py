@@ -3,7 +3,8 @@
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -14,7 +15,7 @@ from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.folder import CHECKPOINTS
+from armillary.session.folder import CHECKPOINTS, give_back
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
 from armillary.session.train import train
@@ -46,27 +47,39 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def body(ready: _Ready) -> int:
         settings = replace(ready.settings, folder=folder_of_all(run))
         chosen.append(settings.folder)
-        events = train(ready.task, settings)
-        if not is_json and rank() == 0:
-            show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)
-        elif (ended := drain(events)) and rank() == 0:
-            print(as_json({"workload": ready.task.name, "folder": settings.folder, **vars(ended)}))
+        with given_back(run, chosen):  # a worker that fails ends at once, with no word to the block further out
+            events = train(ready.task, settings)
+            if not is_json and rank() == 0:
+                show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)
+            elif (ended := drain(events)) and rank() == 0:
+                print(as_json({"workload": ready.task.name, "folder": settings.folder, **vars(ended)}))
         return 0
 
-    def named(ready: _Ready) -> list[str]:
-        chosen.append(ready.settings.folder)
-        return [] if run.name else ["--name", ready.settings.folder.name]
+    def named(_: _Ready) -> list[str]:
+        chosen.append(run.claimed())
+        return [] if run.name else ["--name", chosen[0].name]
 
     def how() -> str:
         return how_to_go_on(sys.argv[1:], chosen[0]) if chosen else ""
 
-    run_in_workers(run.workers, prepare, body, named, how)
+    with given_back(run, chosen):
+        run_in_workers(run.workers, prepare, body, named, how)
+
+
+@contextmanager
+def given_back(run: AskedRun, chosen: Sequence[Path]) -> Iterator[None]:
+    """Behind it a folder that was claimed for a run is gone, if the run has not begun."""
+    try:
+        yield
+    finally:
+        for folder in chosen if run.is_numbered else ():
+            give_back(folder)
 
 
 def folder_of_all(run: AskedRun) -> Path:
-    """The run's folder as rank 0 finds it, on every rank."""
+    """The run's folder as rank 0 claims it, on every rank."""
     transport = Transport()
-    folder = by_rank_zero(transport, lambda: run.folder)
+    folder = by_rank_zero(transport, run.claimed)
     transport.close()
     return folder
 

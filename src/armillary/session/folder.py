@@ -4,6 +4,8 @@ import glob
 import itertools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,6 +22,8 @@ if TYPE_CHECKING:  # the command line looks at folders before it imports torch
 
 __all__ = [
     "CHECKPOINTS",
+    "claim_folder",
+    "give_back",
     "keep_decision",
     "keep_end",
     "kept_decision",
@@ -58,9 +62,41 @@ def open_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()  # with no name: ranks may open one folder at once
     except OSError as error:
-        raise ValueError(
-            f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written"
-        ) from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"run: cannot write to {folder} ({error}); pass a --runs (or --out) that can be written")
+
+
+def claim_folder(runs: Path, stem: str) -> Path:
+    """Makes the first of runs/stem, runs/stem-2 and so on that does not exist: no other run will take it.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    return next(folder for folder in _numbered(runs, stem) if _is_made(folder))
+
+
+def _is_made(folder: Path) -> bool:
+    """Whether this call made it: of several at once one does."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    return True
+
+
+def give_back(folder: Path) -> None:
+    """What a run that failed before it began had claimed."""
+    with suppress(OSError):  # it is not empty, once a run has begun
+        folder.rmdir()
+
+
+def _numbered(runs: Path, stem: str) -> Iterator[Path]:
+    return (runs / (stem if number == 1 else f"{stem}-{number}") for number in itertools.count(1))
 
 
 def refuse_not_ended(folder: Path) -> None:
@@ -84,8 +120,7 @@ def run_folder(runs: Path, stem: str, name: str, is_resumed: bool) -> Path:
         ValueError: a new run would write into an old one, or there is nothing to resume.
     """
     if not is_resumed:
-        numbered = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-        folder = runs / (name or next(one for one in numbered if not (runs / one).exists()))
+        folder = runs / name if name else next(one for one in _numbered(runs, stem) if not one.exists())
         if (folder / METRICS).exists():
             raise ValueError(f"run: {folder} already holds a run; pass --resume to go on with it, or another --name")
         return folder
