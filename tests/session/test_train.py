@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,6 +114,30 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
         assert glance.metrics == pytest.approx(as_before.metrics, rel=1e-12)
     for name, value in whole[-1].metrics.items():
         assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
+
+
+def test_a_run_that_goes_on_tells_no_step_twice_whatever_a_killed_one_had_told(crew, tmp_path):
+    settings = {"every_steps": 6, "request": JobRequest(PlanRequest({"*": "all_reduce"}))}
+    crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 12, **settings})
+    shutil.rmtree(tmp_path / "checkpoints/step-00000012")  # what was told after step 6 stays told
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "progress", "st')
+    crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 20, "resume": True, **settings})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "progress"] == [10, 20]
+    told = [(line["kind"], line["step"], line.get("is_whole")) for line in lines]
+    assert len(told) == len(set(told)) and not (tmp_path / "metrics.jsonl.draft").exists()
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint. skipped")
+def test_a_run_without_a_whole_checkpoint_says_that_it_begins_anew(crew, tmp_path):
+    crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 2})
+    (tmp_path / "checkpoints/step-00000002/complete.json").unlink()
+    events, _ = crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 2, "resume": True})
+    (said,) = of(Warned, events)
+    assert said.text == f"{tmp_path} holds no whole checkpoint, so training begins at step 0"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "progress"] == [2]
 
 
 def train_while_the_process_gives_memory_back(rank, workers, folder):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the command line looks at folders before it imports torch
 __all__ = [
     "CHECKPOINTS",
     "claim_folder",
+    "forget_after",
     "give_back",
     "keep_decision",
     "keep_end",
@@ -155,6 +156,22 @@ def note(folder: Path, event: "Progress | Evaluated") -> None:
     """Adds one line to the metrics."""
     with (folder / METRICS).open("a") as metrics:
         metrics.write(json.dumps({"kind": type(event).__name__.lower(), **asdict(event)}) + "\n")
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Takes out of the metrics what a run that goes on after this step will tell again, and a line cut short."""
+    path, draft = folder / METRICS, folder / f"{METRICS}.draft"
+    if path.exists():
+        lines = path.read_text().splitlines()
+        draft.write_text("".join(f"{line}\n" for line in lines if _is_until(step, line)))
+        os.replace(draft, path)
+
+
+def _is_until(step: int, line: str) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def keep_end(folder: Path, ended: "Ended", trace: Trace, workload: "Workload", plan: Plan) -> None:

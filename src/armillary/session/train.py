@@ -30,7 +30,7 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Rebalanced, Resumed, Saved, Warned
 from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
-from armillary.session.folder import keep_decision, keep_end, note, open_folder
+from armillary.session.folder import forget_after, keep_decision, keep_end, note, open_folder
 from armillary.session.glance import sampled
 from armillary.session.health import health_of
 from armillary.session.rank_zero import by_rank_zero
@@ -130,13 +130,8 @@ class Training:
 
     def begin(self) -> Iterator[Event]:
         """Resumes where a checkpoint left off, if asked to, and looks whether ranks draw the same data."""
-        path = latest_checkpoint(self.settings.checkpoints) if self.settings.resume else None
-        if path is not None:
-            state = self.run.load(path)
-            self.step = self.first_step = self.told_step = self.plan_step = int(state["step"])
-            self.drawn = self._drawn(state)
-            yield Resumed(self.step, path)
-            yield from self._restore(state.get("owners"))
+        if self.settings.resume:
+            yield from self._resume()
         places = [(micro_batch, self.count, self.settings.seed) for micro_batch in self.mine]
         first = [next(self.workload.batches("train", *place), None) for place in places]
         for same in alike_ranks(first, self.job.transport) if options_of(self.run.plan).method.axis == DATA else []:
@@ -146,6 +141,19 @@ class Training:
         self.resident_bytes = resident_bytes()[0] - sum(self.job.held_bytes().values())
         self.job.transport.take_records()  # of before the first step
         self.since = time.perf_counter()
+
+    def _resume(self) -> Iterator[Event]:
+        path = latest_checkpoint(self.settings.checkpoints)
+        state = self.run.load(path)
+        if path is None:
+            yield Warned(f"{self.settings.folder} holds no whole checkpoint, so training begins at step 0")
+        else:
+            self.step = self.first_step = self.told_step = self.plan_step = int(state["step"])
+            self.drawn = self._drawn(state)
+            yield Resumed(self.step, path)
+        if self.run.rank == 0:
+            forget_after(self.settings.folder, self.step)
+        yield from self._restore(state.get("owners"))
 
     def advance(self) -> None:
         """One optimizer step. Of two of them, one after the other, the tensors made are counted: what the first leaves
