@@ -226,6 +226,20 @@ def test_a_run_is_not_written_over_and_its_plan_can_be_edited_and_run_again(armi
     assert "the plan is for 3 workers, this job has 1" in refused("train", *quick, "--plan", "three.json")
 
 
+def test_a_run_that_had_come_to_its_end_is_left_as_it_was(armillary, tmp_path):
+    asked = ("train", "recommender", "--small", "--workers", "1", "--steps", "3")
+    assert armillary(*asked)[0] == 0
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, out, err = armillary(*asked, "--resume", "--exchange", "all_reduce=*")
+    assert (code, err) == (0, "")
+    assert "step 3 was reached before: nothing is left to do, and runs/recommender stays as it was" in out
+    code, out, err = armillary(*asked[:-1], "2", "--resume", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"workload": "recommender", "folder": "runs/recommender", "steps": 3}
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
+    assert armillary("compare", "runs/recommender")[0] in (0, 3)
+
+
 def test_two_runs_that_start_at_once_have_a_folder_each_and_leave_none_if_they_never_begin(
     armillary, monkeypatch, tmp_path
 ):

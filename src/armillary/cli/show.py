@@ -21,7 +21,18 @@ from armillary.facts.profile_table import bytes_text, count_text, seconds_text
 from armillary.facts.table import Page, Picture, wrapped
 from armillary.facts.topology import Topology
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Rebalanced, Resumed, Saved, Warned
+from armillary.session.events import (
+    Decided,
+    Ended,
+    Evaluated,
+    Event,
+    NothingLeft,
+    Progress,
+    Rebalanced,
+    Resumed,
+    Saved,
+    Warned,
+)
 from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
 
@@ -63,6 +74,8 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                 case Resumed(step, path):
                     line.begin(step)
                     say(f"going on after step {step} from {path}")
+                case NothingLeft(done):
+                    say(f"step {done} was reached before: nothing is left to do, and {folder} stays as it was")
                 case Rebalanced():
                     console.print(wrapped(str(event), console.width))
                 case Saved(step, path):
@@ -149,11 +162,11 @@ def comparison_page(ended: Ended) -> Page:
     return (table, legend, *([health_table(ended.health)] if ended.health else []))
 
 
-def drain(events: Iterable[Event]) -> Ended:
+def drain(events: Iterable[Event]) -> Ended | NothingLeft:
     """Runs the events through without showing them."""
     for event in events:
         last = event
-    assert isinstance(last, Ended), last
+    assert isinstance(last, Ended | NothingLeft), last
     return last
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "Ended",
     "Evaluated",
     "Event",
+    "NothingLeft",
     "Progress",
     "Rebalanced",
     "Remeasured",
@@ -39,6 +40,13 @@ class Resumed:
 
     step: int
     path: Path
+
+
+@dataclass(frozen=True)
+class NothingLeft:
+    """The run had come to its last step before; its folder stays as it was."""
+
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -147,4 +155,4 @@ class Ended:
     health: tuple[Health, ...] = ()
 
 
-Event = Decided | Resumed | Warned | Progress | Evaluated | Rebalanced | Saved | Ended
+Event = Decided | Resumed | NothingLeft | Warned | Progress | Evaluated | Rebalanced | Saved | Ended

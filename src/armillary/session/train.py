@@ -27,7 +27,18 @@ from armillary.session.attach import attach
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import decide, subject_of
 from armillary.session.engines.user_loop import UserLoop
-from armillary.session.events import Decided, Ended, Evaluated, Event, Progress, Rebalanced, Resumed, Saved, Warned
+from armillary.session.events import (
+    Decided,
+    Ended,
+    Evaluated,
+    Event,
+    NothingLeft,
+    Progress,
+    Rebalanced,
+    Resumed,
+    Saved,
+    Warned,
+)
 from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import forget_after, keep_decision, keep_end, note, open_folder
@@ -61,15 +72,17 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         seed=settings.seed, topology=decided.topology, profile=decided.profile,
     )  # fmt: skip
     by_rank_zero(run._transport, lambda: open_folder(settings.folder))
-    if run.rank == 0:
-        keep_decision(settings.folder, decided)
     yield decided
     training = Training(workload, settings, run, decided)
-    yield from training.begin()
-    while training.step < settings.steps:
-        training.advance()
-        yield from training.look_around()
-    yield from training.end()
+    yield from training.resume()
+    if training.step < settings.steps:
+        yield from training.begin()
+        while training.step < settings.steps:
+            training.advance()
+            yield from training.look_around()
+        yield from training.end()
+    else:
+        yield NothingLeft(training.step)
     run.close(gather=False)
 
 
@@ -87,6 +100,7 @@ class Training:
     may lag behind the steps.
 
     drawn: its micro-batches by step, with the place after them; reached: the place after those trained on last.
+    left: what an earlier part of the run saved of its loop.
     """
 
     def __init__(self, workload: Workload, settings: Settings, run: Run, decided: Decided):
@@ -98,9 +112,10 @@ class Training:
         self.counts_samples = run.plan.mesh.coordinates(run.rank).get(STAGE, 0) == 0
         self.drawn = self._drawn(None)
         self.reached: dict[str, Any] = {}
+        self.left: dict[str, Any] = {}
         self.resident_bytes = 0.0  # before training, without the plan's tensors
         self.every = CheckpointEvery(settings.every_steps, settings.every_seconds)
-        self.step = self.first_step = self.told_step = 0
+        self.step = self.told_step = 0
         self.loss_sum = self.loss_count = self.samples = 0.0
         self.since = time.perf_counter()
         self.moved: set[str] = set()  # tables that are no longer with the owners first planned
@@ -128,10 +143,25 @@ class Training:
         feeds = opened(self.workload, self.mine, self.count, self.settings.seed, left)
         return self.run.batches(together(feeds)) if self.run.plan.looks_ahead else together(feeds)
 
+    def resume(self) -> Iterator[Event]:
+        """Goes back to where the last whole checkpoint left off, if asked to."""
+        if not self.settings.resume:
+            return
+        path = latest_checkpoint(self.settings.checkpoints)
+        self.left = self.run.load(path)
+        if path is None:
+            yield Warned(f"{self.settings.folder} holds no whole checkpoint, so training begins at step 0")
+            return
+        self.step = self.told_step = self.plan_step = int(self.left["step"])
+        self.drawn = self._drawn(self.left)
+        yield Resumed(self.step, path)
+
     def begin(self) -> Iterator[Event]:
-        """Resumes where a checkpoint left off, if asked to, and looks whether ranks draw the same data."""
-        if self.settings.resume:
-            yield from self._resume()
+        """Opens the run's folder to what comes, and looks whether ranks draw the same data."""
+        if self.run.rank == 0:
+            keep_decision(self.settings.folder, self.decided)
+            forget_after(self.settings.folder, self.step)
+        yield from self._restore(self.left.get("owners"))
         places = [(micro_batch, self.count, self.settings.seed) for micro_batch in self.mine]
         first = [next(self.workload.batches("train", *place), None) for place in places]
         for same in alike_ranks(first, self.job.transport) if options_of(self.run.plan).method.axis == DATA else []:
@@ -141,19 +171,6 @@ class Training:
         self.resident_bytes = resident_bytes()[0] - sum(self.job.held_bytes().values())
         self.job.transport.take_records()  # of before the first step
         self.since = time.perf_counter()
-
-    def _resume(self) -> Iterator[Event]:
-        path = latest_checkpoint(self.settings.checkpoints)
-        state = self.run.load(path)
-        if path is None:
-            yield Warned(f"{self.settings.folder} holds no whole checkpoint, so training begins at step 0")
-        else:
-            self.step = self.first_step = self.told_step = self.plan_step = int(state["step"])
-            self.drawn = self._drawn(state)
-            yield Resumed(self.step, path)
-        if self.run.rank == 0:
-            forget_after(self.settings.folder, self.step)
-        yield from self._restore(state.get("owners"))
 
     def advance(self) -> None:
         """One optimizer step. Of two of them, one after the other, the tensors made are counted: what the first leaves
@@ -306,14 +323,13 @@ class Training:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
         trace = everyones_trace((*self.tally.records, *self.tally.step_records), self.job.transport)
         comparison, health = compare(self.job, self.tally, trace), health_of(self.job)
-        if self.step > self.first_step:
-            yield self._save()
+        yield self._save()
         metrics = self._evaluate(is_whole=True)
         held = sum(self.job.held_bytes().values())
         mine = [held + self.live.added_bytes, max(held, self.peak_bytes - self.resident_bytes)]
         peak, resident = self.job.transport.agree_largest(mine)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
-        steps, seconds = max(self.step - self.plan_step, 1), self.train_seconds or math.inf
+        steps, seconds = self.step - self.plan_step, self.train_seconds
         usual = statistics.median(self.step_seconds or [seconds / steps])
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
