@@ -6,6 +6,7 @@ import gzip
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import face
@@ -15,7 +16,9 @@ from armillary.cli.launch import Failure
 from armillary.cli.main import app
 from armillary.facts.mesh import Mesh
 from armillary.facts.plan import Plan
+from armillary.session.checkpoint import latest_checkpoint
 
+VISION = ("vision", "--small", "--workers", "1")
 LANGUAGE_MODEL = ("language_model", "--small", "--workers", "1")
 
 
@@ -238,6 +241,24 @@ def test_a_run_that_had_come_to_its_end_is_left_as_it_was(armillary, tmp_path):
     assert json.loads(out) == {"workload": "recommender", "folder": "runs/recommender", "steps": 3}
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
     assert armillary("compare", "runs/recommender")[0] in (0, 3)
+
+
+def rates_of_last_checkpoint(run):
+    saved = torch.load(latest_checkpoint(run / "checkpoints") / "rest.pt", weights_only=True)
+    return [group["lr"] for group in saved["optimizer"]["param_groups"]]
+
+
+@pytest.mark.parametrize("schedule", ["simultaneous", "one_device"])
+def test_a_learning_rate_that_is_given_anew_wins_over_the_saved_one(armillary, tmp_path, schedule):
+    asked = ("train", *VISION, "--schedule", schedule, "--steps")
+    assert armillary(*asked, "2", "--set", "learning_rate=0.1")[0] == 0
+    code, out, err = armillary(*asked, "4", "--set", "learning_rate=0.05", "--resume")
+    assert code == 0, err
+    assert "/step-00000002; lr is 0.05 as asked now, no longer 0.1" in " ".join(out.split())
+    assert rates_of_last_checkpoint(tmp_path / "runs/vision") == [0.05]
+    code, out, err = armillary(*asked, "6", "--resume")  # no option is given anew
+    assert code == 0 and "as asked now" not in out, err
+    assert rates_of_last_checkpoint(tmp_path / "runs/vision") == [0.05]
 
 
 def test_two_runs_that_start_at_once_have_a_folder_each_and_leave_none_if_they_never_begin(

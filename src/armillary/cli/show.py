@@ -71,9 +71,9 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                     put(console, decided_page(event, is_verbose))
                 case Warned(text):
                     console.print(wrapped(f"warning: {text}", console.width), style="yellow")
-                case Resumed(step, path):
+                case Resumed(step, path, remark):
                     line.begin(step)
-                    say(f"going on after step {step} from {path}")
+                    say("; ".join(filter(None, (f"going on after step {step} from {path}", remark))))
                 case NothingLeft(done):
                     say(f"step {done} was reached before: nothing is left to do, and {folder} stays as it was")
                 case Rebalanced():

@@ -38,11 +38,9 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def prepare() -> _Ready:
         task, granted = workload_of(workload), job_request_of(plan, count_of(run.workers))
         refuse_unnamed(task, granted)
-        every = (run.every_steps, run.every_seconds)
         steps = task.steps if run.steps is None else run.steps
-        return _Ready(
-            task, Settings(run.folder, steps, run.seed, *every, run.keep, run.resume, run.rebalance_every, granted)
-        )
+        how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume, run.rebalance_every)
+        return _Ready(task, Settings(run.folder, steps, *how, granted, asks_options=bool(workload.settings)))
 
     def body(ready: _Ready) -> int:
         settings = replace(ready.settings, folder=folder_of_all(run))

@@ -36,10 +36,11 @@ class Decided:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Training goes on after `step` steps."""
+    """Training goes on after `step` steps. remark: in what it is not as it was saved."""
 
     step: int
     path: Path
+    remark: str = ""
 
 
 @dataclass(frozen=True)

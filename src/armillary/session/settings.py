@@ -23,6 +23,7 @@ class Settings:
         every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
         keep: so many checkpoints.
         rebalance_every: at every so many checkpoints owners of tables are asked for again (`rebalance`); 0 is never.
+        asks_options: whether options of the workload were named: those of its optimizer then win over saved ones.
     """
 
     folder: Path
@@ -34,6 +35,7 @@ class Settings:
     resume: bool = False
     rebalance_every: int = 0
     request: JobRequest = field(default_factory=JobRequest)
+    asks_options: bool = False
 
     def __post_init__(self) -> None:
         intervals = (self.every_steps, self.every_seconds, self.rebalance_every)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from armillary.facts.collectives import summed
 from armillary.facts.mesh import DATA, STAGE
+from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
@@ -43,6 +44,7 @@ from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
 from armillary.session.folder import forget_after, keep_decision, keep_end, note, open_folder
 from armillary.session.glance import sampled
+from armillary.session.group_options import ask_anew, group_options
 from armillary.session.health import health_of
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.rebalance import owners_of, restore_owners
@@ -100,7 +102,7 @@ class Training:
     may lag behind the steps.
 
     drawn: its micro-batches by step, with the place after them; reached: the place after those trained on last.
-    left: what an earlier part of the run saved of its loop.
+    left: what an earlier part of the run saved of its loop; begun: options of the optimizer, before any scheduler.
     """
 
     def __init__(self, workload: Workload, settings: Settings, run: Run, decided: Decided):
@@ -113,6 +115,7 @@ class Training:
         self.drawn = self._drawn(None)
         self.reached: dict[str, Any] = {}
         self.left: dict[str, Any] = {}
+        self.begun = group_options(self.job.optimizer)
         self.resident_bytes = 0.0  # before training, without the plan's tensors
         self.every = CheckpointEvery(settings.every_steps, settings.every_seconds)
         self.step = self.told_step = 0
@@ -154,7 +157,16 @@ class Training:
             return
         self.step = self.told_step = self.plan_step = int(self.left["step"])
         self.drawn = self._drawn(self.left)
-        yield Resumed(self.step, path)
+        yield Resumed(self.step, path, self._take_options(self.left.get("options")))
+
+    def _take_options(self, begun: Options | None) -> str:
+        """Those of the optimizer, where other ones are asked now than this training began with."""
+        asked, self.begun = self.begun, begun or self.begun
+        if not self.settings.asks_options:
+            return ""
+        remark = ask_anew(self.job.optimizer, self.begun, asked)
+        self.begun = asked
+        return remark
 
     def begin(self) -> Iterator[Event]:
         """Opens the run's folder to what comes, and looks whether ranks draw the same data."""
@@ -312,7 +324,7 @@ class Training:
 
     def _save(self) -> Saved:
         began = time.perf_counter()
-        loop: dict[str, Any] = {"step": self.step, **self.reached}
+        loop: dict[str, Any] = {"step": self.step, **self.reached, "options": self.begun}
         if self.moved:
             loop["owners"] = owners_of(self.run.plan, self.moved, self.decided.profile)
         path = self.run.save(self.settings.checkpoints, loop=loop, keep=self.settings.keep)
