@@ -21,7 +21,12 @@ __all__ = ["reload"]
 
 
 def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
-    """Collective, between two steps; see `load`."""
+    """Collective, between two steps; see `load`. What the user changed since the run began is as it was meanwhile."""
+    with run.taken.as_it_was():
+        return _reload(run, path)
+
+
+def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     transport, trouble = run.transport, FirstError("load")
     if is_nothing(path, transport):
         return {}

@@ -42,7 +42,7 @@ def unchanged(means: Means) -> Means:
 
 
 def _nothing() -> None:
-    """What is done after a step."""
+    """What is done before and after a step."""
 
 
 class OwnLoop:
@@ -53,6 +53,7 @@ class OwnLoop:
         optimizer: before its first step or with a loaded state.
         change: of the mean gradients before they are applied: clips them, say.
         after_step: called when a step of the loop is over. within: entered around the waits of a backward.
+        before_step: called when a backward begins, and when the optimizer is about to step; it may refuse.
 
     Raises:
         ValueError: the optimizer steps a parameter that is in no group.
@@ -65,9 +66,10 @@ class OwnLoop:
         change: Callable[[Means], Means] = unchanged,
         after_step: Callable[[], None] = _nothing,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        before_step: Callable[[], None] = _nothing,
     ) -> None:
         self._reducer, self._optimizer, self._change = reducer, optimizer, change
-        self._after_step, self._within = after_step, within
+        self._before_step, self._after_step, self._within = before_step, after_step, within
         self._parameters = [parameter for unit in reducer.units for parameter in unit.parameters]
         self.steps, self.drains = 0, list[int]()
         self._is_open = self._is_shown = self._is_own_step = False
@@ -152,6 +154,13 @@ class OwnLoop:
                 f"own loop: {len(full)} parameters of shapes {full[:3]} had gradients before backward; want none: "
                 f"leave them to the loop"
             )
+        try:
+            self._before_step()
+        except BaseException:  # nothing has begun, so nothing of this backward may stay
+            self._optimizer.zero_grad()
+            if first is not None:
+                first.grad = None
+            raise
         self._is_open = True
         self._reducer.release(self.steps)
         if torch._C._current_graph_task_id() != -1:
@@ -177,6 +186,7 @@ class OwnLoop:
         if self._is_open:
             raise RuntimeError("own loop: a backward ended in an error; start again from a checkpoint")
         self._refuse_strangers(lambda parameter: parameter.grad is not None)
+        self._before_step()
         if not self._is_shown:  # this rank's backward touched nothing
             self._open(None)
             self._close()

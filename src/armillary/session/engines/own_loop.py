@@ -21,13 +21,14 @@ __all__ = ["OwnLoopEngine"]
 class OwnLoopEngine:
     teller = None
 
-    def __init__(self, parts: Parts, after_step: Callable[[], None]) -> None:
-        """after_step: called when a step of the loop is over."""
+    def __init__(self, parts: Parts, before_step: Callable[[], None], after_step: Callable[[], None]) -> None:
+        """before_step, after_step: called when a step of the loop begins, and when it is over."""
         clip, within = parts.options.clip, partial(parts.transport.within, "backward")
         change = unchanged if clip is None else partial(_clipped, clip, list(parts.job.model.parameters()))
         replicas = replicas_of(parts)
         self.units = [unit for units in replicas.groups.values() for unit in units]
-        self.runtime = OwnLoop(replicas.reducer(0, is_late=True), parts.job.optimizer, change, after_step, within)
+        reducer = replicas.reducer(0, is_late=True)
+        self.runtime = OwnLoop(reducer, parts.job.optimizer, change, after_step, within, before_step)
         self.newest, self.detach = self.runtime.newest, self.runtime.detach
 
     @property

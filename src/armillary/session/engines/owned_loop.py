@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from armillary.exchanges.look_up import State
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
-from armillary.runtime.agreement import checksum
 from armillary.runtime.checkpointing.optimizer_state import parameter_names, plain, table_state
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.dense_unit import DenseUnit
@@ -36,10 +35,11 @@ from armillary.session.engines.held_between_steps import Named, held_by_group
 from armillary.session.engines.interpreted import InterpretedEngine
 from armillary.session.engines.own_loop import OwnLoopEngine
 from armillary.session.engines.refused_state import refuse_state
+from armillary.session.engines.same_batches import refuse_other_batches
+from armillary.session.engines.taken_over import TakenOver, take_over
 from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
 from armillary.session.plain import put_back, refuse_reads
-from armillary.session.source import leaves
 from armillary.session.tally import MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
@@ -86,6 +86,8 @@ class OwnedLoop:
         self._told = self._telling()
         if self.options.method.is_cut:
             self._undo += refuse_state(self.optimizer, self._refuse_state)
+        who = f"rank {self.rank}: under schedule {self.plan.schedule.name}"
+        self.taken: TakenOver = take_over(who, self.model, self.optimizer)
 
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""
@@ -93,7 +95,7 @@ class OwnedLoop:
             self._undo.append(self.optimizer.register_step_pre_hook(self._refuse_own_step))
             return InterpretedEngine(self.parts)
         self.first.look_at(self.model)
-        return OwnLoopEngine(self.parts, self._looped)
+        return OwnLoopEngine(self.parts, lambda: self.taken.refuse_changed(), self._looped)
 
     def _stepped(self) -> None:
         """A step is over."""
@@ -158,7 +160,8 @@ class OwnedLoop:
         The optimizer's options of this moment are the step's.
 
         Raises:
-            ValueError: another number of batches, or ranks of one replica were given different ones.
+            ValueError: another number of batches, ranks of one replica were given different ones, or the model or the
+                optimizer are no longer what the schedule took over. Nothing was begun.
         """
         wanted = self.micro_batches
         if len(batches) != len(wanted):
@@ -166,8 +169,9 @@ class OwnedLoop:
                 f"run.step: rank {self.rank} hands in {len(wanted)} micro-batches a step (numbers {wanted.start} to "
                 f"{wanted.stop - 1} of {self.options.total(self.workers)}), got {len(batches)}"
             )
+        self.taken.refuse_changed()
         if self._taken < COMPARED_STEPS:
-            self._refuse_other_batches(batches)
+            refuse_other_batches(self.transport, wanted, batches)
         self.first.take(batches)
         self.first.compare()
         with self._working():
@@ -203,21 +207,6 @@ class OwnedLoop:
                 f"are taken by run.step(micro_batches), which steps the optimizer: call that alone{alone}"
             )
 
-    def _refuse_other_batches(self, batches: Sequence[Batch]) -> None:
-        """Where processes are stages of one replica, each is given all of its micro-batches."""
-        mine = [checksum(leaf) for leaf in leaves(batches) if isinstance(leaf, Tensor)]
-        with self.transport.unrecorded():
-            everyones = self.transport.share((list(self.micro_batches), mine))
-        first = dict[tuple[int, ...], int]()
-        for rank, (numbers, sums) in enumerate(everyones):
-            other = first.setdefault(tuple(numbers), rank)
-            if sums != everyones[other][1]:
-                raise ValueError(
-                    f"run.step: ranks {other} and {rank} hand in the same micro-batches {numbers} of a step, as they "
-                    "hold stages of one replica, but were given different data; give every rank the same (run.shard "
-                    "does)"
-                )
-
     def _collect(self, known: Sequence[StepLosses], is_step: bool = False, everything: bool = False) -> None:
         found = list(known) if self._told is None else self._told.take(known, is_step, everything)
         self._finished += [StepLosses(self.first_step + one.step, one.losses) for one in found]
@@ -234,12 +223,12 @@ class OwnedLoop:
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""
-        with self._working():
+        with self._working(), self.taken.as_it_was():
             self._collect(self.engine.settle(), everything=True)
 
     def drain(self) -> None:
         """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
-        with self._working():
+        with self._working(), self.taken.as_it_was():
             self._collect(self.engine.drain(), everything=True)
 
     def drained(self) -> list[StepLosses]:
@@ -261,7 +250,7 @@ class OwnedLoop:
     def newest(self) -> Iterator[None]:
         """Inside, `model` holds the newest weights of every stage, on every process; training goes on unchanged."""
         self.settle()
-        with self.engine.newest():
+        with self.taken.as_it_was(), self.engine.newest():
             yield
             if self.parts.tables.look_ups is not None:  # of the others, who may look longer
                 self.parts.tables.look_ups.serve_until("idle")
@@ -283,7 +272,7 @@ class OwnedLoop:
             held = {name: mine[name] for name in stage.names.values() if name in mine}
             state.update(self.transport.share(held if self.rank == owner else None)[owner])
         groups, names = [], iter(self.names)
-        for given, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+        for given, group in zip(self._groups, self.optimizer.param_groups):
             options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**options, "params": [next(names) for _ in given["params"]]})
         ordered = {name: state[name] for name in self.names if name in state}
@@ -305,8 +294,8 @@ class OwnedLoop:
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer steps on here, by name."""
         names = iter(self.names)
-        for group in self.optimizer.param_groups:
-            yield from zip(islice(names, len(group["params"])), group["params"], strict=True)
+        for given, group in zip(self._groups, self.optimizer.param_groups):
+            yield from zip(islice(names, len(given["params"])), group["params"], strict=True)
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
@@ -319,7 +308,7 @@ class OwnedLoop:
             rows = {table.parameter: self.optimizer.state.get(table.parameter) for table in self.tables.values()}
             self.optimizer.state.clear()
             names = iter(self.names)
-            for group, given, now in zip(self.optimizer.param_groups, self._groups, options, strict=True):
+            for group, given, now in zip(self.optimizer.param_groups, self._groups, options):
                 group.clear()
                 group.update({**now, **{key: given[key] for key in ("params", "param_names") if key in given}})
                 group["params"] = [
