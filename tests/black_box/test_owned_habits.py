@@ -1,6 +1,7 @@
 """Habits of a user's loop under a schedule that owns it: refused by name, and the run is saved and closed as ever."""
 
 import pytest
+import torch
 from plain_loop import apart, state_of
 from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
 
@@ -20,9 +21,13 @@ OWN = "delayed_all_reduce"  # behind a loop of the user's own
 EVERY = {**SCHEDULES, OWN: 2}
 
 
-def plan_of(text, processes, begin=chain):
+def plan_of(text, processes, habit=None):
+    """For the model as it is at first, or after the habit."""
+    model = begun()
+    if habit is not None:
+        habit(model, torch.optim.SGD(body_alone(model), lr=0.1))
     batches = [pair_batch(0, number) for number in range(processes)]
-    return face.plan_for(begin(), pair_loss, batches, processes, schedule=text)
+    return face.plan_for(model, pair_loss, batches, processes, schedule=text)
 
 
 def started(plan, model, optimizer):
@@ -50,6 +55,13 @@ def refusal(call, *given):
     return ""
 
 
+def begun():
+    """A model whose first bias is frozen."""
+    model = chain()
+    model[0][0].bias.requires_grad_(False)
+    return model
+
+
 def body_alone(model):
     """What the optimizer is given at first: all but the last block."""
     return model[:3].parameters()
@@ -59,14 +71,22 @@ def adds_a_group(model, optimizer):
     optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.05})
 
 
+def freezes(model, optimizer):
+    model[1].requires_grad_(False)
+
+
+def unfreezes(model, optimizer):
+    model[0][0].bias.requires_grad_(True)
+
+
 def nothing(model, optimizer):
     pass
 
 
-def interrupted(rank, world, plan, habit, folder):
-    """What a step says after the habit, twice; rank 0's exported groups and state; what is left after load and close;
-    and what a step under a run attached anew says."""
-    model = chain()
+def interrupted(rank, world, plan, habit, anew, folder):
+    """What a step says after the habit, twice; what the run tells and leaves; the optimizer's groups, and
+    which parameters are trained, after close. A new plan then goes on."""
+    model = begun()
     optimizer = OPTIMIZERS["momentum"](body_alone(model))
     run = started(plan, model, optimizer)
     for number in range(STEPS):
@@ -80,22 +100,35 @@ def interrupted(rank, world, plan, habit, folder):
     groups = exported and [len(group["params"]) for group in exported["optimizer"]["param_groups"]]
     run.close()
     left = [len(group["params"]) for group in optimizer.param_groups]
+    trained = [p.requires_grad for p in model.parameters()]
     state = state_of(model)
-    again = started(plan, model, optimizer)
-    anew = refusal(step, again, model, optimizer, STEPS)
+    again = started(anew, model, optimizer)
+    step(again, model, optimizer, STEPS)
     again.close()
-    return said, (seen, held, groups, state), left, anew
+    return said, (seen, held, groups, state), left, trained
+
+
+HABITS = {
+    adds_a_group: "SGD has 2 parameter groups, when the run began it had 1; call run.close(), add",
+    freezes: "1.0.weight was frozen since the run began, which its steps would not follow (likewise 1 more); call run.",
+    unfreezes: "0.0.bias was unfrozen since the run began, which its steps would not follow; call run.close(), set",
+}
 
 
 @pytest.mark.parametrize("text", EVERY)
-def test_a_group_added_between_steps_is_refused_and_is_there_after_close(crew, text, tmp_path):
+def test_what_a_loop_changes_between_steps_is_refused_and_is_there_after_close(crew, text, tmp_path):
     processes = EVERY[text]
     plan = plan_of(text, processes)
-    usual = crew(processes).run(interrupted, plan, nothing, tmp_path / "usual")
-    answers = crew(processes).run(interrupted, plan, adds_a_group, tmp_path / "added")
-    for rank, ((said, got, left, anew), (_, want, _, _)) in enumerate(zip(answers, usual, strict=True)):
-        for one in said:
-            assert one.startswith(f"ValueError: rank {rank}: under schedule {plan.schedule.name}: SGD has 2 parameter")
-            assert "call run.close()" in one and "attach again" in one
-        assert len(said) == 2 and left == [6, 2] and anew == ""
-        assert got[:3] == want[:3] and apart(got[3], want[3]) == {}
+    usual = crew(processes).run(interrupted, plan, nothing, plan, tmp_path / "usual")
+    for habit, wanted in HABITS.items():
+        answers = crew(processes).run(
+            interrupted, plan, habit, plan_of(text, processes, habit), tmp_path / habit.__name__
+        )
+        for rank, ((said, got, left, trained), (_, want, *_)) in enumerate(zip(answers, usual, strict=True)):
+            begins = f"ValueError: rank {rank}: under schedule {plan.schedule.name}: {wanted}"
+            assert len(said) == 2 and all(one.startswith(begins) for one in said), said
+            assert left == ([6, 2] if habit is adds_a_group else [6])
+            model = begun()
+            habit(model, torch.optim.SGD(body_alone(model), lr=0.1))
+            assert trained == [p.requires_grad for p in model.parameters()]
+            assert got[:3] == want[:3] and apart(got[3], want[3]) == {}

@@ -4,7 +4,7 @@ Stages, groups and messages were built for it. So what a user changes between tw
 some of it. It is compared before a step begins, so a refused step leaves the run as it was: it can be saved and closed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,7 +43,20 @@ class TakenOver:
             raise ValueError(f"{self.who}: {complaint}")
 
     def _complaints(self) -> Iterator[str]:
+        yield from self._other_training()
         yield from self._other_groups()
+
+    def _other_training(self) -> Iterator[str]:
+        changed = [
+            one for one, parameter in self.parameters.items() if parameter.requires_grad != (one in self.trained)
+        ]
+        if changed:
+            is_frozen = changed[0] in self.trained
+            yield (
+                f"{changed[0]} was {'frozen' if is_frozen else 'unfrozen'} since the run began, which its steps would "
+                f"not follow{f' (likewise {len(changed) - 1} more)' if len(changed) > 1 else ''}; call run.close(), "
+                "set requires_grad then, plan again and attach anew"
+            )
 
     def _other_groups(self) -> Iterator[str]:
         now = [group["params"] for group in self.optimizer.param_groups]
@@ -61,13 +74,23 @@ class TakenOver:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Inside, for what is under way: groups that were added are set aside. Afterwards they are there again."""
+        """Inside, for what is under way: groups that were added are set aside, and what was trained is. Afterwards all
+        is as the user has it."""
+        changed = [one for name, one in self.parameters.items() if one.requires_grad != (name in self.trained)]
         added = self.optimizer.param_groups[len(self.groups) :]
         del self.optimizer.param_groups[len(self.groups) :]
+        _turn(changed)
         try:
             yield
         finally:
+            _turn(changed)
             self.optimizer.param_groups.extend(added)
+
+
+def _turn(parameters: Iterable[nn.Parameter]) -> None:
+    """What was trained is frozen, and the other way."""
+    for parameter in parameters:
+        parameter.requires_grad_(not parameter.requires_grad)
 
 
 def take_over(who: str, model: nn.Module, optimizer: Optimizer) -> TakenOver:
