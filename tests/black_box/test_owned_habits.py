@@ -1,9 +1,12 @@
 """Habits of a user's loop under a schedule that owns it: refused by name, and the run is saved and closed as ever."""
 
+import warnings
+
 import pytest
 import torch
 from plain_loop import apart, state_of
 from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
+from torch import nn
 
 import armillary
 import face
@@ -132,3 +135,55 @@ def test_what_a_loop_changes_between_steps_is_refused_and_is_there_after_close(c
             habit(model, torch.optim.SGD(body_alone(model), lr=0.1))
             assert trained == [p.requires_grad for p in model.parameters()]
             assert got[:3] == want[:3] and apart(got[3], want[3]) == {}
+
+
+class Skip(nn.Module):
+    """No chain, so it is traced; with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = chain(0.5), chain(0.5)
+
+    def forward(self, value):
+        return self.second(self.first(value)) + value
+
+
+def switched(rank, world, plan, way, *modes):
+    """What steps say after model.train(mode), of each mode, the first at attach; what was warned of; weights."""
+    model, said = way(), []
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model.train(modes[0])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run = started(plan, model, optimizer)
+    for number, mode in enumerate(modes):
+        model.train(mode)
+        said.append(refusal(step, run, model, optimizer, number))
+        run.evaluate([pair_batch(9, 9)], lambda model, batch: {"loss": float(pair_loss(model, batch))})
+    run.close()
+    return said, [str(one.message) for one in warned if "eval mode" in str(one.message)]
+
+
+def skip():
+    torch.manual_seed(3)
+    return Skip().double()
+
+
+@pytest.mark.parametrize("text", ["gpipe(micro_batches=2, points=['second'])", "ring(points=['second'])"])
+def test_a_traced_model_in_another_mode_is_refused_and_a_chain_is_not(crew, text):
+    batches = [pair_batch(0, number) for number in range(2)]
+    plan = face.plan_for(skip(), pair_loss, batches, 2, schedule=text)
+    for rank, (said, warned) in enumerate(crew(2).run(switched, plan, skip, True, False, True)):
+        who = (
+            f"ValueError: rank {rank}: under schedule {plan.schedule.name}: the model is in eval mode now, but its for"
+        )
+        assert said[0] == said[2] == "" and said[1].startswith(who) and warned == []
+    for rank, (said, warned) in enumerate(crew(2).run(switched, plan, skip, False, True, False)):
+        assert said[0] == said[2] == "" and "traced in eval mode, and is run so; call eval() as before" in said[1]
+        assert len(warned) == (rank == 0) and all("model.train() before attach" in one for one in warned)
+    chained = face.plan_for(chain(0.5), pair_loss, batches, 2, schedule=text.replace("'second'", "'2'"))
+    assert crew(2).run(switched, chained, dropping_chain, True, False, True) == [(["", "", ""], [])] * 2
+
+
+def dropping_chain():
+    return chain(0.5)

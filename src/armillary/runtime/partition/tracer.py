@@ -3,9 +3,10 @@
 The tracer (torch.export underneath) turns the forward into a graph and splits it where named modules begin. Values that
 skip a stage are carried through it, so a stage only ever talks to its neighbours. Parameters are the model's own.
 
-What the trace fixes: the mode (train or eval), and every branch Python took on the example. Evaluate with the model
-itself. Source: PiPPy, now torch.distributed.pipelining, which is imported when something is traced: it brings
-torch._dynamo, and with it the start of every rank would take twice as long.
+What the trace fixes: the mode (train or eval) of every module, every branch Python took on the example, and the
+attributes that Python read (a rate of dropout, a counter): they are constants. Evaluate with the model itself. Source:
+PiPPy, now torch.distributed.pipelining, which is imported when something is traced: it brings torch._dynamo, and with
+it the start of every rank would take twice as long.
 """
 
 import operator

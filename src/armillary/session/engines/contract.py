@@ -28,6 +28,7 @@ class Parts:
         stages: the model, cut. A schedule that does not cut has it and its loss as one, without a loss it alone.
         input_of: what the first stage reads of a batch.
         coded: what evaluation codes, as training does.
+        is_traced: whether stages come from a trace of the model, which fixes the mode of every module.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class Parts:
     input_of: Callable[[Batch], Any]
     tables: RunTables
     coded: CodedLeaves = ()
+    is_traced: bool = False
 
     @property
     def rank(self) -> int:

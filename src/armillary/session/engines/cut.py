@@ -57,4 +57,4 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         corrections=options.built_corrections(), objectives=options.method.objectives(options),
         codes=codes, lends=options.method.lends,
     )  # fmt: skip
-    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables, coded)
+    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables, coded, is_traced)

@@ -75,6 +75,8 @@ class OwnedLoop:
         one_each = [rank for rank in range(plan.workers) if plan.mesh.sharing_data(rank)[0] == rank]
         self.first = FirstBatches(transport, job.check_data and len(one_each) > 1, one_each)
         self.begin()
+        if self.rank == 0:
+            self.taken.warn_of_mode()
 
     def begin(self) -> None:
         """From a plain model and optimizer, at the transport's step."""
@@ -87,7 +89,7 @@ class OwnedLoop:
         if self.options.method.is_cut:
             self._undo += refuse_state(self.optimizer, self._refuse_state)
         who = f"rank {self.rank}: under schedule {self.plan.schedule.name}"
-        self.taken: TakenOver = take_over(who, self.model, self.optimizer)
+        self.taken: TakenOver = take_over(who, self.parts)
 
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""

@@ -4,6 +4,7 @@ Stages, groups and messages were built for it. So what a user changes between tw
 some of it. It is compared before a step begins, so a refused step leaves the run as it was: it can be saved and closed.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.optimizers import kind_of
+from armillary.session.engines.contract import Parts
 
 __all__ = ["TakenOver", "take_over"]
 
@@ -24,6 +26,7 @@ class TakenOver:
         who: begins every complaint: the rank and its schedule.
         parameters: of the model, by name. trained: names of those that were trained.
         groups: the parameters of each of the optimizer's groups.
+        modules: by path, of a model that was traced; else none. training: paths of those that were in training mode.
     """
 
     who: str
@@ -31,6 +34,8 @@ class TakenOver:
     parameters: Mapping[str, nn.Parameter]
     trained: frozenset[str]
     groups: tuple[tuple[Tensor, ...], ...]
+    modules: Mapping[str, nn.Module]
+    training: frozenset[str]
 
     def refuse_changed(self) -> None:
         """
@@ -42,9 +47,18 @@ class TakenOver:
         if complaint:
             raise ValueError(f"{self.who}: {complaint}")
 
+    def warn_of_mode(self) -> None:
+        if self.modules and "" not in self.training:
+            warnings.warn(
+                "attach: the model is in eval mode, and its forward was traced so: in every step dropout is off and "
+                "batch statistics stand still; if that is not meant, call model.train() before attach",
+                stacklevel=2,
+            )
+
     def _complaints(self) -> Iterator[str]:
         yield from self._other_training()
         yield from self._other_groups()
+        yield from self._other_modes()
 
     def _other_training(self) -> Iterator[str]:
         changed = [
@@ -72,6 +86,16 @@ class TakenOver:
                     "began; put them back, call run.close(), change it then, and attach again"
                 )
 
+    def _other_modes(self) -> Iterator[str]:
+        changed = [path for path, one in self.modules.items() if one.training != (path in self.training)]
+        if changed:
+            then, now = ("train", "eval") if changed[0] in self.training else ("eval", "train")
+            yield (
+                f"{f'module {changed[0]!r}' if changed[0] else 'the model'} is in {now} mode now, but its forward was "
+                f"traced in {then} mode, and is run so; call {then}() as before (run.evaluate does it by itself), or "
+                f"run.close(), {now}() and attach again"
+            )
+
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
         """Inside, for what is under way: groups that were added are set aside, and what was trained is. Afterwards all
@@ -93,13 +117,16 @@ def _turn(parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(not parameter.requires_grad)
 
 
-def take_over(who: str, model: nn.Module, optimizer: Optimizer) -> TakenOver:
+def take_over(who: str, parts: Parts) -> TakenOver:
     """As they are now, with what the run has put into them."""
-    parameters = dict(model.named_parameters())
+    model, optimizer = parts.job.model, parts.job.optimizer
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules()) if parts.is_traced else {}
     return TakenOver(
         who,
         optimizer,
         parameters,
         frozenset(name for name, one in parameters.items() if one.requires_grad),
         tuple(tuple(group["params"]) for group in optimizer.param_groups),
+        modules,
+        frozenset(path for path, one in modules.items() if one.training),
     )
