@@ -9,6 +9,8 @@ from torch.nn import functional
 
 import armillary
 from armillary.facts.topology import Link, Topology
+from armillary.planning.request import PlanRequest
+from armillary.session.decide import JobRequest, Subject, decide
 
 GIB = 1 << 30
 SLOW = Link(1e-4, 1e6)  # the weights take a second, activations a hundredth
@@ -18,13 +20,19 @@ def loss(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.fixture(scope="module")
-def profile():
+def made():
     torch.manual_seed(0)
     parts = [module for _ in range(4) for module in (nn.Linear(256, 256), nn.ReLU())]
-    model = nn.Sequential(*parts, nn.Linear(256, 4))
-    batches = [(torch.randn(8, 256), torch.randint(4, (8,))) for _ in range(2)]
-    return armillary.profile(model, batches, loss, workers=2)
+    return nn.Sequential(*parts, nn.Linear(256, 4))
+
+
+def batches():
+    return [(torch.randn(8, 256), torch.randint(4, (8,))) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return armillary.profile(made(), batches(), loss, workers=2)
 
 
 def topology(memory: int = GIB) -> Topology:
@@ -77,3 +85,24 @@ def test_where_no_plan_of_the_users_loop_fits_a_pipeline_is_taken_or_named(profi
     plan = armillary.plan(profile, small, steps_by_run=True)
     assert plan.schedule.name in ("gpipe", "one_f_one_b")
     assert plan.forecast.memory_bytes + plan.forecast.peak_bytes <= small.memory_bytes
+
+
+def a_gradient_hook(model, optimizer):
+    model[2].weight.register_hook(lambda gradient: gradient)
+
+
+HABITS = {a_gradient_hook: "2.weight has a gradient hook"}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_that_attach_would_refuse_keeps_such_a_schedule_from_being_taken_by_price(profile, habit):
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    subject = Subject(model, optimizer, loss, lambda workers: batches())
+    request = JobRequest(PlanRequest(steps_by_run=True), topology=topology(), profile=profile)
+    assert decide(subject, request).plan.schedule.name in ("gpipe", "one_f_one_b")
+    habit(model, optimizer)
+    plan = decide(subject, request).plan
+    assert plan.schedule.name == "simultaneous"
+    said = f"no schedule that owns the loop is taken by price, as {HABITS[habit]}"
+    assert any(note.startswith(said) for note in plan.notes), plan.notes

@@ -34,6 +34,7 @@ from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.autotune import fastest
 from armillary.session.events import Decided
+from armillary.session.owned_habits import unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.validation import handed_in, refuse_unfit
@@ -147,13 +148,23 @@ def _planned(
         return {CHOSEN: request.plan.to_json()}
     case, wanted = Case(found, topology, assumptions_of(subject.optimizer)), request.wanted
     if request.autotune < 2 or request.owns_loop:
-        is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1
-        return {CHOSEN: make_plan(case, replace(wanted, steps_by_run=is_by_run), owners).to_json()}
+        return {CHOSEN: _one_plan(subject, case, wanted, owners).to_json()}
     plans = alternatives(case, wanted)
     if request.times_prefetch or wanted.prefetch is not False:
         plans = with_prefetch(plans, case)
     timed = at_once(best(plans, case, request.autotune), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
+
+
+def _one_plan(subject: Subject, case: Case, wanted: PlanRequest, owners: Mapping[str, OwnerSearch]) -> Plan:
+    """By price no schedule that owns the loop is taken which `attach` would refuse."""
+    if not wanted.steps_by_run or wanted.owns_loop:
+        return make_plan(case, wanted, owners)
+    against = next(unserved(subject.model, subject.optimizer), "")
+    is_by_run = len(members(subject.optimizer)) == 1 and not against
+    made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
+    said = f"no schedule that owns the loop is taken by price, as {against}"
+    return replace(made, notes=(*made.notes, said)) if against else made
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.session.engines.contract import Parts
+from armillary.session.owned_habits import gradient_hooks
 
 __all__ = ["TakenOver", "take_over"]
 
@@ -27,6 +28,7 @@ class TakenOver:
         parameters: of the model, by name. trained: names of those that were trained.
         groups: the parameters of each of the optimizer's groups.
         modules: by path, of a model that was traced; else none. training: paths of those that were in training mode.
+        is_by_run: whether steps are taken by `run.step`, so that autograd never meets the parameters themselves.
     """
 
     who: str
@@ -36,6 +38,7 @@ class TakenOver:
     groups: tuple[tuple[Tensor, ...], ...]
     modules: Mapping[str, nn.Module]
     training: frozenset[str]
+    is_by_run: bool
 
     def refuse_changed(self) -> None:
         """
@@ -59,6 +62,8 @@ class TakenOver:
         yield from self._other_training()
         yield from self._other_groups()
         yield from self._other_modes()
+        if self.is_by_run:
+            yield from gradient_hooks(self.parameters)
 
     def _other_training(self) -> Iterator[str]:
         changed = [
@@ -129,4 +134,5 @@ def take_over(who: str, parts: Parts) -> TakenOver:
         tuple(tuple(group["params"]) for group in optimizer.param_groups),
         modules,
         frozenset(path for path, one in modules.items() if one.training),
+        parts.job.loss is not None,
     )
