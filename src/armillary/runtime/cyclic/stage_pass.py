@@ -177,8 +177,7 @@ def forward_stage(
     handed_on: list[tuple[list[Any], TreeSpec]] = []
 
     def run(again: bool) -> list[Any]:
-        # a second run must not move running statistics a second time
-        buffers = {name: b.clone() for name, b in stage.module.named_buffers()} if again else {}
+        buffers = stage.buffers.again(found) if again and found is not None else {}
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
         with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows, reads.here():
             with stage.places.holding({**tensors, **buffers}):
@@ -188,7 +187,8 @@ def forward_stage(
             handed_on.append((leaves, spec) if loss is None or loss.is_last else tree_flatten(output))
         return leaves
 
-    outputs = run(again=False)
+    with nullcontext() if keep else stage.buffers.forward() as found:
+        outputs = run(again=False)
     asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
     ((leaves, spec),) = handed_on
     if loss is not None:

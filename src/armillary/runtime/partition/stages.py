@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.runtime.partition.found_buffers import FoundBuffers
 from armillary.runtime.partition.places import Places
 from armillary.schedules.balance import Cost, balanced
 
@@ -57,6 +58,11 @@ class Stage:
     def places(self) -> Places:
         """Where the module's tensors stand."""
         return Places(self.module)
+
+    @cached_property
+    def buffers(self) -> FoundBuffers:
+        """What forwards found in the module's buffers."""
+        return FoundBuffers(self.module)
 
 
 def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[ChainModule]:
