@@ -122,7 +122,7 @@ class _Crossing(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a value that nobody uses has no gradient, rather than zeros
         arrived = there(tensor)
         ctx.back = _at(arrived != 0) if back is None else back
-        return arrived
+        return arrived.detach()  # a stage may write in its place; what a codec made cannot be a view for autograd
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:

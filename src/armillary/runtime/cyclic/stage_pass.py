@@ -5,19 +5,21 @@ cross in one layout (`schedules/layout.py`), whatever made them. What a flight k
 what the schedule counts as one held activation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from armillary.runtime.cyclic.autocast import Autocast
 from armillary.runtime.cyclic.borrowed import Borrowing
 from armillary.runtime.cyclic.row_visit import Visit
+from armillary.runtime.cyclic.stage_inputs import StageInputs
 from armillary.runtime.cyclic.versions import Weights
+from armillary.runtime.partition.found_buffers import Found
 from armillary.runtime.partition.stages import Stage
 from armillary.schedules.layout import plain
 from armillary.schedules.random_stream import Stream, seeded
@@ -64,14 +66,14 @@ class Landed:
 
 @dataclass(frozen=True, eq=False)
 class StageActivation:
-    """A stage between forward and backward. `run` is called again for the backward if nothing was kept. Backward may
+    """A stage between forward and backward. `again` makes the outputs once more if they were not kept. Backward may
     run parts of the module again (torch's checkpoint), which must read what its forward read."""
 
     stage: Stage
     reads: Reads
     inputs: list[Any]
     outputs: list[Any] | None
-    run: Callable[[bool], list[Any]]
+    again: Callable[[], list[Any]]
 
     @property
     def version(self) -> int:
@@ -91,7 +93,7 @@ class StageActivation:
         return self.stage.places.holding(self.reads.weights)
 
     def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
-        outputs = self.outputs if self.outputs is not None else self.run(True)
+        outputs = self.outputs if self.outputs is not None else self.again()
         rows = self.reads.rows
         weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
         inputs = {place: leaf for place, leaf in enumerate(self.inputs) if _asks(leaf)}
@@ -151,6 +153,13 @@ class OwnLoss(NamedTuple):
     is_last: bool
 
 
+class _Made(NamedTuple):
+    """Of one run: the outputs at which backward begins, and what is handed on."""
+
+    outputs: list[Any]
+    handed_on: Value
+
+
 def forward_stage(
     stage: Stage,
     reads: Reads,
@@ -172,34 +181,37 @@ def forward_stage(
     Returns:
         the value for the next stage, cut off, and the flight to land later.
     """
-    tensors = reads.weights
-    device = next((w.device for w in tensors.values()), torch.device("cpu"))
-    handed_on: list[tuple[list[Any], TreeSpec]] = []
+    inputs = StageInputs(stage.index, value.leaves)
+    device = next((w.device for w in reads.weights.values()), torch.device("cpu"))
 
-    def run(again: bool) -> list[Any]:
-        buffers = stage.buffers.again(found) if again and found is not None else {}
+    def run(buffers: Mapping[str, Tensor], with_graph: bool) -> _Made:
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
-        with torch.set_grad_enabled(keep or again), seeded(*stream, device), autocast.again(), rows, reads.here():
-            with stage.places.holding({**tensors, **buffers}):
-                output = stage.module(tree_unflatten(value.leaves, value.spec))
+        with torch.set_grad_enabled(with_graph), seeded(*stream, device), autocast.again(), rows, reads.here():
+            given = inputs.given()
+            with stage.places.holding({**reads.weights, **buffers}):
+                output = stage.module(tree_unflatten(given, value.spec))
             made = output if loss is None else loss.of(output)
-            leaves, spec = tree_flatten(made)
-            handed_on.append((leaves, spec) if loss is None or loss.is_last else tree_flatten(output))
-        return leaves
+        leaves, spec = tree_flatten(made if loss is None or loss.is_last else output)
+        came = {id(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)
+        return _Made(tree_leaves(made), Value(leaves, spec, passed_on))
 
-    with nullcontext() if keep else stage.buffers.forward() as found:
-        outputs = run(again=False)
-    asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
-    ((leaves, spec),) = handed_on
+    def again() -> list[Any]:
+        inputs.refuse_written()
+        return run(stage.buffers.again(found), with_graph=True).outputs
+
+    with nullcontext() if keep else inputs.kept(), nullcontext(Found()) if keep else stage.buffers.forward() as found:
+        outputs, out = run({}, with_graph=keep)
     if loss is not None:
-        asks = [False] * len(leaves)
+        asks = [False] * len(out.leaves)
+    else:
+        asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
     passed = [
         plain(leaf.detach()).requires_grad_(ask) if isinstance(leaf, Tensor) else leaf
-        for leaf, ask in zip(leaves, asks, strict=True)
+        for leaf, ask in zip(out.leaves, asks, strict=True)
     ]
-    came = {id(leaf) for leaf in value.leaves if isinstance(leaf, Tensor)}
-    passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)
-    return Value(passed, spec, passed_on), StageActivation(stage, reads, value.leaves, outputs if keep else None, run)
+    kept = StageActivation(stage, reads, inputs.leaves, outputs if keep else None, again)
+    return replace(out, leaves=passed), kept
 
 
 def _asks(leaf: Any) -> bool:
