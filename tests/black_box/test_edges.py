@@ -345,8 +345,10 @@ def seen_in_masked_evaluation(rank, world, plan):
     return found
 
 
-def test_evaluation_codes_no_mask_and_no_value_a_second_time(crew):
-    plan = plan_of("gpipe(micro_batches=3, points=['1', '2'])", 3, "quantize(bits=2)", "same", model=masked_chain)
+@pytest.mark.parametrize("again", ["", ", recompute=[0, 1]"])
+def test_evaluation_codes_no_mask_and_no_value_a_second_time(crew, again):
+    schedule = f"gpipe(micro_batches=3, points=['1', '2']{again})"
+    plan = plan_of(schedule, 3, "quantize(bits=2)", "same", model=masked_chain)
     before = masked_chain()
     early, out, weights = crew(3).run(seen_in_masked_evaluation, plan)[0]
     after = masked_chain()

@@ -74,8 +74,22 @@ class Carrying(nn.Module):
 LAST = 2
 
 
+class Masked(nn.Module):
+    """The first of two stages makes a mask of its own, which asks for no gradient."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage, self.inner = stage, nn.Linear(WIDE, WIDE)
+
+    def forward(self, value):
+        if self.stage == 0:
+            return self.inner(value), torch.full_like(value, -torch.inf).triu(1)
+        hidden, mask = value
+        return torch.relu(self.inner(hidden * mask.exp()))
+
+
 def made(kind, count, dtype):
-    modules = nn.ModuleList([Block() if kind is Block else Carrying(stage) for stage in range(count)]).to(dtype)
+    modules = nn.ModuleList([Block() if kind is Block else kind(stage) for stage in range(count)]).to(dtype)
     generator = torch.Generator().manual_seed(count)
     with torch.no_grad():
         for parameter in modules.parameters():
@@ -163,6 +177,13 @@ def test_parts_that_run_again_autocast_and_one_queue_change_nothing():
         assert differs(cyclic_pipeline(3, 3, 1), edges_of(3, HALF, back), rule=rule) == []
     for choice in (EIGHT, HALF):
         assert differs(gpipe(2, 3), edges_of(2, choice, SAME), dtype=torch.float32, autocast=True) == []
+
+
+@pytest.mark.parametrize("recompute", [(), (0,), (0, 1)], ids=str)
+def test_a_mask_that_asks_for_no_gradient_is_not_coded_where_its_stage_runs_again_either(recompute):
+    schedule, edges = gpipe(2, 2), edges_of(2, EIGHT, FOUR)
+    assert differs(schedule, edges, kind=Masked, recompute=recompute) == []
+    assert all(bool(loss.isfinite()) for loss in trained(schedule, edges, kind=Masked, recompute=recompute)[1][1])
 
 
 def test_an_edge_that_warms_up_is_exact_until_then_and_only_named_edges_are_coded():

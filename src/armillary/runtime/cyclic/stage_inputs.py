@@ -72,7 +72,7 @@ class _Given(torch.autograd.Function):
 
 
 def _asks(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _copy(leaf: Any) -> Any:

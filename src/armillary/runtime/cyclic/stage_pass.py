@@ -184,9 +184,9 @@ def forward_stage(
     inputs = StageInputs(stage.index, value.leaves)
     device = next((w.device for w in reads.weights.values()), torch.device("cpu"))
 
-    def run(buffers: Mapping[str, Tensor], with_graph: bool) -> _Made:
+    def run(buffers: Mapping[str, Tensor]) -> _Made:
         rows = nullcontext() if reads.rows is None else reads.rows.reading()
-        with torch.set_grad_enabled(with_graph), seeded(*stream, device), autocast.again(), rows, reads.here():
+        with torch.enable_grad(), seeded(*stream, device), autocast.again(), rows, reads.here():
             given = inputs.given()
             with stage.places.holding({**reads.weights, **buffers}):
                 output = stage.module(tree_unflatten(given, value.spec))
@@ -198,17 +198,13 @@ def forward_stage(
 
     def again() -> list[Any]:
         inputs.refuse_written()
-        return run(stage.buffers.again(found), with_graph=True).outputs
+        return run(stage.buffers.again(found)).outputs
 
     with nullcontext() if keep else inputs.kept(), nullcontext(Found()) if keep else stage.buffers.forward() as found:
-        outputs, out = run({}, with_graph=keep)
-    if loss is not None:
-        asks = [False] * len(out.leaves)
-    else:
-        asks = [_asks(leaf) for leaf in outputs] if keep else _would_ask(reads, value, outputs)
+        outputs, out = run({})  # with a graph, which alone says what asks for a gradient
     passed = [
-        plain(leaf.detach()).requires_grad_(ask) if isinstance(leaf, Tensor) else leaf
-        for leaf, ask in zip(out.leaves, asks, strict=True)
+        plain(leaf.detach()).requires_grad_(loss is None and leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in out.leaves
     ]
     kept = StageActivation(stage, reads, inputs.leaves, outputs if keep else None, again)
     return replace(out, leaves=passed), kept
@@ -216,10 +212,3 @@ def forward_stage(
 
 def _asks(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _would_ask(reads: Reads, value: Value, outputs: Sequence[Any]) -> list[bool]:
-    """Without a graph: every floating-point output, if anything that went in asks for a gradient."""
-    rows = reads.rows.leaves if reads.rows is not None else []
-    any_source = any(map(_asks, [*reads.weights.values(), *value.leaves, *rows]))
-    return [any_source and isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in outputs]
