@@ -103,3 +103,25 @@ def test_what_does_not_fit_leaves_weights_as_they_were_and_the_run_trains_on(cre
     torch.save(misfit(), tmp_path / "other.pt")
     for said, is_as_before in crew(2).run(refused, made, tmp_path / "other.pt"):
         assert MISFITS[misfit] in said and is_as_before
+
+
+def told_after(rank, world, made, folder):
+    """Which steps are told of after a load, until the run is over; and their losses in a run that never did more."""
+    found = []
+    for further in (2, 0):
+        _, run = begun(made)
+        trained(run, range(2))
+        path = run.save(folder)
+        trained(run, range(2, 2 + further))
+        run.load(path)
+        numbers = run._engine.micro_batches
+        told = [one for step in (7, 8) for one in run.step([batch_of(10 * step + number) for number in numbers])]
+        found.append([(one.step, [float(loss) for loss in one.losses]) for one in [*told, *run.close()]])
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["pipeline", "pipeline(slack=1)"])
+def test_after_a_load_nobody_is_told_losses_of_the_training_that_was_left(crew, tmp_path, schedule):
+    made = face.plan_for(model_of(), loss, [batch_of(0), batch_of(1)], 2, schedule=schedule)
+    for after_more, after_none in crew(2).run(told_after, made, tmp_path):
+        assert [step for step, _ in after_more] == [2, 3] and after_more == after_none

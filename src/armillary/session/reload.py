@@ -42,6 +42,7 @@ def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
         listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
         raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
     run.undo(gather=True)
+    run.losses()  # of steps that are behind the training which is loaded now: nobody is told
     with trouble.kept(), torch.no_grad():
         _fill(run, saved)
         fill_averages(run, saved, trouble)
