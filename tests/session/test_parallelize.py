@@ -2,16 +2,19 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import assumptions_behind
 from armillary.reference.serial import train_step
+from armillary.session import decide
 from armillary.session.attach import attach
 from armillary.session.decide import assumptions_of
 from armillary.session.parallelize import auto_plan, parallelize
 from beside import differences
+from planning_cases import machines
 
 V, D = 300, 4
 
@@ -109,3 +112,21 @@ def take_steps(rank, workers):
 def test_what_is_decided_in_a_job_is_the_same_on_every_rank_and_goes_on_to_every_step(crew):
     (plan, knows_optimizer, step), (other, *_) = crew(2).run(take_steps)
     assert plan == other and knows_optimizer and step == 4
+
+
+def decay_the_table(rank, workers):
+    torch.manual_seed(3)
+    model = Small()
+    groups = [{"params": model.lin.parameters()}, {"params": model.emb.parameters(), "weight_decay": 1e-5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    few = [torch.arange(50) + 50 * worker for worker in range(workers)]
+    with pytest.MonkeyPatch.context() as patch:  # links on which rows would go early
+        patch.setattr(decide, "measure", lambda transport: machines(1, workers, megabits=1.0))
+        run = parallelize(model, optimizer, few, loss, constraints={"emb.weight": "owned_rows"}, prefetch=True)
+    said = run.plan.group_of("emb.weight").prefetch
+    run.close()
+    return said
+
+
+def test_one_call_never_plans_what_it_refuses_where_a_later_group_moves_quiet_rows(crew):
+    assert crew(2).run(decay_the_table) == ["ids", "ids"]

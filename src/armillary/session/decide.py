@@ -216,8 +216,8 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
 
 def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
     """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
-    found by trying it out; of several the most."""
-    found = [_of_one(one) for one in members(as_one(optimizer))]
+    found by trying it out; of several, and of groups with other options, the most."""
+    found = [_of_group(one, options) for one in members(as_one(optimizer)) for options in one.param_groups]
     return Assumptions(
         optimizer_slots=max(one.optimizer_slots for one in found),
         moves_quiet_rows=any(one.moves_quiet_rows for one in found),
@@ -225,11 +225,11 @@ def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
     )
 
 
-def _of_one(optimizer: Optimizer) -> Assumptions:
-    options = optimizer.param_groups[0]
+def _of_group(optimizer: Optimizer, options: dict[str, Any]) -> Assumptions:
     quiet = leaves_untouched_rows(optimizer, options)
     matrix, tried, temporary_bytes = _tried(optimizer, options)
-    parameter, state = next(((p, state) for p, state in optimizer.state.items() if state), (matrix, tried))
+    kept = ((p, optimizer.state[p]) for p in options["params"] if optimizer.state.get(p))
+    parameter, state = next(kept, (matrix, tried))
     slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
     temporaries = float(temporary_bytes // matrix.nbytes)
     return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
