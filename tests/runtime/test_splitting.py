@@ -63,6 +63,32 @@ def test_what_cannot_be_tried_says_why(model, batch, said):
     assert said in split_trial(model, batch, mean)
 
 
+class KeepsLast(nn.Module):
+    """Leaves what it handed on last where anybody may look at it."""
+
+    def forward(self, values):
+        self.last = values
+        return values
+
+
+def test_a_model_that_cannot_be_copied_is_not_tried_and_says_why():
+    model = model_of(KeepsLast())
+    mean(model, batch_of())
+    assert "cannot be run on half a batch: Only Tensors created" in split_trial(model, batch_of(), mean)
+
+
+@pytest.mark.parametrize("failure", [AssertionError(), KeyError("half"), AttributeError("half\nof it")])
+def test_whatever_half_a_batch_raises_is_told_and_stops_nobody(failure):
+    def of_whole_batches(model, batch):
+        if len(batch[0]) < 6:
+            raise failure
+        return mean(model, batch)
+
+    said = split_trial(model_of(), batch_of(), of_whole_batches)
+    assert said.startswith("a float64 copy of the model cannot be run on half a batch: ")
+    assert "half" in said.split(": ")[1] or said.endswith("AssertionError")
+
+
 def test_a_model_too_large_to_copy_is_left_untried(monkeypatch):
     monkeypatch.setattr("armillary.runtime.profiling.splitting.MOST_BYTES", 100)
     assert split_trial(model_of(), batch_of(), mean) == UNTRIED
