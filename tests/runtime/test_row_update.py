@@ -54,7 +54,7 @@ def test_element_wise_optimizers_step_by_row_and_only_some_leave_untouched_rows(
 
 
 @pytest.mark.parametrize(
-    "make", [lambda ps: torch.optim.Adafactor(ps), lambda ps: torch.optim.Muon(ps)], ids=["Adafactor", "Muon"]
+    "make", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS], ids=["Adafactor", "Muon", "LBFGS"]
 )
 def test_optimizers_that_mix_rows_are_found_out(make):
     optimizer = make(parameters())

@@ -130,3 +130,43 @@ def decay_the_table(rank, workers):
 
 def test_one_call_never_plans_what_it_refuses_where_a_later_group_moves_quiet_rows(crew):
     assert crew(2).run(decay_the_table) == ["ids", "ids"]
+
+
+def step_by_closure(rank, workers, has_batches):
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2).double()
+    reference = copy.deepcopy(model)
+    optimizer, truth = (torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, reference))
+
+    def loss_of(one, batch):
+        return one(batch).square().mean()
+
+    def batch_of(worker, step):
+        draw = torch.Generator().manual_seed(100 * step + worker)
+        return torch.randn(3, 4, generator=draw, dtype=torch.float64)
+
+    everyones = [batch_of(worker, 0) for worker in range(workers)]
+    run = parallelize(model, optimizer, *((everyones, loss_of) if has_batches else ()))
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            value = loss_of(model, batch_of(rank, step))
+            value.backward()
+            return value
+
+        def true_closure(step=step):
+            truth.zero_grad()
+            value = sum(loss_of(reference, batch_of(worker, step)) for worker in range(workers)) / workers
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        truth.step(true_closure)
+    run.close()
+    return max(float((mine - one).abs().max()) for mine, one in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_one_call_plans_for_an_optimizer_that_steps_by_a_closure(crew, has_batches):
+    assert max(crew(2).run(step_by_closure, has_batches)) < 1e-10

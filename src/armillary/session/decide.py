@@ -1,7 +1,5 @@
 """Measures the job, profiles a model on real batches and plans its training: on rank 0, for everyone."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,11 +17,11 @@ from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best,
 from armillary.planning.expected import with_expected
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import make_plan
-from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import refuse_with_rule
 from armillary.runtime.hybrid.optimizers import as_one, members
-from armillary.runtime.hybrid.row_update import leaves_untouched_rows
+from armillary.runtime.hybrid.row_update import leaves_untouched_rows, twin_to_try, wants_closure
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.profiling.live_bytes import LiveBytes
@@ -216,7 +214,8 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
 
 def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
     """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
-    found by trying it out; of several, and of groups with other options, the most."""
+    found by trying it out; of several, and of groups with other options, the most. One that steps by a closure alone
+    cannot be tried, and counts as Adam."""
     found = [_of_group(one, options) for one in members(as_one(optimizer)) for options in one.param_groups]
     return Assumptions(
         optimizer_slots=max(one.optimizer_slots for one in found),
@@ -226,21 +225,22 @@ def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
 
 
 def _of_group(optimizer: Optimizer, options: dict[str, Any]) -> Assumptions:
+    if wants_closure(optimizer):
+        return ADAM
     quiet = leaves_untouched_rows(optimizer, options)
     matrix, tried, temporary_bytes = _tried(optimizer, options)
-    kept = ((p, optimizer.state[p]) for p in options["params"] if optimizer.state.get(p))
+    kept = ((p, optimizer.state[p]) for p in options["params"] if p.dim() and optimizer.state.get(p))
     parameter, state = next(kept, (matrix, tried))
     slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
     temporaries = float(temporary_bytes // matrix.nbytes)
     return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
 
 
-def _tried(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any], int]:
+def _tried(optimizer: Optimizer, options: dict[str, Any]) -> tuple[Tensor, Mapping[str, Any], int]:
     """A twin steps on one parameter twice: that, its state, and the temporary bytes of the second step. The optimizer
     itself is left alone."""
     matrix = nn.Parameter(torch.ones(16, 16))
-    twin = copy.copy(optimizer)
-    twin.param_groups, twin.state = [{**options, "params": [matrix]}], defaultdict(dict)
+    twin = twin_to_try(optimizer, options, [matrix])
     live = LiveBytes()
     for _ in range(2):
         matrix.grad = torch.ones(16, 16)

@@ -8,6 +8,7 @@ split by row at all.
 """
 
 import copy
+import inspect
 import math
 from collections import defaultdict
 from typing import Any
@@ -20,7 +21,7 @@ from armillary.runtime.hybrid.table import RowTable
 
 __all__ = [
     "Held", "close_window", "leaves_untouched_rows", "open_window", "options_of", "replace_parameter", "steps_by_row",
-    "takes_listed_rows", "twin",
+    "takes_listed_rows", "twin", "twin_to_try", "wants_closure",
 ]  # fmt: skip
 
 Held = dict[str, Tensor]  # optimizer state of a whole shard: name -> (local rows, *row shape)
@@ -107,8 +108,14 @@ def twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[nn.Para
     return other
 
 
-def _like(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """A twin to try, with state as the optimizer itself would make it.
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether it steps by a closure alone (LBFGS): it cannot be tried, as nobody here knows a loss of a matrix."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def twin_to_try(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """A twin with state as the optimizer itself would make it.
 
     A learning rate of zero (warm-up begins so) would hide what the optimizer does, so it is replaced.
     """
@@ -137,7 +144,7 @@ def _open_state(optimizer: Optimizer, like: Optimizer, parameter: nn.Parameter) 
 def _trial(optimizer: Optimizer, group: dict[str, Any], weight: Tensor, gradients: list[Tensor]) -> list[Held]:
     """What such an optimizer makes of a matrix: weight and state of its shape, before and after every step."""
     parameter = nn.Parameter(weight.clone())
-    like = _like(optimizer, group, [parameter])
+    like = twin_to_try(optimizer, group, [parameter])
     seen = [_seen(like, parameter)]
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -170,6 +177,8 @@ def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     Raises:
         ValueError: the optimizer does not move the matrix at all, so nothing can be said about it.
     """
+    if wants_closure(optimizer):
+        return False
     weight, *gradients = _matrices()
     whole = [seen[""] for seen in _trial(optimizer, group, weight, gradients)]
     if torch.equal(whole[0], whole[-1]):
@@ -185,6 +194,8 @@ def steps_by_row(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 def takes_listed_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether a gradient that lists its rows moves a matrix as the plain dense one does, and all state is dense."""
+    if wants_closure(optimizer):
+        return False
     weight, gradient, other = _matrices()
     gradient[:3] = other[2:4] = 0
     try:
@@ -206,6 +217,8 @@ def takes_listed_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def leaves_untouched_rows(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether a row whose gradient is zero stays where it is, whatever its history, and its state too (RMSprop leaves
     the row but not its state)."""
+    if wants_closure(optimizer):
+        return False
     weight, gradient, _ = _matrices()
     quiet = gradient.clone()
     quiet[:3] = 0
