@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice
 from armillary.planning.alternatives import AHEAD
+from armillary.runtime.patience import Patience
 from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport
 from armillary.session import autotune
@@ -81,6 +83,23 @@ def test_the_plan_that_took_longer_is_not_carried_out(crew):
     assert "timed in this job over 12 steps each: " in first.notes[-1]
     assert "all_reduce " in first.notes[-1] and "gather_rows " in first.notes[-1]
     assert first.notes[-1].endswith("all_reduce is carried out")
+
+
+def tried_in_a_group(rank, workers):
+    """On connections of which the timed ones are to be the likes."""
+    subject = subject_of(find("language_model", small("language_model")), 0)
+    seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
+    plans = {"plain": forced(seen, Choice("all_reduce"))}
+    group, patience = dist.new_group(range(workers)), Patience(report_after=30.0, timeout=50.0)
+    transport = open_transport(group, patience)
+    with slower(""), counted(Transport) as opened:
+        autotune.fastest(plans, subject.model, subject.optimizer, subject.loss, list(subject.draw(workers)), transport)
+    transport.close()
+    return [(one.open_groups.parent is group, one.watchdog.patience == patience) for one in opened]
+
+
+def test_plans_are_timed_among_the_ranks_that_train_by_waits_as_long_as_theirs(crew):
+    assert crew(2).run(tried_in_a_group) == [[(True, True)]] * 2
 
 
 @pytest.mark.parametrize(

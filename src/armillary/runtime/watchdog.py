@@ -56,7 +56,7 @@ class Watchdog:
     that is alone needs none: it does nothing then."""
 
     def __init__(self, standing: Standing, board: Board, patience: Patience) -> None:
-        self._standing, self._board, self._patience = standing, board, patience
+        self._standing, self._board, self.patience = standing, board, patience
         self._seen: dict[int, SeenPeer] = {}
         self._is_answered = True  # by the store
         self._end = ""  # how this rank's program ended
@@ -69,7 +69,7 @@ class Watchdog:
             self._thread.start()
 
     def _watch(self) -> None:
-        report_after, timeout = self._patience.report_after, self._patience.timeout
+        report_after, timeout = self.patience.report_after, self.patience.timeout
         shortest = report_after or timeout
         beat, began, reports = 0, 0.0, 0  # reports: of the wait that began then
         while not self._over.wait(min(BEAT_SECONDS, shortest / 4)):
@@ -108,7 +108,7 @@ class Watchdog:
 
     def _report(self) -> str:
         everyone = self._listed({self._board.rank: str(self._standing.now())})
-        return f"armillary: {everyone} (a wait ends after timeout={self._patience.timeout:g} s)"
+        return f"armillary: {everyone} (a wait ends after timeout={self.patience.timeout:g} s)"
 
     @contextmanager
     def waiting(self, what: str, is_held_up: bool = True) -> Iterator[None]:
@@ -128,10 +128,10 @@ class Watchdog:
     def _lost(self, what: str, waited_seconds: float, error: RuntimeError) -> str:
         """A wait of this rank for that failed, and why, in one sentence; the other ranks are told of it."""
         mine = replace(self._standing.now(), wait=what)
-        is_late = waited_seconds >= 0.9 * self._patience.timeout
+        is_late = waited_seconds >= 0.9 * self.patience.timeout
         first = self._board.told() if is_late else self._heard()
         self._look()
-        why = f"its peers did not come within timeout={self._patience.timeout:g} s" if is_late else "a peer has stopped"
+        why = f"its peers did not come within timeout={self.patience.timeout:g} s" if is_late else "a peer has stopped"
         said = [f"rank {self._board.rank}: {mine.where}: {why}"]
         if is_late or not first:
             said += [self._listed({}), remedy(mine, [one.known for one in self._seen.values()])]

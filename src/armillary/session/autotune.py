@@ -55,7 +55,8 @@ def fastest(
         plans: by name, for this model, the best by forecast first. Those that prefetch take their batches from
             `run.batches`, the others do not.
         batches: of this rank, trained on by turns; of one alone, again and again, no row could go early.
-        transport: for ranks to agree on; plans are timed on others. topology: as in `attach`.
+        transport: for ranks to agree on; plans are timed on others, of the same ranks and as patient. topology: as in
+            `attach`.
 
     Raises:
         ValueError: a rank has no batch, or a plan does not fit; on every rank.
@@ -63,7 +64,7 @@ def fastest(
     if lacking := [rank for rank, count in enumerate(transport.share(len(batches))) if not count]:
         raise ValueError(f"ranks {lacking} have no batch to time plans with; give every rank two or more")
     with untouched(model):
-        shared = _connections(plans, topology)
+        shared = _connections(plans, topology, transport)
         running = {
             name: _running(plan, model, optimizer, loss, batches, shared[plan.workers_per_node])
             for name, plan in plans.items()
@@ -122,11 +123,12 @@ def _said(turns: Mapping[str, Sequence[float]]) -> str:
     return found
 
 
-def _connections(plans: Mapping[str, Plan], topology: Topology | None) -> dict[int, Transport]:
+def _connections(plans: Mapping[str, Plan], topology: Topology | None, beside: Transport) -> dict[int, Transport]:
     """By workers per node. Plans alike in this use the same: a job has one plan, and those of the others would be idle
     threads that wake in its turns."""
     packings = dict.fromkeys(plan.workers_per_node for plan in plans.values())
-    return {count: Transport(count, turn_bytes=turn_bytes_on(topology)) for count in packings}
+    as_there: dict[str, Any] = {"patience": beside.watchdog.patience, "process_group": beside.open_groups.parent}
+    return {count: Transport(count, turn_bytes=turn_bytes_on(topology), **as_there) for count in packings}
 
 
 def _running(
