@@ -10,12 +10,15 @@ import torch.distributed as dist
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice
 from armillary.planning.alternatives import AHEAD
+from armillary.planning.request import PlanRequest
 from armillary.runtime.patience import Patience
 from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport
 from armillary.session import autotune
+from armillary.session import decide as decide_file
 from armillary.session.decide import JobRequest, decide, first_batches, open_transport, subject_of
 from armillary.session.forced import forced
+from planning_cases import machines
 
 SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine
 
@@ -209,3 +212,26 @@ def test_every_rank_decides_for_the_same_timed_plan(crew, times_prefetch):
     first, second = crew(2).run(decided, times_prefetch)
     assert first == second and "timed in this job" in first.notes[-1]
     assert (AHEAD in first.notes[-1]) == times_prefetch
+
+
+def offered(rank, workers, prefetch, times_prefetch):
+    """How tables look ahead in the plans that are to be timed, over links on which much is gained by it."""
+    subject, kinds = subject_of(find("language_model", small("language_model")), 0), set()
+    wanted = PlanRequest({"output": "owned_rows", "embedding.weight": "owned_rows"}, prefetch=prefetch)
+
+    def taking_the_first(plans, *_):
+        kinds.update(group.prefetch for one in plans.values() for group in one.groups)
+        return next(iter(plans.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decide_file, "fastest", taking_the_first)
+        decide(subject, JobRequest(wanted, topology=machines(1, workers), autotune=9, times_prefetch=times_prefetch))
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "times_prefetch", "may_wait"), [(None, False, False), (True, False, True), (None, True, True)]
+)
+def test_gradients_wait_in_timed_plans_only_where_somebody_asked_for_prefetch(crew, prefetch, times_prefetch, may_wait):
+    for kinds in crew(2).run(offered, prefetch, times_prefetch):
+        assert ("gradients" in kinds) is may_wait and kinds & {"ids", "rows", "gradients"}

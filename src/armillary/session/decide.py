@@ -148,8 +148,9 @@ def _planned(
     if request.autotune < 2 or request.owns_loop:
         return {CHOSEN: _one_plan(subject, case, wanted, owners).to_json()}
     plans = alternatives(case, wanted)
-    if request.times_prefetch or wanted.prefetch is not False:
-        plans = with_prefetch(plans, case)
+    is_asked = request.times_prefetch or wanted.prefetch is True
+    if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
+        plans = with_prefetch(plans, case, may_wait=is_asked)
     timed = at_once(best(plans, case, request.autotune), case)
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
 
