@@ -95,6 +95,21 @@ def steps_in_the_backward(model, optimizer):
         parameter.register_post_accumulate_grad_hook(doubled)
 
 
+def hooks_the_step(model, optimizer):
+    optimizer.register_step_pre_hook(quartered)
+
+
+def hooks_after_the_step(model, optimizer):
+    optimizer.register_step_post_hook(quartered)
+
+
+def quartered(optimizer, args, kwargs):
+    """Of what must not be stepped with it: the weights would tell."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.div_(4)
+
+
 def nothing(model, optimizer):
     pass
 
@@ -133,9 +148,11 @@ HABITS = {
     unfreezes: "0.0.bias was unfrozen since the run began, which its steps would not follow; call run.close(), set",
     hooks_a_gradient: "2.0.weight has a gradient hook (doubled), which no step would call; take it off, or keep a loop",
     steps_in_the_backward: "1.0.weight has a gradient hook (doubled) (and so have 1 more), which no step would call",
+    hooks_the_step: "SGD has a step hook (quartered), which would not run once a step with all its gradients",
+    hooks_after_the_step: "SGD has a step hook (quartered), which would not run once a step with all its",
 }
 OF_RUN_STEP = (hooks_a_gradient, steps_in_the_backward)  # autograd calls them in a loop of the user's own
-AT_ATTACH = OF_RUN_STEP
+AT_ATTACH = (*OF_RUN_STEP, hooks_the_step, hooks_after_the_step)
 
 
 @pytest.mark.parametrize("text", EVERY)

@@ -91,7 +91,11 @@ def a_gradient_hook(model, optimizer):
     model[2].weight.register_hook(lambda gradient: gradient)
 
 
-HABITS = {a_gradient_hook: "2.weight has a gradient hook"}
+def a_step_hook(model, optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+HABITS = {a_gradient_hook: "2.weight has a gradient hook", a_step_hook: "SGD has a step hook"}
 
 
 @pytest.mark.parametrize("habit", HABITS)

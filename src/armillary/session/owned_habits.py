@@ -1,17 +1,19 @@
 """Habits of a loop that a schedule which owns it cannot serve, in the words in which they are refused.
 
 Its gradients are made on copies of the parameters that the stages read, of several ages, and no parameter's own hook
-hears of them.
+hears of them. Its stages are stepped at different times, each with the options of its gradients' step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["gradient_hooks", "unserved"]
+from armillary.runtime.hybrid.optimizers import hooks_beside, kind_of
+
+__all__ = ["gradient_hooks", "step_hooks", "unserved"]
 
 OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 
@@ -19,6 +21,7 @@ OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 def unserved(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     """What speaks against steps by `run.step`, with its remedy."""
     yield from gradient_hooks(dict(model.named_parameters()))
+    yield from step_hooks(optimizer)
 
 
 def gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
@@ -31,6 +34,18 @@ def gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
                 f"{hooked[0]} has a gradient hook ({_names(_hooks(parameters[hooked[0]]))}){more}, which no step would "
                 f"call; take it off, or {OWN_LOOP}"
             )
+
+
+def step_hooks(optimizer: Optimizer, mine: Container[int] = ()) -> Iterator[str]:
+    """Hooks of the user's, that run with the optimizer's steps. mine: ids of the run's own.
+
+    A step of training steps the optimizer once a stage, or once more before the model is looked at.
+    """
+    if hooks := hooks_beside(optimizer, mine):
+        yield (
+            f"{kind_of(optimizer)} has a step hook ({_names(hooks)}), which would not run once a step with all its "
+            "gradients, and whose changes of options would be undone; take it off, and do its work after each step"
+        )
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:

@@ -6,7 +6,7 @@ the optimizer that steps a parameter asks `holder`.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Container, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["Optimizers", "as_one", "has_hooks_beside", "holder", "kind_of", "members", "numbered_through", "split"]
+__all__ = ["Optimizers", "as_one", "holder", "hooks_beside", "kind_of", "members", "numbered_through", "split"]
 
 
 class Optimizers(Optimizer):
@@ -121,13 +121,18 @@ def holder(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
     return next((one for one in those if _holds(one, parameter)), those[0])
 
 
-def has_hooks_beside(optimizer: Optimizer, mine: Container[int]) -> bool:
-    """Whether hooks run with its steps that are not of these ids, or with the steps of all optimizers."""
-    hooks = {
-        hook for one in members(optimizer) for hook in (*one._optimizer_step_pre_hooks, *one._optimizer_step_post_hooks)
-    }
-    is_global = bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-    return is_global or any(hook not in mine for hook in hooks)
+def hooks_beside(optimizer: Optimizer, mine: Container[int]) -> list[Callable[..., Any]]:
+    """Those that run with its steps and are not of these ids, and with the steps of all optimizers. Torch's own, which
+    a profiler may ask for, look at nothing."""
+    found = [
+        hook
+        for one in members(optimizer)
+        for hooks in (one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks)
+        for number, hook in hooks.items()
+        if number not in mine
+    ]
+    everyones = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return found + [hook for hook in everyones if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
 def kind_of(optimizer: Optimizer) -> str:

@@ -5,9 +5,10 @@ some of it. It is compared before a step begins, so a refused step leaves the ru
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.session.engines.contract import Parts
-from armillary.session.owned_habits import gradient_hooks
+from armillary.session.owned_habits import gradient_hooks, step_hooks
 
 __all__ = ["TakenOver", "take_over"]
 
@@ -29,6 +30,7 @@ class TakenOver:
         groups: the parameters of each of the optimizer's groups.
         modules: by path, of a model that was traced; else none. training: paths of those that were in training mode.
         is_by_run: whether steps are taken by `run.step`, so that autograd never meets the parameters themselves.
+        hooks: ids of the run's own, which the optimizer calls when it steps.
     """
 
     who: str
@@ -39,6 +41,7 @@ class TakenOver:
     modules: Mapping[str, nn.Module]
     training: frozenset[str]
     is_by_run: bool
+    hooks: frozenset[int]
 
     def refuse_changed(self) -> None:
         """
@@ -64,6 +67,7 @@ class TakenOver:
         yield from self._other_modes()
         if self.is_by_run:
             yield from gradient_hooks(self.parameters)
+        yield from step_hooks(self.optimizer, self.hooks)
 
     def _other_training(self) -> Iterator[str]:
         changed = [
@@ -103,17 +107,25 @@ class TakenOver:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Inside, for what is under way: groups that were added are set aside, and what was trained is. Afterwards all
-        is as the user has it."""
+        """Inside, for what is under way: groups and hooks that were added are set aside, and what was trained is.
+        Afterwards all is as the user has it."""
         changed = [one for name, one in self.parameters.items() if one.requires_grad != (name in self.trained)]
         added = self.optimizer.param_groups[len(self.groups) :]
         del self.optimizer.param_groups[len(self.groups) :]
         _turn(changed)
+        both = _step_hooks(self.optimizer)
+        aside = [{number: hooks.pop(number) for number in [*hooks] if number not in self.hooks} for hooks in both]
         try:
             yield
         finally:
+            for hooks, others in zip(both, aside):
+                hooks.update(others)
             _turn(changed)
             self.optimizer.param_groups.extend(added)
+
+
+def _step_hooks(optimizer: Optimizer) -> Sequence[dict[int, Callable[..., Any]]]:
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def _turn(parameters: Iterable[nn.Parameter]) -> None:
@@ -123,7 +135,7 @@ def _turn(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def take_over(who: str, parts: Parts) -> TakenOver:
-    """As they are now, with what the run has put into them."""
+    """As they are now, with what the run has put into them; step hooks of the user's there are none."""
     model, optimizer = parts.job.model, parts.job.optimizer
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules()) if parts.is_traced else {}
     return TakenOver(
@@ -135,4 +147,5 @@ def take_over(who: str, parts: Parts) -> TakenOver:
         modules,
         frozenset(path for path, one in modules.items() if one.training),
         parts.job.loss is not None,
+        frozenset(number for hooks in _step_hooks(optimizer) for number in hooks),
     )

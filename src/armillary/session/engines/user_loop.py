@@ -20,7 +20,7 @@ from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
-from armillary.runtime.hybrid.optimizers import has_hooks_beside, holder, members
+from armillary.runtime.hybrid.optimizers import holder, hooks_beside, members
 from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.profiling.probe import Loss
@@ -318,7 +318,7 @@ class UserLoop:
         has_new = self.executor.settled != self._exchanged.get(optimizer, 0)
         if not (self.executor.is_settled and has_new):  # this rank's backward touched nothing that is exchanged
             self.executor.settle()
-        if has_hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
+        if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
             self.executor.prefetch.join()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
