@@ -228,3 +228,60 @@ def test_a_traced_model_in_another_mode_is_refused_and_a_chain_is_not(crew, text
 
 def dropping_chain():
     return chain(0.5)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number in its groups, as Prodigy does; every so many steps."""
+
+    every = 1
+
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups if self.calls % self.every == 0 else ():
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Moves(torch.optim.SGD):
+    """Changes a tensor among its options in place."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["distance"].add_(1)
+        return super().step(closure)
+
+
+class Seldom(Counts):
+    every = 5  # more than a trial sees
+
+
+def counted(rank, world, plan, kind):
+    """What attach says, and the first step that says something."""
+    model = chain()
+    groups = [{"params": list(part.parameters()), "distance": torch.zeros(1)} for part in model]
+    optimizer = kind(groups, lr=torch.tensor(0.1), foreach=False)
+    run = []
+    said = refusal(lambda: run.append(started(plan, model, optimizer)))
+    steps = (refusal(step, run[0], model, optimizer, number) for number in range(6)) if run else ()
+    found = next(filter(None, steps), "")
+    if run and not found:
+        run[0].close()
+    return said, found, [group["distance"].item() for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_an_optimizer_that_changes_its_options_is_refused_and_one_that_does_not_is_not(crew, text):
+    processes = EVERY[text]
+    plan = face.plan_for(chain(), pair_loss, [pair_batch(0, number) for number in range(3)], processes, schedule=text)
+    assert crew(processes).run(counted, plan, torch.optim.SGD) == [("", "", [0.0] * 4)] * processes
+    for kind, options in {Counts: "count", Moves: "distance"}.items():
+        wanted = f"owns the loop, and {kind.__name__} changes its options {options} when it steps, as a trial shows"
+        for said, _, distances in crew(processes).run(counted, plan, kind):
+            assert wanted in said and distances == [0.0] * 4
+
+
+def test_one_whose_trial_shows_nothing_is_refused_when_it_happens(crew):
+    text = "one_device(micro_batches=2, stages=2)"
+    plan = face.plan_for(chain(), pair_loss, [pair_batch(0, number) for number in range(2)], 1, schedule=text)
+    ((said, found, _),) = crew(1).run(counted, plan, Seldom)
+    assert said == "" and "Seldom changed its options count by itself" in found

@@ -95,7 +95,23 @@ def a_step_hook(model, optimizer):
     optimizer.register_step_post_hook(lambda *_: None)
 
 
-HABITS = {a_gradient_hook: "2.weight has a gradient hook", a_step_hook: "SGD has a step hook"}
+class Counted(torch.optim.SGD):
+    """Keeps a number in its group."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
+def a_counter(model, optimizer):
+    optimizer.__class__ = Counted
+
+
+HABITS = {
+    a_gradient_hook: "2.weight has a gradient hook",
+    a_step_hook: "SGD has a step hook",
+    a_counter: "Counted changes its options count when",
+}
 
 
 @pytest.mark.parametrize("habit", HABITS)

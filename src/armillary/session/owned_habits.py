@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.runtime.hybrid.optimizers import hooks_beside, kind_of
+from armillary.runtime.cyclic.own_options import own_options
+from armillary.runtime.hybrid.optimizers import hooks_beside, kind_of, members
 
-__all__ = ["gradient_hooks", "step_hooks", "unserved"]
+__all__ = ["gradient_hooks", "of_optimizer", "step_hooks", "unserved"]
 
 OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 
@@ -21,7 +22,18 @@ OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 def unserved(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     """What speaks against steps by `run.step`, with its remedy."""
     yield from gradient_hooks(dict(model.named_parameters()))
+    yield from of_optimizer(optimizer)
+
+
+def of_optimizer(optimizer: Optimizer) -> Iterator[str]:
+    """What speaks against any schedule that owns the loop, also behind a loop of the user's."""
     yield from step_hooks(optimizer)
+    for one in members(optimizer):
+        if found := own_options(one):
+            yield (
+                f"{type(one).__name__} changes its options {', '.join(found)} when it steps, as a trial shows, which "
+                f"would be undone; take one that keeps such numbers in its state, or {OWN_LOOP}"
+            )
 
 
 def gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:

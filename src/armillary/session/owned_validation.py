@@ -13,7 +13,7 @@ from armillary.runtime.hybrid.optimizers import kind_of, members
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.tables import table_complaints
-from armillary.session.owned_habits import step_hooks, unserved
+from armillary.session.owned_habits import of_optimizer, unserved
 from armillary.session.train_job import TrainJob
 from armillary.session.validation import other_job
 
@@ -51,7 +51,7 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
             f"schedule {name} owns the loop and cannot have check_finite=True; look at the losses that run.step "
             "returns, or at those of run.evaluate"
         )
-    habits = step_hooks(job.optimizer) if job.loss is None else unserved(job.model, job.optimizer)
+    habits = of_optimizer(job.optimizer) if job.loss is None else unserved(job.model, job.optimizer)
     yield from (f"schedule {name} owns the loop, and {one}" for one in habits)
     trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
     yield from other_job(plan, trainable, workers)

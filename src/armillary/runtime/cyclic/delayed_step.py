@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Options", "options_of", "refuse_gradients", "step_with"]
+__all__ = ["Options", "changed_options", "options_of", "refuse_gradients", "step_with"]
 
 Options = list[dict[str, Any]]  # per parameter group, everything but the parameters
 
@@ -29,7 +29,8 @@ def step_with(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor], op
     """Steps the parameters of `gradients` under `options`; everything else stays as it is.
 
     Raises:
-        RuntimeError: another parameter has a gradient, which this step would apply as well.
+        RuntimeError: another parameter has a gradient, which this step would apply as well; or the step changed an
+            option, which would be lost.
     """
     refuse_gradients(optimizer)
     kept = [dict(group) for group in optimizer.param_groups]
@@ -40,11 +41,37 @@ def step_with(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor], op
         parameter.grad = (
             torch.empty_like(parameter).copy_(gradient) if _lies_otherwise(gradient, parameter) else gradient
         )
+    given = [dict(group) for group in optimizer.param_groups]
     optimizer.step()
+    _refuse_own_options(optimizer, given)
     for parameter in gradients:
         parameter.grad = None
     for group, now in zip(optimizer.param_groups, kept):
         group.update(now)
+
+
+def _refuse_own_options(optimizer: Optimizer, given: Options) -> None:
+    """Of most optimizers that change their options this is found before training, by trying them; see `own_options`."""
+    found = {name for group, then in zip(optimizer.param_groups, given) for name in changed_options(then, group)}
+    if found:
+        raise RuntimeError(
+            f"delayed step: {type(optimizer).__name__} changed its options {', '.join(sorted(found))} by itself; the "
+            "next stage would not hear of it. Take an optimizer that keeps such numbers in its state, or keep a loop "
+            "of your own, by a plan without a schedule"
+        )
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Names of those that are new or have another value."""
+    return [name for name, value in after.items() if name not in before or not _same(before[name], value)]
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if isinstance(before, Tensor) or isinstance(after, Tensor):
+        return isinstance(before, Tensor) and isinstance(after, Tensor) and torch.equal(before, after)
+    return bool(before == after)
 
 
 def _lies_otherwise(gradient: Tensor, parameter: nn.Parameter) -> bool:
