@@ -460,6 +460,18 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused_before_the_first_step():
     refused(lambda model, batch: model(input=batch[0]).sum(), "by name")
 
 
+def test_autocast_inside_of_a_loss_is_refused_with_the_place_where_it_belongs():
+    def inside(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    model, batch = model_of().float(), [one.float() for one in batch_of(0, 0)]
+    with pytest.raises(ValueError, match=r"under autocast to bfloat16.*there is no autocast.*around every run\.step"):
+        SplitLoss(inside, model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        SplitLoss(loss, model, batch)
+
+
 def test_a_scaled_loss_is_refused_unless_the_scaler_is_switched_off():
     scale = torch.amp.GradScaler.scale
     refused(

@@ -23,6 +23,9 @@ class Autocast:
     enabled: bool
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"autocast to {str(self.dtype).removeprefix('torch.')}" if self.enabled else "no autocast"
+
     @classmethod
     def now(cls, device_type: str) -> "Autocast":
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))

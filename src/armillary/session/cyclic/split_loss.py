@@ -7,12 +7,13 @@ What cannot be taken apart like this (a loss that calls the model twice, or read
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from armillary.runtime.cyclic.autocast import Autocast, device_type_of
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.untouched import untouched
 from armillary.session.workload import Batch
@@ -40,17 +41,24 @@ class SplitLoss:
 
     def input_of(self, batch: Batch) -> Any:
         """What the first stage reads: the model's argument, or a tuple of several."""
-        calls: list[tuple[Any, ...]] = []
+        given = self._call(batch).given
+        return given if len(given) > 1 else given[0]
+
+    def _call(self, batch: Batch) -> "_Call":
+        calls: list[_Call] = []
 
         def note(*given: Any) -> Any:
-            calls.append(given)
+            calls.append(_Call(given, self._autocast()))
             raise _Noted
 
         try:
             self._loss(_StandIn(self._model, note), batch)
         except _Noted:
-            return calls[0] if len(calls[0]) > 1 else calls[0][0]
+            return calls[0]
         raise ValueError("schedule: the loss never calls the model, so there is nothing to cut into stages")
+
+    def _autocast(self) -> Autocast:
+        return Autocast.now(device_type_of(self._model.parameters()))
 
     def of_output(self, output: Any, batch: Batch) -> Tensor:
         """The loss, from what the last stage returns."""
@@ -71,11 +79,19 @@ class SplitLoss:
                 "schedule: the loss reads the model's weights besides its output (a penalty, say), which no stage can "
                 "see; use the optimizer's weight decay, or put the penalty into the model"
             )
-        if not torch.equal(value.detach(), whole):
+        if torch.equal(value.detach(), whole):
+            return
+        inside, outside = self._call(batch).autocast, self._autocast()
+        if inside != outside and (inside.enabled or outside.enabled):
             raise ValueError(
-                "schedule: the loss of the model's output is not the loss of the batch; it may call the model more "
-                "than once. A schedule runs the model once a micro-batch"
+                f"schedule: the loss calls the model under {inside}, which begins inside of the loss; around it there "
+                f"is {outside}. Stages run outside of the loss and would not see it: enter autocast around every "
+                f"run.step instead, which reaches the forwards and the losses of its micro-batches"
             )
+        raise ValueError(
+            "schedule: the loss of the model's output is not the loss of the batch; it may call the model more than "
+            "once. A schedule runs the model once a micro-batch"
+        )
 
 
 @contextmanager
@@ -101,6 +117,13 @@ def scaler_refused() -> Iterator[None]:
 
 class _Noted(Exception):
     """The stand-in has been called."""
+
+
+class _Call(NamedTuple):
+    """What the model is called with, and the autocast that is on then."""
+
+    given: tuple[Any, ...]
+    autocast: Autocast
 
 
 class _StandIn(nn.Module):
