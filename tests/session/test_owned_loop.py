@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
+import face
 from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -294,9 +295,10 @@ def test_what_a_schedule_that_owns_the_loop_cannot_do_is_refused_by_name(crew):
 
 
 def broken_loss(model, batch):
+    found = loss(model, batch)
     if batch[0][0, 0] > 1e6:
         raise ArithmeticError("no such batch")
-    return loss(model, batch)
+    return found
 
 
 def break_a_step(rank, workers, name, options):
@@ -326,3 +328,68 @@ def test_after_a_step_that_ended_in_an_error_every_call_says_so(crew, name, opti
             assert (
                 "a step ended in an error (ArithmeticError: no such batch), and what it still had to do is lost" in one
             )
+
+
+class Skipping(nn.Module):
+    """No chain: it is cut by tracing, for batches of one form."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value):
+        return self.second(torch.tanh(self.first(value))) + value
+
+
+def traced_model():
+    torch.manual_seed(4)
+    return Skipping().double()
+
+
+def with_a_short_batch(run, model, whole):
+    with pytest.raises(ValueError, match="the model was traced for a batch of"):
+        run.step([*whole[:-1], [part[:-1] for part in whole[-1]]])
+
+
+def with_a_gradient(run, model, whole):
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="gradients that no schedule made"):
+        run.step(whole)
+    parameter.grad = None
+
+
+def go_on(rank, workers, made, refused):
+    """Exports of two runs that take the same steps, one of them with something refused in between."""
+    found = []
+    for offend in (refused, None):
+        model = traced_model()
+        run = armillary.attach(made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0))
+        for step in range(STEPS):
+            run.step(given(options_of(made), step, rank, workers))
+            if offend is not None:
+                offend(run, model, given(options_of(made), step, rank, workers))
+                run.export()
+        run.close()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("refused", [with_a_short_batch, with_a_gradient])
+def test_what_is_refused_before_a_step_has_begun_breaks_nothing(crew, refused):
+    asked = Choice("gpipe", {"micro_batches": 2, "points": ["second"]})
+    made = face.plan_for(traced_model(), loss, [batch_of(0, 0), batch_of(0, 1)], 2, schedule=str(asked))
+    assert crew(2).run(go_on, made, refused) == [True, True]
+
+
+def step_without_a_loss(rank, workers, made):
+    model = model_of()
+    with armillary.attach(made, model, optimizer_of(model)) as run:
+        with pytest.raises(ValueError, match="nobody said what the loss is"):
+            run.step([batch_of(0, rank)])
+        run.export()
+    return True
+
+
+def test_a_step_that_was_refused_as_nobody_gave_the_loss_breaks_nothing(crew):
+    assert crew(2).run(step_without_a_loss, plan_of("delayed_all_reduce", {}, 2)) == [True, True]

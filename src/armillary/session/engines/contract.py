@@ -18,7 +18,9 @@ from armillary.session.edges_at_eval import CodedLeaves
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
 
-__all__ = ["Engine", "Parts"]
+__all__ = ["Engine", "Given", "Parts"]
+
+Given = tuple[Any, Batch]  # what the first stage reads of a micro-batch, and what the loss wants
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +49,18 @@ class Parts:
     def rank(self) -> int:
         return self.transport.place.rank
 
-    def given(self, batches: Sequence[Batch]) -> list[tuple[Any, Batch]]:
-        """What the first stage reads, and what the loss wants, of each."""
+    def given(self, batches: Sequence[Batch]) -> list[Given]:
         return [(self.input_of(batch), batch) for batch in batches]
 
 
 class Engine(Protocol):
     """Every process makes the same calls. Complete when constructed."""
 
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
-        """One training step over the micro-batches of this process; the losses known by now."""
+    def given(self, batches: Sequence[Batch]) -> Sequence[Given]:
+        """Of the micro-batches of this process, for `step`. Refuses what cannot be stepped on; begins nothing."""
+
+    def step(self, given: Sequence[Given]) -> list[StepLosses]:
+        """One training step; the losses known by now."""
 
     def settle(self) -> list[StepLosses]:
         """Finishes what is under way; training goes on as if nobody had asked."""

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.schedules.by_worker import placed
 from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
-from armillary.session.engines.contract import Parts
+from armillary.session.engines.contract import Given, Parts
 from armillary.session.engines.replicas import beside_bytes, ranks_of, replicas_of
 from armillary.session.feed import device_of
 from armillary.session.workload import Batch
@@ -45,9 +46,13 @@ class InterpretedEngine:
     def beside_bytes(self) -> float:
         return beside_bytes(self.units) + self.runtime.lent_bytes.mean
 
-    def step(self, batches: Sequence[Batch]) -> list[StepLosses]:
+    def given(self, batches: Sequence[Batch]) -> Sequence[Given]:
+        refuse_gradients(self.parts.job.optimizer)
+        return self.parts.given(batches)
+
+    def step(self, given: Sequence[Given]) -> list[StepLosses]:
         self._steps += 1
-        return self.runtime.step(self.parts.given(batches))
+        return self.runtime.step(given)
 
     @contextmanager
     def newest(self) -> Iterator[None]:

@@ -35,11 +35,13 @@ class OwnLoopEngine:
     def beside_bytes(self) -> float:
         return beside_bytes(self.units)
 
-    def step(self, batches: Sequence[Batch]) -> NoReturn:
+    def given(self, batches: Sequence[Batch]) -> NoReturn:
         raise ValueError(
             "run.step: nobody said what the loss is; give loss=loss(model, batch) and example=batch to attach, or keep "
             "a loop of your own: backward, optimizer.step()"
         )
+
+    step = given
 
     def settle(self) -> list[StepLosses]:
         self.runtime.settle()

@@ -166,6 +166,7 @@ class OwnedLoop:
                 optimizer are no longer what the schedule took over. Nothing was begun.
         """
         wanted = self.micro_batches
+        given = self.engine.given(batches)  # what is refused up to here breaks nothing
         if len(batches) != len(wanted):
             raise ValueError(
                 f"run.step: rank {self.rank} hands in {len(wanted)} micro-batches a step (numbers {wanted.start} to "
@@ -177,7 +178,7 @@ class OwnedLoop:
         self.first.take(batches)
         self.first.compare()
         with self._working():
-            self._collect(self.engine.step(batches), is_step=True)
+            self._collect(self.engine.step(given), is_step=True)
         self._stepped()
         return self.losses()
 
