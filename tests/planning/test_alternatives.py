@@ -44,7 +44,7 @@ def test_what_the_user_demands_is_the_same_in_all_of_them():
 
 def test_a_plan_that_does_not_fit_is_no_alternative():
     whole, tight = (
-        alternatives(Case(PROFILE, machines(4, memory=size), SGD), PlanRequest()) for size in (1 << 40, 60_000_000)
+        alternatives(Case(PROFILE, machines(4, memory=size), SGD), PlanRequest()) for size in (1 << 40, 70_000_000)
     )
     # two tables of 51 MB and a gradient
     missing = sorted(set(whole) - set(tight))

@@ -8,7 +8,7 @@ from armillary.facts.plan import Choice
 from armillary.facts.topology import Topology
 from armillary.planning.fitting import NothingFits
 from armillary.planning.planner import plan
-from armillary.planning.pricing import SGD
+from armillary.planning.pricing import ADAM, SGD
 from planning_cases import dense, machines, model, table
 
 KIB = 1 << 10
@@ -53,3 +53,42 @@ def test_what_a_step_adds_must_fit_beside_what_is_held():
     small = replace(machines(2), memory_bytes=450 * KIB)
     with pytest.raises(NothingFits, match=r"activations 500\.0 KiB"):
         plan(profile, small, assumptions=SGD)
+
+
+TABLES = [table("t", 0, rows=20_000, width=64), table("u", 1, rows=20_000, width=64, alpha=0.8, union=1.0)]
+
+
+@pytest.mark.parametrize("assumptions", [SGD, replace(ADAM, step_slots=2.0), replace(SGD, step_slots=3.0)])
+@pytest.mark.parametrize("step", [(0, 0), (500 * KIB, 9_000 * KIB), (500 * KIB, 500 * KIB)])
+@pytest.mark.parametrize("tables", [TABLES, [], [table("t", 0, rows=20_000, width=64, refusals=("max_norm",))]])
+def test_whatever_the_limit_a_plan_that_is_made_fits_by_its_own_forecast(assumptions, step, tables):
+    seen = replace(model(*tables, dense("d", 300_000, 2)), step_bytes=step[0], whole_step_bytes=step[1])
+    roomy = plan(seen, machines(4), assumptions=assumptions).forecast
+    most = roomy.memory_bytes + roomy.peak_bytes
+    fitting = 0
+    for limit in (int(most * share / 20) for share in range(1, 22)):
+        try:
+            made = plan(seen, machines(4, memory=limit), assumptions=assumptions).forecast
+        except NothingFits:
+            assert limit < most
+            continue
+        assert made.memory_bytes + made.peak_bytes <= limit
+        fitting += 1
+    assert fitting
+
+
+def test_a_table_whose_rows_on_their_way_are_more_than_itself_stays_whole_where_only_that_fits():
+    """With Adam its 4.9 MiB are held four times; by row a fourth of that, and 3.4 times on their way."""
+    busy, topology = model(table("t", 0, rows=20_000, width=64, alpha=0.85, union=1.0)), machines(4, megabits=100.0)
+    assert plan(busy, topology).group_of("t").layout == "row_sharded"
+    tight = plan(busy, replace(topology, memory_bytes=20 << 20)).group_of("t")
+    assert tight.layout == "replicated" and tight.reason.endswith("does not fit in memory")
+
+
+def test_memory_that_the_optimizer_needs_for_a_moment_is_told_where_nothing_fits():
+    seen = model(dense("d", 1 << 20))
+    with pytest.raises(NothingFits, match=r"activations 0 B, 8\.0 MiB more in the fullest moment of a step"):
+        plan(seen, machines(2, memory=17 << 20), assumptions=replace(ADAM, step_slots=2.0))
+    with pytest.raises(NothingFits) as caught:  # no batch is small enough for that
+        plan(replace(seen, step_bytes=1 << 20), machines(2, memory=17 << 20), assumptions=replace(ADAM, step_slots=2.0))
+    assert "times smaller" not in str(caught.value)

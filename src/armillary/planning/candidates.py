@@ -16,6 +16,7 @@ from armillary.planning.buckets import BucketLimits
 from armillary.planning.constraints import allows, layout_of, why_not
 from armillary.planning.demand import Constraint
 from armillary.planning.parallax import plain
+from armillary.planning.peak import PeakPart, peak_part
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 
 __all__ = ["Candidate", "Question", "allowed", "candidate", "candidates"]
@@ -41,12 +42,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way for one parameter. forecast: of the parameter alone; in a bucket it pays its part of the latency."""
+    """One way for one parameter. forecast: of the parameter alone; in a bucket it pays its part of the latency. peak:
+    what it brings to the fullest moment of a step."""
 
     parameter: str
     choice: Choice
     departures: tuple[str, ...]
     forecast: Forecast
+    peak: PeakPart
 
     @property
     def layout(self) -> Layout:
@@ -59,14 +62,15 @@ class Candidate:
 
 def candidate(fact: ParameterFact, choice: Choice, question: Question) -> Candidate:
     """One way, priced."""
+    peak = peak_part(fact, choice, fact.name in question.lazy, question.case)
     if choice.name in row_exchanges():
         is_lazy = fact.name in question.lazy
         forecast = row_forecast(fact, choice, is_lazy, question.case)
         departs = build_row(choice.name, **choice.options).codes.departs
-        return Candidate(fact.name, choice, checked([*departs, *["lazy"] * is_lazy]), forecast)
+        return Candidate(fact.name, choice, checked([*departs, *["lazy"] * is_lazy]), forecast, peak)
     entry = dense_exchanges()[choice.name]
     part = 1.0 if entry.owner_option else min(1.0, fact.bytes / question.limits.bytes)
-    return Candidate(fact.name, choice, entry.departs, dense_forecast([fact], choice, question.case, part))
+    return Candidate(fact.name, choice, entry.departs, dense_forecast([fact], choice, question.case, part), peak)
 
 
 def candidates(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]:

@@ -89,7 +89,8 @@ def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question
     more = way.forecast.memory_bytes - chosen.forecast.memory_bytes
     if chosen == free and more > 0:
         return f"{seconds_text(-slower)} faster, no clear gain for {bytes_text(more)} more"
-    if more > 0:
+    more += way.peak.crossing_bytes - chosen.peak.crossing_bytes
+    if more > 0 and chosen != free:
         return f"needs {bytes_text(more)} more, which do not fit"
     if slower >= 0:
         return f"{seconds_text(slower)} slower"

@@ -1,7 +1,8 @@
 """Makes a choice fit the memory of a rank, and says what would fit when nothing does.
 
-What the fullest rank holds is taken as the sum over groups, activations and frozen parameters; owners of split tables
-are the same first ranks of each node, so their shares do add up.
+What the fullest rank holds is taken as the sum over groups and frozen parameters, and what the fullest moment of a
+step adds, as the plan forecasts it; owners of split tables are the same first ranks of each node, so their shares do
+add up.
 """
 
 import math
@@ -9,14 +10,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from armillary.facts.departure import DEPARTURES, EXACT
+from armillary.facts.plan import Plan
 from armillary.facts.profile_table import bytes_text, enough_text
 from armillary.facts.topology import Topology
 from armillary.planning.candidates import Candidate, Question, allowed
+from armillary.planning.peak import peak_of
+from armillary.planning.pricing import Case
 from armillary.planning.staged_plan import staged_ways
 
-__all__ = ["Menu", "NothingFits", "fit", "held_bytes", "menu", "refuse_too_large"]
+__all__ = ["Menu", "NothingFits", "fit", "menu", "needed_bytes", "refuse_too_large"]
 
 Menu = Mapping[str, Sequence[Candidate]]
 
@@ -33,29 +38,45 @@ def menu(question: Question) -> dict[str, tuple[Candidate, ...]]:
     return {fact.name: allowed(fact, question) for fact in question.trained}
 
 
-def held_bytes(question: Question) -> float:
-    """What a rank holds whatever is chosen: frozen parameters, and what a step of one batch adds to them."""
-    profile = question.case.profile
-    frozen = sum(fact.bytes for fact in profile.parameters if not fact.requires_grad)
-    return frozen + profile.peak_bytes
+def needed_bytes(plan: Plan, case: Case) -> float:
+    """What a rank holds in the fullest moment of a step under a plan, frozen parameters too."""
+    return _frozen_bytes(case) + plan.forecast.memory_bytes + plan.forecast.peak_bytes
 
 
-def memory_of(chosen: Mapping[str, Candidate], question: Question) -> float:
-    return held_bytes(question) + sum(one.forecast.memory_bytes for one in chosen.values())
+def _frozen_bytes(case: Case) -> float:
+    return sum(fact.bytes for fact in case.profile.parameters if not fact.requires_grad)
 
 
-def smallest(options: Menu) -> dict[str, Candidate]:
-    return {name: min(ways, key=lambda one: one.forecast.memory_bytes) for name, ways in options.items()}
+def memory_of(chosen: Mapping[str, Candidate], question: Question, batch_share: float = 1.0) -> float:
+    """The same of a choice."""
+    held = sum(one.forecast.memory_bytes for one in chosen.values())
+    peak = peak_of([one.peak for one in chosen.values()], question.case, batch_share)
+    return _frozen_bytes(question.case) + held + peak
+
+
+def smallest(options: Menu, question: Question) -> dict[str, Candidate]:
+    """Of three choices the one that needs least in a step: of every parameter what holds least, what does with its rows
+    on their way, and what does without any."""
+
+    def held(one: Candidate) -> float:
+        return one.forecast.memory_bytes
+
+    measures: tuple[Callable[[Candidate], Any], ...] = (
+        held,
+        lambda one: held(one) + one.peak.crossing_bytes,
+        lambda one: (one.peak.crossing_bytes, held(one)),
+    )
+    choices = [{name: min(ways, key=measure) for name, ways in options.items()} for measure in measures]
+    return min(choices, key=lambda chosen: memory_of(chosen, question))
 
 
 def fit(chosen: Mapping[str, Candidate], options: Menu, question: Question) -> dict[str, Candidate]:
     """Exchanges choices for smaller ones, the fewest seconds per byte saved first, until all fits.
 
     Raises:
-        ValueError: even the smallest choice of every table does not fit; the message lists what would.
+        ValueError: even the smallest choice does not fit; the message lists what would.
     """
     limit, fitted = question.case.topology.memory_bytes, dict(chosen)
-    refuse_too_large(smallest(options), question)
     while memory_of(fitted, question) > limit:
         swaps = [
             ((way.forecast.seconds - fitted[name].forecast.seconds) / saved, name, way)
@@ -63,6 +84,10 @@ def fit(chosen: Mapping[str, Candidate], options: Menu, question: Question) -> d
             for way in ways
             if (saved := fitted[name].forecast.memory_bytes - way.forecast.memory_bytes) > 0
         ]
+        if not swaps:
+            fitted = smallest(options, question)
+            refuse_too_large(fitted, question)
+            break
         _, name, way = min(swaps, key=lambda swap: swap[:2])
         fitted[name] = way
     return fitted
@@ -77,20 +102,26 @@ def refuse_too_large(chosen: Mapping[str, Candidate], question: Question) -> Non
     if needed <= limit:
         return
     largest = max(chosen.values(), key=lambda one: one.forecast.memory_bytes)
-    by_itself = [*_more_workers(question), *_smaller_batch(needed, question)]
+    by_itself = [*_more_workers(question), *_smaller_batch(chosen, question)]
     remedies = [*_lazy(question), *_replaced(question), *(by_itself or _both(question)), *_stages(question)]
     remedies.append(f"ranks with {enough_text(needed)} of memory")
     listing = "\n".join(f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1))
     raise NothingFits(
         f"plan: nothing fits in {bytes_text(limit)} a rank; the smallest plan needs {bytes_text(needed)} (of it "
         f"{bytes_text(largest.forecast.memory_bytes)} for {largest.parameter!r} by {largest.choice}, activations "
-        f"{bytes_text(_activations(question))}). Any of these would do:\n{listing}"
+        f"{bytes_text(_activations(question))}{_beside(chosen, question)}). Any of these would do:\n{listing}"
     )
+
+
+def _beside(chosen: Mapping[str, Candidate], question: Question) -> str:
+    """In words, what a step adds besides: rows on their way, whole gradients, temporaries of the optimizer."""
+    more = peak_of([one.peak for one in chosen.values()], question.case) - _activations(question)
+    return f", {bytes_text(more)} more in the fullest moment of a step" if more > 0 else ""
 
 
 def _fits(question: Question) -> float:
     """What the smallest plan of another question needs, or 0 where it still does not fit."""
-    needed = memory_of(smallest(menu(question)), question)
+    needed = memory_of(smallest(menu(question), question), question)
     return needed if needed <= question.case.topology.memory_bytes else 0.0
 
 
@@ -148,10 +179,10 @@ def _workers(topology: Topology) -> str:
     return f"{topology.workers} workers in {topology.nodes} node(s)"
 
 
-def _smaller_batch(needed: float, question: Question) -> list[str]:
+def _smaller_batch(chosen: Mapping[str, Candidate], question: Question) -> list[str]:
     """Gradients of micro-batches add up, so what is cut smaller is not the step."""
     activations = _activations(question)
-    room = question.case.topology.memory_bytes - (needed - activations)
+    room = question.case.topology.memory_bytes - memory_of(chosen, question, batch_share=0.0)
     return [_batches(activations, room)] if room > 0 else []
 
 
@@ -166,7 +197,7 @@ def _both(question: Question) -> list[str]:
 
     def remedy(larger: Topology) -> str:
         there = _on(larger, question)
-        room = limit - (memory_of(smallest(menu(there)), there) - activations)
+        room = limit - memory_of(smallest(menu(there), there), there, batch_share=0.0)
         if room * MOST_MICRO_BATCHES < activations:
             return ""
         return f"{_workers(larger)} with {_batches(activations, room)}"

@@ -19,7 +19,7 @@ from armillary.planning.candidates import Candidate, Question, allowed, candidat
 from armillary.planning.constraints import allows, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.expected import with_expected
-from armillary.planning.fitting import held_bytes
+from armillary.planning.fitting import needed_bytes
 from armillary.planning.prefetch import with_announcements
 from armillary.planning.pricing import Case, row_forecast
 
@@ -58,7 +58,7 @@ def reprice(
     _refuse_other_job(plan, case)
     question = _question(plan, case, constraints)
     found = []
-    held = held_bytes(question) + plan.forecast.memory_bytes
+    held = needed_bytes(plan, case)
     for group in _owned(plan):
         fact = case.profile.parameter(group.parameters[0])
         if fact.name not in tables or fact.rows is None:

@@ -7,29 +7,62 @@ before it reaches its bucket. In the pass nothing of the batch is left, but some
 parameter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from armillary.exchanges.exchange import row_exchanges
 from armillary.facts.group import Group
+from armillary.facts.parameter import ParameterFact
+from armillary.facts.plan import Choice
 from armillary.planning.pricing import Case, row_work
 
-__all__ = ["peak_bytes"]
+__all__ = ["PeakPart", "peak_bytes", "peak_of", "peak_part"]
 
 TIMES_HELD = 2  # of rows that cross: as they travel, and merged
 
 
+@dataclass(frozen=True)
+class PeakPart:
+    """What one parameter brings to the fullest moment of a step.
+
+    Args of note:
+        crossing_bytes: rows on their way and merged. gradient_bytes: a gradient that torch makes whole.
+        stepped_bytes: what the optimizer steps on at once.
+    """
+
+    crossing_bytes: float
+    gradient_bytes: float
+    stepped_bytes: float
+
+
+def peak_part(fact: ParameterFact, choice: Choice, is_lazy: bool, case: Case) -> PeakPart:
+    """Of one way for a parameter; prefetch changes nothing of it."""
+    if choice.name not in row_exchanges():
+        return PeakPart(0.0, fact.bytes if fact.shardable else 0.0, fact.bytes)
+    work = row_work(fact, choice, is_lazy, case)
+    stepped = work.touched_bytes if work.has_window else work.copy_bytes
+    return PeakPart(TIMES_HELD * work.handled_rows * work.row_bytes, 0.0, stepped)
+
+
+def peak_of(parts: Collection[PeakPart], case: Case, batch_share: float = 1.0) -> float:
+    """
+    Args:
+        parts: of all trained parameters. batch_share: of the activations of a batch, as of a smaller one.
+    """
+    profile = case.profile
+    crossing = sum(part.crossing_bytes for part in parts)
+    spared = (1 - batch_share) * profile.peak_bytes
+    by_row = profile.peak_bytes - spared + crossing + max((part.gradient_bytes for part in parts), default=0.0)
+    by_whole = max(0.0, max(profile.whole_step_bytes, profile.activation_bytes) - spared)
+    stepped = case.assumptions.step_slots * max((part.stepped_bytes for part in parts), default=0.0)
+    return max(by_row if crossing else by_whole, stepped)
+
+
 def peak_bytes(groups: Iterable[Group], case: Case) -> float:
     """Of the fullest rank, under a schedule that leaves the model whole."""
-    profile, crossing, largest_gradient, largest_stepped = case.profile, 0.0, 0.0, 0.0
-    for group in groups:
-        facts = [profile.parameter(name) for name in group.parameters]
-        if group.own_exchange.name in row_exchanges():
-            work = row_work(facts[0], group.own_exchange, group.is_lazy, case, group.prefetch)
-            crossing += TIMES_HELD * work.handled_rows * work.row_bytes
-            largest_stepped = max(largest_stepped, work.touched_bytes if work.has_window else work.copy_bytes)
-        else:
-            largest_gradient = max([largest_gradient, *(fact.bytes for fact in facts if fact.shardable)])
-            largest_stepped = max([largest_stepped, *(fact.bytes for fact in facts)])
-    by_row = profile.peak_bytes + crossing + largest_gradient
-    backward = by_row if crossing else max(profile.whole_step_bytes, profile.activation_bytes)
-    return max(backward, case.assumptions.step_slots * largest_stepped)
+    parts = [
+        peak_part(case.profile.parameter(name), group.own_exchange, group.is_lazy, case)
+        for group in groups
+        for name in group.parameters
+    ]
+    return peak_of(parts, case)

@@ -17,7 +17,7 @@ from armillary.planning.bucket_sizes import is_ownerless
 from armillary.planning.candidates import Question
 from armillary.planning.constraints import why_not
 from armillary.planning.demand import MAY_BE_ALLOWED
-from armillary.planning.fitting import held_bytes
+from armillary.planning.fitting import needed_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate
 
@@ -101,8 +101,7 @@ def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
 
 
 def _fits(plan: Plan, question: Question) -> bool:
-    needed = held_bytes(question) + sum(group.forecast.memory_bytes for group in plan.groups)
-    return needed <= question.case.topology.memory_bytes
+    return needed_bytes(plan, question.case) <= question.case.topology.memory_bytes
 
 
 def _note(ways: Sequence[_Way], now: float) -> str:
