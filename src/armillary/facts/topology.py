@@ -73,7 +73,8 @@ class Topology:
 
     Args of note:
         inside: link between two ranks of a node; between: link between ranks of different nodes.
-        memory_bytes: what one rank may hold. backend: "gloo" or "nccl"; they are priced as different machines.
+        memory_bytes: what one rank may hold, the model too.
+        backend: "gloo" or "nccl"; they are priced as different machines.
         requests: where measured, the links as single kinds of request find them. processor: where measured.
         hidden_share: of the time that a request's bytes take, what compute can hide; the rest takes the processor from
             it. 1 where nobody measured it.

@@ -31,7 +31,7 @@ def blank_profile(parameters: Sequence[ParameterFact], topology: Topology) -> Pr
 def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions: Assumptions) -> Plan:
     """
     Args:
-        seen: `blank_profile`. topology: measured with the model in memory.
+        seen: `blank_profile`. topology: its memory is all that a rank may hold, the model too.
 
     Raises:
         ValueError: whole gradients and optimizer state do not fit beside the model.
@@ -43,11 +43,12 @@ def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions:
     made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
     weights = sum(fact.bytes for fact in trained)
     more = made.forecast.memory_bytes - weights
-    if more > topology.memory_bytes:
+    room = topology.memory_bytes - sum(fact.bytes for fact in seen.parameters)
+    if more > room:
         raise ValueError(
             f"parallelize: the first steps would hold the whole model on every worker: {bytes_text(weights)} of "
             f"parameters, and {bytes_text(more)} of gradients and optimizer state, of which "
-            f"{bytes_text(topology.memory_bytes)} are free; give batches=..., loss=...: then the plan is made, and "
+            f"{bytes_text(max(0, room))} are free; give batches=..., loss=...: then the plan is made, and "
             "tables are spread, before the first step"
         )
     groups = tuple(replace(group, reason=REASON) for group in made.groups)

@@ -35,6 +35,7 @@ from armillary.session.events import Decided
 from armillary.session.owned_habits import unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.room import with_room_of
 from armillary.session.validation import handed_in, refuse_unfit
 from armillary.session.workload import Batch, Workload
 
@@ -119,7 +120,7 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
 
 def _decided(subject: Subject, request: JobRequest, transport: Transport) -> Decided:
     refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
-    topology = request.topology or measure(transport)
+    topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
     found = request.profile or _profiled(subject, topology, transport)
 
     def case() -> Case:

@@ -27,6 +27,7 @@ from armillary.session.attach import attach, begin_run
 from armillary.session.decide import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
 from armillary.session.plain_loader import is_plain_loader
+from armillary.session.room import with_room_of
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.validation import handed_in, refuse_unfit
@@ -36,7 +37,8 @@ __all__ = ["auto_plan", "measure", "parallelize"]
 
 
 def measure() -> Topology:
-    """What this job runs on: nodes, links, memory. Takes a second or two; every rank must call it."""
+    """What this job runs on: nodes, links, and the memory that is free. Takes a second or two; every rank must call it,
+    before the model is made: what is in memory by then is not counted as room for it."""
     transport = open_transport()
     topology = measure_links(transport)
     transport.close()
@@ -132,7 +134,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     alone = open_transport(connecting.process_group, connecting.patience)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
-        topology = measure_links(alone)
+        topology = with_room_of(job.model, job.optimizer, measure_links(alone), alone)
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
     names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
