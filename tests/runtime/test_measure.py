@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from armillary.exchanges.exchange import RankInfo
 from armillary.facts.collectives import AllGather, AllReduce, AllToAll, sent_bytes
 from armillary.facts.topology import Link, Topology
 from armillary.runtime import index_timer, link_timer
+from armillary.runtime import measure as measure_file
 from armillary.runtime.link_timer import QUICK, THOROUGH, request_link
 from armillary.runtime.measure import measure
 from armillary.session.decide import open_transport
@@ -186,3 +188,48 @@ def test_every_rank_gets_the_same_topology_and_it_survives_a_file(crew, tmp_path
     ]  # fmt: skip
     found.save(tmp_path / "topology.json")
     assert Topology.load(tmp_path / "topology.json") == found
+
+
+class Hosts:
+    """A transport of ranks on hosts of these names, each with how many ranks the launcher says it started there."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def share(self, _):
+        return self.told
+
+
+HOSTS = {
+    "as launched": ([(2, "a"), (2, "a"), (2, "b"), (2, "b")], 2, 2),
+    "nodes of one host": ([(1, "a")] * 4, 1, 4),
+    "nobody says": ([(0, "a"), (0, "a"), (0, "b"), (0, "b")], 2, 2),
+    "a part of one host": ([(4, "a"), (4, "a")], 2, 4),
+    "a part of each of two": ([(4, "a"), (4, "a"), (4, "b"), (4, "b")], 2, 4),
+    "uneven": ([(3, "a"), (3, "a"), (3, "a"), (1, "b")], 1, 3),
+}
+
+
+@pytest.mark.parametrize("told", HOSTS)
+def test_a_node_is_what_is_launched_or_else_has_a_name_and_memory_is_shared_by_all_of_a_host(monkeypatch, told):
+    hosts, per_node, beside = HOSTS[told]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(hosts[0][0]))
+    monkeypatch.setattr(measure_file.socket, "gethostname", lambda: hosts[0][1])
+    assert measure_file.workers_per_node(Hosts(hosts)) == per_node
+    assert measure_file.ranks_beside(Hosts(hosts)) == beside
+
+
+def memory_of_a_rank(rank, workers, launched, is_alone):
+    groups = [dist.new_group([one]) for one in range(workers)] if is_alone else [None] * workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure_file, "free_memory_bytes", lambda: 12_000)
+        patch.setenv("LOCAL_WORLD_SIZE", str(launched))
+        transport = open_transport(groups[rank])
+        found = measure(transport, replace(QUICK, sizes=(1 << 10, 1 << 14), rows=2))
+        transport.close()
+    return found.workers_per_node, found.memory_bytes
+
+
+def test_what_is_free_on_a_host_is_promised_once_whatever_counts_as_a_node(crew):
+    assert crew(2).run(memory_of_a_rank, 1, False) == [(1, 6_000)] * 2
+    assert crew(2).run(memory_of_a_rank, 2, True) == [(1, 6_000)] * 2

@@ -23,7 +23,7 @@ from armillary.runtime.overlap_timer import beside_seconds, hidden_share
 from armillary.runtime.tensor_timer import landing_seconds, update_rates
 from armillary.runtime.transport import Transport
 
-__all__ = ["free_memory_bytes", "measure", "workers_per_node"]
+__all__ = ["free_memory_bytes", "measure", "ranks_beside", "workers_per_node"]
 
 CACHES = ("inactive_file ", "active_file ")  # pages of files: counted as used, given back when needed
 BLOCK_SECONDS = 0.02  # of a rank alone: several turns of a scheduler
@@ -35,17 +35,31 @@ def _silent(_: str) -> None:
 
 
 def workers_per_node(transport: Transport) -> int:
-    """How many ranks share a node: what the launcher says, else by host name; 1 if nodes are uneven.
+    """How many ranks share a node: what the launcher says, else by host name, as where a part of a node takes part; 1
+    if nodes are uneven.
 
     Every rank gets the same answer.
     """
-    launched = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    hosts = transport.share((launched, socket.gethostname()))
-    workers = len(hosts)
-    count = hosts[0][0] or sum(host == hosts[0] for host in hosts)
-    nodes = [hosts[first : first + count] for first in range(0, workers, count)]
-    is_even = workers % count == 0 and all(len(set(node)) == 1 for node in nodes)
-    return count if is_even else 1
+    hosts: list[tuple[int, str]] = transport.share(_host())
+    (launched, name), workers = hosts[0], len(hosts)
+    for count in (launched, sum(other == name for _, other in hosts)):
+        nodes = [hosts[first : first + count] for first in range(0, workers, count or workers)]
+        if count and workers % count == 0 and all(len(set(node)) == 1 for node in nodes):
+            return count
+    return 1
+
+
+def ranks_beside(transport: Transport) -> int:
+    """How many ranks share the memory of this one's host, by name and by the launcher, itself among them. Some may take
+    no part, or be of other nodes."""
+    hosts: list[tuple[int, str]] = transport.share(_host())
+    launched, name = _host()
+    return max(launched, sum(other == name for _, other in hosts))
+
+
+def _host() -> tuple[int, str]:
+    """How many ranks the launcher started on it, 0 if it does not say; and its name."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")), socket.gethostname()
 
 
 def measure(
@@ -61,7 +75,8 @@ def measure(
         told: hears of every measurement as it is made.
     """
     place = transport.place
-    free = free_memory_bytes() / place.workers_per_node if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    beside = ranks_beside(transport)
+    free = free_memory_bytes() / beside if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     memory = int(-transport.agree_largest([-float(free)])[0])
     backend = "gloo" if device.type == "cpu" else "nccl"
     found = []
@@ -77,10 +92,10 @@ def measure(
     each = ", ".join(seconds_text(one.tensor_seconds) for one in rates.updates)
     told(f"a small tensor: {each} in a step of SGD, momentum, Adam; {seconds_text(landing)} as a gradient collected")
     share = hidden_share(transport) if backend == "gloo" else 1.0
-    beside = {kind: beside_seconds(transport, kind) for kind in effort.kinds} if backend == "gloo" and found else {}
-    found = [replace(one, beside_seconds=beside.get(one.request, 0.0)) for one in found]
+    busy = {kind: beside_seconds(transport, kind) for kind in effort.kinds} if backend == "gloo" and found else {}
+    found = [replace(one, beside_seconds=busy.get(one.request, 0.0)) for one in found]
     told(f"overlap: {share:.0%} of a request hides behind compute")
-    for kind, seconds in beside.items():
+    for kind, seconds in busy.items():
         told(f"{kind} beside compute: {seconds_text(seconds)} of a processor, however small")
     inside, between = _links(found, rates)
     topology = Topology(
