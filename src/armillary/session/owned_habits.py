@@ -39,7 +39,7 @@ def of_optimizer(optimizer: Optimizer) -> Iterator[str]:
 def gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
     """Hooks of the user's, that wait for gradients of parameters, by name."""
     with torch._C.DisableTorchFunctionSubclass():  # tables, too, are asked plainly
-        hooked = [name for name, one in parameters.items() if one.requires_grad and _hooks(one)]
+        hooked = [name for name, one in parameters.items() if _is_hooked(one) and one.requires_grad]
         if hooked:
             more = f" (and so have {len(hooked) - 1} more)" if len(hooked) > 1 else ""
             yield (
@@ -58,6 +58,10 @@ def step_hooks(optimizer: Optimizer, mine: Container[int] = ()) -> Iterator[str]
             f"{kind_of(optimizer)} has a step hook ({_names(hooks)}), which would not run once a step with all its "
             "gradients, and whose changes of options would be undone; take it off, and do its work after each step"
         )
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _hooks(parameter: nn.Parameter) -> list[Callable[..., Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Options", "changed_options", "options_of", "refuse_gradients", "step_with"]
+__all__ = ["Options", "changed_options", "options_of", "refuse_gradients", "refuse_own_options", "step_with"]
 
 Options = list[dict[str, Any]]  # per parameter group, everything but the parameters
 
@@ -43,21 +43,28 @@ def step_with(optimizer: Optimizer, gradients: Mapping[nn.Parameter, Tensor], op
         )
     given = [dict(group) for group in optimizer.param_groups]
     optimizer.step()
-    _refuse_own_options(optimizer, given)
+    refuse_own_options(optimizer, given)
     for parameter in gradients:
         parameter.grad = None
     for group, now in zip(optimizer.param_groups, kept):
         group.update(now)
 
 
-def _refuse_own_options(optimizer: Optimizer, given: Options) -> None:
-    """Of most optimizers that change their options this is found before training, by trying them; see `own_options`."""
+def refuse_own_options(optimizer: Optimizer, given: Options) -> None:
+    """Of most optimizers that change their options this is found before training, by trying them; see `own_options`.
+
+    Args:
+        given: groups as they were just before the step.
+
+    Raises:
+        RuntimeError: the step has changed an option.
+    """
     found = {name for group, then in zip(optimizer.param_groups, given) for name in changed_options(then, group)}
     if found:
         raise RuntimeError(
-            f"delayed step: {type(optimizer).__name__} changed its options {', '.join(sorted(found))} by itself; the "
-            "next stage would not hear of it. Take an optimizer that keeps such numbers in its state, or keep a loop "
-            "of your own, by a plan without a schedule"
+            f"delayed step: {type(optimizer).__name__} changed its options {', '.join(sorted(found))} by itself, and "
+            "options are put back after each step. Take an optimizer that keeps such numbers in its state, or keep a "
+            "loop of your own, by a plan without a schedule"
         )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from armillary.runtime.cyclic.delayed_step import Options, options_of, step_with
+from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_own_options, step_with
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.when_final import when_final
@@ -76,6 +76,7 @@ class OwnLoop:
         self._coming: Callable[[], Means] | None = None  # waits for the mean gradients of the last step
         self._shown: list[tuple[Tensor, int]] = []  # gradients, with their version counter
         self._options: Options | None = None  # of the step whose gradients are under way
+        self._given: list[dict[str, Any]] = []  # the groups that the optimizer steps with
         self._now: list[dict[str, Any]] = []  # the user's groups while an older step's options are in them
         self._refuse_strangers(lambda parameter: parameter.requires_grad)
         self._hooks: list[Any] = [
@@ -194,11 +195,12 @@ class OwnLoop:
         mine, self._now = options_of(optimizer), [dict(group) for group in optimizer.param_groups]
         for group, then in zip(optimizer.param_groups, self._options or []):
             group.update(then)
-        self._options = mine
+        self._options, self._given = mine, [dict(group) for group in optimizer.param_groups]
 
     def _step_ends(self) -> None:
         if self._is_own_step:
             return
+        refuse_own_options(self._optimizer, self._given)
         for group, now in zip(self._optimizer.param_groups, self._now, strict=True):
             group.update(now)
         for parameter in self._parameters:
