@@ -181,7 +181,7 @@ def test_every_rank_gets_the_same_topology_and_it_survives_a_file(crew, tmp_path
     assert found.processor.memory_bytes_per_second > 1e7 and found.processor.merge.seconds(1000, 512) > 0
     sgd, *_, adam = found.processor.updates
     assert 0 < sgd.tensor_seconds < adam.tensor_seconds < 1e-2 and 0 < sgd.byte_seconds < adam.byte_seconds < 1e-6
-    assert 0 < found.processor.landing_seconds < 1e-2
+    assert 0 <= found.processor.landing_seconds < 1e-2  # beside other work nothing may be left of it
     assert [line.split(":")[0] for line in told] == [
         "AllReduce inside nodes", "AllToAll inside nodes", "memory", "a small tensor", "overlap",
         "AllReduce beside compute", "AllToAll beside compute",

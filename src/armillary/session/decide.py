@@ -147,7 +147,11 @@ def _planned(
         return {CHOSEN: request.plan.to_json()}
     case, wanted = Case(found, topology, assumptions_of(subject.optimizer)), request.wanted
     if request.autotune < 2 or request.owns_loop:
-        return {CHOSEN: _one_plan(subject, case, wanted, owners).to_json()}
+        against = _against_by_run(subject, wanted)
+        is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
+        made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
+        notes = [f"no schedule that owns the loop is taken by price, as {against}"] if against else []
+        return {CHOSEN: replace(made, notes=(*made.notes, *notes)).to_json()}
     plans = alternatives(case, wanted)
     is_asked = request.times_prefetch or wanted.prefetch is True
     if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
@@ -156,15 +160,10 @@ def _planned(
     return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
 
 
-def _one_plan(subject: Subject, case: Case, wanted: PlanRequest, owners: Mapping[str, OwnerSearch]) -> Plan:
-    """By price no schedule that owns the loop is taken which `attach` would refuse."""
-    if not wanted.steps_by_run or wanted.owns_loop:
-        return make_plan(case, wanted, owners)
-    against = next(unserved(subject.model, subject.optimizer), "")
-    is_by_run = len(members(subject.optimizer)) == 1 and not against
-    made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
-    said = f"no schedule that owns the loop is taken by price, as {against}"
-    return replace(made, notes=(*made.notes, said)) if against else made
+def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
+    """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
+    is_by_price = wanted.steps_by_run and not wanted.owns_loop
+    return next(unserved(subject.model, subject.optimizer), "") if is_by_price else ""
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
