@@ -1,7 +1,7 @@
 """The cost of our own Python at 8 workers: python -m benchmarks.overhead.run
 
-Prints a Markdown table and keeps the record, with profiles, under results/. Ends with 1 if a step of ours
-costs its thread 5 ms more than the same step without exchange.
+Keeps the record, with profiles, under results/ and writes figures.md of what is kept there. Ends with 1 if a step of
+ours costs its thread 5 ms more than the same step without exchange.
 """
 
 import argparse
@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.bars import Bar, missed
+from benchmarks.measuring.bars import table as table_of_bars
+from benchmarks.measuring.page import written
+
 HERE = Path(__file__).parent
 WANTED_MILLISECONDS = 5.0
 
@@ -21,8 +25,19 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--report", action="store_true", help="only write figures.md, of the records that are there")
     options = parser.parse_args()
     out = HERE / "results" / f"{options.workers}_workers.json"
+    if not options.report:
+        _measure(options, out)
+    print(written(HERE, page(HERE / "results")))
+    record = json.loads(out.read_text())
+    for name, rows in record["profiles"].items():
+        print(f"{name}: {rows[0]}", *rows[1:11], "", sep="\n    ")
+    return int(bool(missed(bars(record))))
+
+
+def _measure(options: argparse.Namespace, out: Path) -> None:
     out.parent.mkdir(exist_ok=True)
     launch = [
         sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
@@ -30,9 +45,24 @@ def main() -> int:
     ]  # fmt: skip
     rest = ["--rounds", str(options.rounds), "--steps", str(options.steps), "--out", str(out)]
     subprocess.run([*launch, *rest], check=True, timeout=900)
-    record = json.loads(out.read_text())
-    print(table(record))
-    return int(any(more > WANTED_MILLISECONDS for name, more in overheads(record).items() if name.startswith("ours")))
+
+
+def page(results: Path) -> list[str]:
+    """A table for each record, and every bar, in Markdown."""
+    records = [json.loads(path.read_text()) for path in sorted(results.glob("*_workers.json"))]
+    lines = ["`python -m benchmarks.overhead.run`", ""]
+    for record in records:
+        lines += [*table(record), ""]
+    return [*lines, *table_of_bars([bar for record in records for bar in bars(record)])]
+
+
+def bars(record: dict[str, Any]) -> list[Bar]:
+    workers = record["conditions"]["workers"]
+    return [
+        Bar(f"{workers} workers: {name}, thread ms a step more than alone, worst rank",
+            f"{WANTED_MILLISECONDS:g} or less", [more], lambda it: it <= WANTED_MILLISECONDS)
+        for name, more in overheads(record).items() if name.startswith("ours")
+    ]  # fmt: skip
 
 
 def overheads(record: dict[str, Any]) -> dict[str, float]:
@@ -47,19 +77,18 @@ def overheads(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def table(record: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> list[str]:
     ranks = record["thread_milliseconds_a_step_by_rank"]
     lines = [
-        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".\n",
-        "| mode | thread ms a step: median over ranks and rounds | more than alone, worst rank |",
-        "| --- | --- | --- |",
-    ]
+        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".", "",
+        "| mode | thread ms a step: median over ranks and rounds | more than alone, worst rank | profile, ms |",
+        "|" + " --- |" * 4,
+    ]  # fmt: skip
     for name, more in overheads(record).items():
         whole = statistics.median(value for rank in ranks for value in rank[name])
-        lines.append(f"| {name} | {whole:.2f} | {more:.2f} |")
-    for name, rows in record["profiles"].items():
-        lines += ["", f"{name}: {rows[0]}", *(f"    {row}" for row in rows[1:11])]
-    return "\n".join(lines) + "\n"
+        profile = record["profiles"].get(name, ["-"])[0].split(" ")[0]
+        lines.append(f"| {name} | {whole:.2f} | {more:.2f} | {profile} |")
+    return lines
 
 
 if __name__ == "__main__":
