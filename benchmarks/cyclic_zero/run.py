@@ -1,7 +1,7 @@
 """`zero_ring` against FSDP2, one unit a stage, on the network lab: python -m benchmarks.cyclic_zero.run
 
 Bytes sent, memory per worker and step time at 2 and 4 workers and several link speeds; a fresh job for every cell, so
-that no mode inherits another's memory. Prints a Markdown table and keeps the record under results/.
+that no mode inherits another's memory. Keeps the record under results/ and writes figures.md of what is kept there.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 import armillary
 from benchmarks.cyclic_zero.job import LAYERS, batch_of, loss_of, momentum, waiting_model
+from benchmarks.measuring.page import written
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
@@ -30,7 +31,14 @@ def main() -> None:
         "--waiting-seconds", type=float, default=0.4, help="of a step: forward and backward of all layers"
     )
     parser.add_argument("--name", default="latest")
+    parser.add_argument("--report", action="store_true", help="only write figures.md, of the records that are there")
     options = parser.parse_args()
+    if not options.report:
+        _measure(options)
+    print(written(HERE, page(HERE / "results")))
+
+
+def _measure(options: argparse.Namespace) -> None:
     begun, cells = time.monotonic(), []
     for workers in map(int, options.workers.split(",")):
         with Lab(workers, 0) as lab:
@@ -43,7 +51,6 @@ def main() -> None:
     record = {"waiting_seconds": options.waiting_seconds, "steps": options.steps, "cells": cells}
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / f"{options.name}.json").write_text(json.dumps(record) + "\n")
-    print(table(record))
 
 
 def planned(workers: int, mbit: float, slack: int, waiting_seconds: float) -> armillary.Plan:
@@ -71,24 +78,42 @@ def _cell(lab: Lab, mbit: float, slack: int | None, steps: int, waiting_seconds:
     return found
 
 
-def table(record: dict[str, Any]) -> str:
-    """Times of the slowest worker; bytes and memory of the mean and the worst."""
+def page(results: Path) -> list[str]:
+    """A table for each record, in Markdown."""
+    lines = ["`python -m benchmarks.cyclic_zero.run`", ""]
+    for path in sorted(results.glob("*.json")):
+        lines += [*table(json.loads(path.read_text())), ""]
+    return lines
+
+
+def table(record: dict[str, Any]) -> list[str]:
+    """Times of the slowest worker; bytes and memory of the mean and the worst; ratios to FSDP2 of the same links."""
     cells = record["cells"]
     lines = [
         f"{cells[0]['machine']}, weights {cells[0]['weight_bytes'] / 1e6:.1f} MB, layers wait "
-        f"{record['waiting_seconds']} s a step, {record['steps']} timed steps.\n",
-        "| workers | Mbit/s | mode | ms a step | MB a worker sends: mean (worst) | MB of PSS added: mean (worst) |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+        f"{record['waiting_seconds']} s a step, {record['steps']} timed steps.", "",
+        "| workers | Mbit/s | mode | ms a step | times as fast as fsdp2 | MB a worker sends: mean (worst) "
+        "| MB of PSS added: mean (worst) | of fsdp2's, mean |", "|" + " --- |" * 8,
+    ]  # fmt: skip
+    rivals = {(cell["workers"], cell["mbit"]): _told(cell) for cell in cells if cell["mode"] == "fsdp2"}
     for cell in cells:
-        sent = [rank["sent_bytes"] / 1e6 for rank in cell["ranks"]]
-        peaks = [rank["peak_bytes"] / 1e6 for rank in cell["ranks"]]
-        milliseconds = max(rank["step_seconds"] for rank in cell["ranks"]) * 1e3
+        mine, rival = _told(cell), rivals[cell["workers"], cell["mbit"]]
         lines.append(
-            f"| {cell['workers']} | {cell['mbit']:g} | {cell['mode']} | {milliseconds:.0f} "
-            f"| {statistics.fmean(sent):.1f} ({max(sent):.1f}) | {statistics.fmean(peaks):.0f} ({max(peaks):.0f}) |"
+            f"| {cell['workers']} | {cell['mbit']:g} | {cell['mode']} | {mine['ms']:.0f} "
+            f"| {rival['ms'] / mine['ms']:.2f} | {mine['sent']:.1f} ({mine['most sent']:.1f}) "
+            f"| {mine['added']:.0f} ({mine['most added']:.0f}) | {mine['added'] / rival['added']:.2f} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _told(cell: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of the slowest worker, MB of the mean one and of the worst one."""
+    sent, added = ([rank[key] / 1e6 for rank in cell["ranks"]] for key in ("sent_bytes", "peak_bytes"))
+    return {
+        "ms": 1e3 * max(rank["step_seconds"] for rank in cell["ranks"]),
+        "sent": statistics.fmean(sent), "most sent": max(sent),
+        "added": statistics.fmean(added), "most added": max(added),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
