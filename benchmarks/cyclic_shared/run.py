@@ -1,7 +1,7 @@
 """Shared devices beside N^2 of model parallel x data parallel and a pipeline: python -m benchmarks.cyclic_shared.run
 
-A fresh job for every cell, so that no mode inherits another's memory, on this machine's loopback. Prints a Markdown
-table and keeps the record under results/.
+A fresh job for every cell, so that no mode inherits another's memory, on this machine's loopback. Keeps the record
+under results/ and writes figures.md of what is kept there.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.cyclic_memory.run import MALLOC
 from benchmarks.cyclic_shared.modes import MODES, forecast
+from benchmarks.measuring.page import written
 from benchmarks.measuring.ratios import quartiles
 
 HERE = Path(__file__).parent
@@ -34,7 +35,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="a round; of 6, 3 devices of a stage run equally many")
     parser.add_argument("--name", default="latest")
+    parser.add_argument("--report", action="store_true", help="only write figures.md, of the records that are there")
     options = parser.parse_args()
+    if not options.report:
+        _measure(options)
+    print(written(HERE, page(HERE / "results")))
+
+
+def _measure(options: argparse.Namespace) -> None:
     begun, cells = time.monotonic(), []
     for workers in map(int, options.workers.split(",")):
         for mode in MODES:
@@ -44,7 +52,6 @@ def main() -> None:
     record = {**{name: vars(options)[name] for name in names}, "cells": cells}
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / f"{options.name}.json").write_text(json.dumps(record) + "\n")
-    print(table(record))
 
 
 def _cell(mode: str, workers: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -61,18 +68,26 @@ def _cell(mode: str, workers: int, options: argparse.Namespace) -> dict[str, Any
     return found
 
 
-def table(record: dict[str, Any]) -> str:
+def page(results: Path) -> list[str]:
+    """A table for each record, in Markdown."""
+    lines = ["`python -m benchmarks.cyclic_shared.run`", ""]
+    for path in sorted(results.glob("*.json")):
+        lines += [*table(json.loads(path.read_text())), ""]
+    return lines
+
+
+def table(record: dict[str, Any]) -> list[str]:
     """Times of the slowest process; shares and memory of the mean and the extreme one."""
     first = record["cells"][0]
     lines = [
         f"{first['machine']}, {record['samples']} samples a micro-batch, stages of {first['layers']} layers and "
         f"{first['weight_bytes'] / 1e6:.1f} MB of weights that wait {record['stage_seconds']} s a micro-batch, slack "
-        f"{record['slack']}, {record['rounds']} rounds of {record['steps']} steps.\n",
+        f"{record['slack']}, {record['rounds']} rounds of {record['steps']} steps.", "",
         "| N | | devices | ms a step: median (quartiles) | samples/s | samples/s a device | busy: mean (least-most) "
         "| busy, forecast | MB of PSS added: mean (worst) | of it activations: mean (worst) | kept, forecast: worst |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join([*lines, *(_row(cell, record) for cell in record["cells"])]) + "\n"
+        "|" + " --- |" * 11,
+    ]  # fmt: skip
+    return [*lines, *(_row(cell, record) for cell in record["cells"])]
 
 
 def _row(cell: dict[str, Any], record: dict[str, Any]) -> str:

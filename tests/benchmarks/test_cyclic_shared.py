@@ -64,6 +64,6 @@ def test_the_columns_by_hand():
         "activation_bytes": 16e6, "few": few, "many": many,
     }  # fmt: skip
     record = {"slack": 0, "samples": 4, "stage_seconds": 0.2, "rounds": 3, "steps": 6, "cells": [cell]}
-    assert table(record).splitlines()[-1] == (
+    assert table(record)[-1] == (
         "| 2 | pipeline | 2 | 500 (450-500) | 16 | 8 | 75% (60%-90%) | 100% | 38 (40) | 30 (40) | 32 |"
     )
