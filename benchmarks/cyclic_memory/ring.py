@@ -1,13 +1,12 @@
 """Sum of PSS over N processes on one host, a ring against DDP: python -m benchmarks.cyclic_memory.ring
 
 Both run with micro-batches of 1 and of several samples; the difference is what grows with samples. PSS is read from
-outside.
+outside. Writes figures.md of what is kept under results/.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +15,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.cyclic_memory.run import COLORS, MALLOC, MIB, anonymous_bytes
+from benchmarks.cyclic_memory.report import MIB, page
+from benchmarks.cyclic_memory.run import COLORS, MALLOC, anonymous_bytes
+from benchmarks.measuring.page import written
 from benchmarks.measuring.record import machine
 
 HERE = Path(__file__).parent
@@ -37,24 +38,7 @@ def main() -> None:
         }
     (HERE / "results" / "ring.json").write_text(json.dumps(found) + "\n")
     _draw(found).savefig(HERE / "results" / "ring.png")
-    print(table(found))
-
-
-def table(found: dict[str, Any]) -> str:
-    """Peak and mean over the timed steps of the sum over processes; activations as in run.py."""
-    many = found["samples"]
-    lines = ["| 4 processes | sum of PSS at peak, MiB | mean | activations at peak, MiB | mean | peak over mean |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    for mode in NAMES:
-        totals = {samples: [pss for _, pss in curve] for samples, curve in found[mode].items()}
-        few = statistics.fmean(totals["1"])
-        share = many / (many - 1)
-        peak, mean = max(totals[str(many)]), statistics.fmean(totals[str(many)])
-        lines.append(
-            f"| {mode} | {peak / MIB:.0f} | {mean / MIB:.0f} | {(peak - few) * share / MIB:.0f} "
-            f"| {(mean - few) * share / MIB:.0f} | {(peak - few) / (mean - few):.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+    print(written(HERE, page(HERE / "results")))
 
 
 def _watch(mode: str, samples: int, pace_seconds: float) -> list[tuple[float, int]]:

@@ -1,8 +1,8 @@
 """Activation memory of one process under every schedule: python -m benchmarks.cyclic_memory.run
 
 Starts a process per model with glibc's malloc told to give freed blocks back, reads its PSS from outside meanwhile,
-prints a Markdown table and keeps records (JSON) and curves (PNG) under results/. Ends with 1 if the ViT misses what was
-wanted.
+keeps records (JSON) and curves (PNG) under results/ and writes figures.md of what is kept there. Ends with 1 if the ViT
+misses what was wanted.
 """
 
 import argparse
@@ -18,13 +18,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cyclic_memory.models import shapes
+from benchmarks.cyclic_memory.report import JUDGED, MIB, bars, page
+from benchmarks.measuring.bars import missed
+from benchmarks.measuring.page import written
 from benchmarks.measuring.record import machine
 
 HERE = Path(__file__).parent
-WANTED = {4: 0.55, 8: 0.52}  # of concurrent, by micro-batches a step, for the ViT
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 SAMPLE_SECONDS = 0.02
-MIB = 2**20
 COLORS = {"concurrent": "#c2570c", "cyclic": "#2563a8", "accumulation": "#777777"}
 
 Curve = list[tuple[float, int]]  # seconds of the monotonic clock, bytes of PSS
@@ -35,50 +36,19 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(shapes()))
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--report", action="store_true", help="only write figures.md, of the records that are there")
     options = parser.parse_args()
-    is_over = False
-    for model in options.models:
+    results = HERE / "results"
+    for model in () if options.report else options.models:
         name = re.sub(r"\W+", "_", model).lower()
-        out = HERE / "results" / f"{name}.json"
+        out = results / f"{name}.json"
         curve = _watch(model, options, out)
-        record = json.loads(out.read_text())
-        out.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n")
+        record = {"machine": machine(), **json.loads(out.read_text())}
+        out.write_text(json.dumps(record, indent=1) + "\n")
         _draw(record, curve).savefig(out.with_suffix(".png"))
-        print(f"{machine()}, {options.samples} samples a micro-batch.\n\n{table(record)}", flush=True)
-        if model == "ViT-B/16":
-            is_over = any(ratio(record, "cyclic", n) > WANTED[n] for n in options.workers)
-    return int(is_over)
-
-
-def growth(row: dict[str, Any]) -> float:
-    """Bytes of peak PSS per sample of a micro-batch: all that does not grow with samples is subtracted."""
-    few, many = row["runs"]
-    growth_bytes: float = (many["peak_bytes"] - few["peak_bytes"]) / (many["samples"] - few["samples"])
-    return growth_bytes
-
-
-def ratio(record: dict[str, Any], name: str, workers: int) -> float:
-    """Of activation memory, as measured, to that of concurrent micro-batches."""
-    rows = {row["name"]: row for row in record["rows"] if row["workers"] == workers}
-    return growth(rows[name]) / growth(rows["concurrent"])
-
-
-def table(record: dict[str, Any]) -> str:
-    lines = [
-        "| model | N | | activations at peak, MiB (PSS) | of concurrent | saved tensors, MiB | of concurrent "
-        "| forecast, MiB | of concurrent | whole process at peak, MiB (PSS) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in record["rows"]:
-        first = next(r for r in record["rows"] if r["workers"] == row["workers"] and r["name"] == "concurrent")
-        samples, forecast = record["samples"], row.get("forecast_bytes")
-        said = f"{forecast / MIB:.1f} | {forecast / first['forecast_bytes']:.3f}" if forecast else " | "
-        lines.append(
-            f"| {record['model']} | {row['workers']} | {row['name']} | {growth(row) * samples / MIB:.1f} "
-            f"| {ratio(record, row['name'], row['workers']):.3f} | {row['saved_bytes'] / MIB:.1f} "
-            f"| {row['saved_bytes'] / first['saved_bytes']:.3f} | {said} | {row['runs'][1]['peak_bytes'] / MIB:.0f} |"
-        )
-    return "\n".join(lines) + "\n"
+    print(written(HERE, page(results)))
+    records = [json.loads(path.read_text()) for path in results.glob("*.json")]
+    return int(JUDGED in options.models and bool(missed(bars(records))))
 
 
 def _watch(model: str, options: argparse.Namespace, out: Path) -> Curve:
