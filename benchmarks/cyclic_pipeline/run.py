@@ -1,8 +1,8 @@
 """Cyclic against flush pipelines, 2 stages on 2 processes: python -m benchmarks.cyclic_pipeline.run
 
-Prints a Markdown table for 2 and for 4 micro-batches a step over all rounds of all records under results/, to which
-each run adds one: whoever stops after the run that pleases keeps those that did not. (`--rounds 0` only prints.) Ends
-with 1 if the cyclic pipeline is not as much faster than the best flush pipeline as was wanted.
+Writes figures.md: a table for 2 and for 4 micro-batches a step over all rounds of all records under results/, to which
+each run adds one: whoever stops after the run that pleases keeps those that did not. (`--rounds 0` measures nothing.)
+Ends with 1 if the cyclic pipeline is not as much faster than the best flush pipeline as was wanted.
 """
 
 import argparse
@@ -15,9 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.bars import Bar, missed
+from benchmarks.measuring.bars import table as table_of_bars
+from benchmarks.measuring.page import written
 from benchmarks.measuring.ratios import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
 
 HERE = Path(__file__).parent
+CYCLIC = "cyclic"  # the contender of the bars
 WANTED = {2: 1.35, 4: 1.15}  # by micro-batches a step; without flush a step has M ticks each way instead of M + 1
 
 
@@ -26,26 +30,38 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=24, help="of every contender, for each number of micro-batches")
     parser.add_argument("--steps", type=int, default=5, help="timed, a block")
     options = parser.parse_args()
-    is_short = False
-    for micro_batches, wanted in WANTED.items():
+    for micro_batches in WANTED if options.rounds else ():
         kept = HERE / "results" / f"{micro_batches}_micro_batches"
-        if options.rounds:
-            kept.mkdir(parents=True, exist_ok=True)
-            out = kept / f"{datetime.now(UTC):%Y-%m-%dT%H%M}.json"
-            arguments = {"micro-batches": micro_batches, "rounds": options.rounds, "steps": options.steps, "out": out}
-            _run([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
-        record = pooled(json.loads(path.read_text()) for path in sorted(kept.glob("*.json")))
-        print(table(record))
-        ideal = (micro_batches + 1) / micro_batches
-        ratios = over_each(seconds(record), "cyclic", flushes(record))
-        best, over = over_best(ratios)
-        found, strict = statistics.median(over), statistics.median(over_fastest_of_rounds(ratios))
-        each = ", ".join(f"{name} {statistics.median(of_one):.3f}" for name, of_one in ratios.items())
-        print(f"cyclic is faster than each flush, times, median of rounds: {each}")
-        print(f"than the best of them ({best}): {found:.3f}, wanted {wanted}, ideal {ideal}")
-        print(f"than whichever was the fastest in that round: {strict:.3f}\n")
-        is_short |= found < wanted
-    return int(is_short)
+        kept.mkdir(parents=True, exist_ok=True)
+        out = kept / f"{datetime.now(UTC):%Y-%m-%dT%H%M}.json"
+        arguments = {"micro-batches": micro_batches, "rounds": options.rounds, "steps": options.steps, "out": out}
+        _run([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
+    print(written(HERE, page(HERE / "results")))
+    return int(bool(missed(bars(HERE / "results"))))
+
+
+def page(results: Path) -> list[str]:
+    """A table for each number of micro-batches, and every bar, in Markdown."""
+    lines = ["`python -m benchmarks.cyclic_pipeline.run`", ""]
+    for micro_batches in WANTED:
+        lines += [*table(_record(results, micro_batches)), ""]
+    return [*lines, *table_of_bars(bars(results))]
+
+
+def bars(results: Path) -> list[Bar]:
+    found = []
+    for micro_batches, wanted in WANTED.items():
+        record = _record(results, micro_batches)
+        best, over = over_best(over_each(seconds(record), CYCLIC, flushes(record)))
+        says = f"{micro_batches} micro-batches: cyclic, times as fast as the best flush pipeline ({best})"
+        least = f"{wanted} or more (ideal {(micro_batches + 1) / micro_batches})"
+        found.append(Bar(says, least, [statistics.median(over)], lambda it, wanted=wanted: it >= wanted, 3))
+    return found
+
+
+def _record(results: Path, micro_batches: int) -> dict[str, Any]:
+    paths = sorted(results.glob(f"{micro_batches}_micro_batches/*.json"))
+    return pooled(json.loads(path.read_text()) for path in paths)
 
 
 def pooled(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -93,25 +109,27 @@ def speedups(record: dict[str, Any]) -> dict[str, Quartiles]:
     }
 
 
-def table(record: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> list[str]:
     samples = record["conditions"]["micro-batches"] * record["conditions"]["samples a micro-batch"]
     lines = [
-        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".\n",
-        "| pipeline | ms a step: median (quartiles) | samples/s "
+        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".", "",
+        "| pipeline | ms a step: median (quartiles) | samples/s | cyclic, times as fast as this: median of rounds "
         "| times as fast as the fastest flush of each round: median (quartiles) "
         "| CPU, ms a step of the busier process | ms a step with filling and draining | weights from torch GPipe's |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        "|" + " --- |" * 8,
+    ]  # fmt: skip
+    over = over_each(seconds(record), CYCLIC, list(record["blocks"]))
     for name, ratio in speedups(record).items():
         blocks = record["blocks"][name]
         steps = quartiles([block["step_seconds"] for block in blocks])
         busy, whole = (statistics.median(block[what] for block in blocks) for what in ("cpu_seconds", "whole_seconds"))
         lines.append(
             f"| {name} | {steps.median * 1e3:.0f} ({steps.first * 1e3:.0f}-{steps.third * 1e3:.0f}) "
-            f"| {samples / steps.median:.0f} | {ratio.median:.3f} ({ratio.first:.3f}-{ratio.third:.3f}) "
+            f"| {samples / steps.median:.0f} | {statistics.median(over[name]):.3f} "
+            f"| {ratio.median:.3f} ({ratio.first:.3f}-{ratio.third:.3f}) "
             f"| {busy * 1e3:.0f} | {whole * 1e3:.0f} | {record['largest_weight_difference'][name]:.1e} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _run(arguments: list[str]) -> None:
