@@ -1,8 +1,8 @@
 """A ring of staggered workers against DDP and one-step-late all-reduce: python -m benchmarks.cyclic_ring.run
 
 On the network lab, on links so slow that DDP's communication alone takes as long as compute does on this machine today.
-Prints a Markdown table, keeps the record as JSON and the traffic as PNG under results/. With two workers it ends with 1
-if the ring is not as fast as was wanted.
+Keeps the record as JSON and the traffic as PNG under results/ and writes figures.md of what is kept there. With two
+workers it ends with 1 if the ring is not as fast as was wanted.
 """
 
 import argparse
@@ -17,10 +17,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.cyclic_ring.modes import LAYERS, WIDTH
 from benchmarks.cyclic_ring.traffic import BIN_SECONDS, peak_over_mean
+from benchmarks.measuring.bars import Bar, missed
+from benchmarks.measuring.bars import table as table_of_bars
+from benchmarks.measuring.page import written
 from benchmarks.measuring.ratios import Quartiles, over_best, over_each, over_fastest_of_rounds, quartiles
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
+RING, LATE = "ring_v1", "delayed"  # the modes of the bars
 ALL = "compute,all_reduce,ddp_25mb,ddp_5mb,ddp_2mb,delayed,ring_v1,ring_slack1,ring_slack0"
 WANTED_OVER_DDP, WANTED_OVER_DELAYED = 1.2, 0.97  # of the ring with slack N, times as fast
 SHOWN_BINS = 80
@@ -38,26 +42,43 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--modes", default=ALL)
     parser.add_argument("--name", default="")
+    parser.add_argument("--report", action="store_true", help="only write figures.md, of the records that are there")
     options = parser.parse_args()
     out = HERE / "results" / f"{options.name or f'{options.workers}_workers'}.json"
-    out.parent.mkdir(exist_ok=True)
-    if not options.mbit:
-        _run(replaced(options, modes="compute"), out)
-        options.mbit = as_slow_as(seconds(json.loads(out.read_text()))["compute"], options.workers)
-    _run(options, out)
-    record = json.loads(out.read_text())
-    print(table(record))
-    plot(record, out.with_suffix(".png"))
-    if options.workers != 2 or not {"ring_v1", "delayed"} <= set(seconds(record)):
-        return 0
-    ratios = over_each(seconds(record), "ring_v1", ddps(record))
-    best, over = over_best(ratios)
-    over_ddp, strict = statistics.median(over), statistics.median(over_fastest_of_rounds(ratios))
-    over_delayed = statistics.median(over_each(seconds(record), "ring_v1", ["delayed"])["delayed"])
-    print(f"ring_v1 against the best DDP ({best}): {over_ddp:.3f} times as fast, wanted {WANTED_OVER_DDP}")
-    print(f"ring_v1 against whichever DDP was the fastest in that round: {strict:.3f}")
-    print(f"ring_v1 against delayed all-reduce: {over_delayed:.3f} times as fast, wanted {WANTED_OVER_DELAYED}")
-    return int(over_ddp < WANTED_OVER_DDP or over_delayed < WANTED_OVER_DELAYED)
+    if not options.report:
+        out.parent.mkdir(exist_ok=True)
+        if not options.mbit:
+            _run(replaced(options, modes="compute"), out)
+            options.mbit = as_slow_as(seconds(json.loads(out.read_text()))["compute"], options.workers)
+        _run(options, out)
+        plot(json.loads(out.read_text()), out.with_suffix(".png"))
+    print(written(HERE, page(HERE / "results")))
+    return int(bool(missed(bars(out))))
+
+
+def page(results: Path) -> list[str]:
+    """A table and the traffic for each record, and every bar, in Markdown."""
+    lines, paths = ["`python -m benchmarks.cyclic_ring.run`", ""], sorted(results.glob("*.json"))
+    for path in paths:
+        lines += [f"## {path.stem}", "", *table(json.loads(path.read_text())), ""]
+        drawn = path.with_suffix(".png")
+        lines += [f"![bytes a worker sends per 20 ms](results/{drawn.name})", ""] if drawn.is_file() else []
+    return [*lines, "## Bars", "", *table_of_bars([bar for path in paths for bar in bars(path)])]
+
+
+def bars(path: Path) -> list[Bar]:
+    """Of a record of two workers in which both modes ran."""
+    record = json.loads(path.read_text())
+    if record["conditions"]["workers"] != 2 or not {RING, LATE} <= set(seconds(record)):
+        return []
+    best, over = over_best(over_each(seconds(record), RING, ddps(record)))
+    over_late = over_each(seconds(record), RING, [LATE])[LATE]
+    return [
+        Bar(f"{path.stem}: {RING}, times as fast as the best DDP ({best})", f"{WANTED_OVER_DDP} or more",
+            [statistics.median(over)], lambda it: it >= WANTED_OVER_DDP, 3),
+        Bar(f"{path.stem}: {RING}, times as fast as delayed all-reduce", f"{WANTED_OVER_DELAYED} or more",
+            [statistics.median(over_late)], lambda it: it >= WANTED_OVER_DELAYED, 3),
+    ]  # fmt: skip
 
 
 def _run(options: argparse.Namespace, out: Path) -> None:
@@ -96,14 +117,16 @@ def speedups(record: dict[str, Any]) -> dict[str, Quartiles]:
     return {name: quartiles(over_fastest_of_rounds(over_each(steps, name, rivals))) for name in steps}
 
 
-def table(record: dict[str, Any]) -> str:
+def table(record: dict[str, Any]) -> list[str]:
     lines = [
-        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".\n",
-        "| mode | ms a step: median (quartiles) | times as fast as the fastest DDP of each round: median (quartiles) "
-        "| ms with filling and settling | MB a host sends: mean (worst) | peak / mean of 20 ms bins: mean (worst) "
-        "| CPU, ms a rank | loss |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        ", ".join(f"{name} {said}" for name, said in record["conditions"].items()) + ".", "",
+        f"| mode | ms a step: median (quartiles) | {RING}, times as fast as this: median of rounds "
+        "| times as fast as the fastest DDP of each round: median (quartiles) | ms with filling and settling "
+        "| MB a host sends: mean (worst) | peak / mean of 20 ms bins: mean (worst) | CPU, ms a rank | loss |",
+        "|" + " --- |" * 9,
+    ]  # fmt: skip
+    of_modes = seconds(record)
+    over = over_each(of_modes, RING, list(of_modes)) if RING in of_modes else {}
     for name, ratio in speedups(record).items():
         turns = [turn for turn in record["turns"] if turn["mode"] == name]
         steps = quartiles([turn["step_seconds"] * 1e3 for turn in turns])
@@ -113,11 +136,12 @@ def table(record: dict[str, Any]) -> str:
         evenness = f"{statistics.fmean(peaks):.2f} ({max(peaks):.2f})" if min(sent) > 1 else "-"
         lines.append(
             f"| {name} | {steps.median:.0f} ({steps.first:.0f}-{steps.third:.0f}) "
+            f"| {f'{statistics.median(over[name]):.3f}' if over else '-'} "
             f"| {ratio.median:.3f} ({ratio.first:.3f}-{ratio.third:.3f}) | {middle['whole_seconds']:.0f} "
             f"| {statistics.fmean(sent):.2f} ({max(sent):.2f}) | {evenness} | {middle['cpu_seconds']:.0f} "
             f"| {turns[-1]['loss']:.6f} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
