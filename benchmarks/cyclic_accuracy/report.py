@@ -1,11 +1,11 @@
-"""The README's tables and the pictures, from the files under results/: python -m benchmarks.cyclic_accuracy.report
+"""The page of figures and the pictures, from the files under results/: python -m benchmarks.cyclic_accuracy.report
 
-Tables go between the marks that name them in README.md. Nothing is trained and nothing is measured here.
+Nothing is trained and nothing is measured here.
 """
 
 import json
 import math
-import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,14 @@ from benchmarks.cyclic_accuracy.rules import PLAIN, rules_of
 from benchmarks.cyclic_accuracy.run import RESULTS, best_rate, final_runs, swept
 from benchmarks.cyclic_accuracy.summary import Spread, gaps, mean_curve, reached, seconds_by_mode, spread, trailing
 from benchmarks.cyclic_accuracy.tasks import TASKS
+from benchmarks.measuring.bars import Bar
+from benchmarks.measuring.bars import table as table_of_bars
+from benchmarks.measuring.page import written
+from benchmarks.measuring.record import machines
 
-README = Path(__file__).parent / "README.md"
+HERE = Path(__file__).parent
+WANTED_POINTS = 0.3  # of accuracy below data parallelism, at most
+JUDGED = ("v2", "slack1")
 # What is judged on held-out data: its name in the records, the factor it is shown with, its unit.
 SCORES = {"vision": ("accuracy", 100.0, "points"), "language_model": ("nats_per_word", 1.0, "nats")}
 LATE_ANYHOW = (
@@ -34,34 +40,49 @@ Record = Mapping[str, Any]
 
 
 def main() -> None:
-    text = README.read_text()
+    for task in TASKS:
+        _draw(task, final_runs(task, TASKS[task].steps)).savefig(RESULTS / f"{task}.png")
+    print(written(HERE, page()))
+
+
+def page() -> list[str]:
+    """All tables, the pictures and every bar, in Markdown."""
+    lines = ["`python -m benchmarks.cyclic_accuracy.report`, of runs by `run`, `clock`, `boundary` and `same`", ""]
     for task in TASKS:
         records = final_runs(task, TASKS[task].steps)
-        text = placed(text, f"sweep {task}", sweep_table(task))
-        text = placed(text, f"scores {task}", score_table(task, records))
-        text = placed(text, f"time {task}", time_table(task, records))
+        runs = [record for by_seed in records.values() for record in by_seed.values()]
+        lines += [
+            f"## {task}", "", f"Runs of {TASKS[task].steps} steps; {machines(run.get('machine') for run in runs)}.", "",
+            "Sweep: training loss over the last tenth of a run, by highest rate; the chosen one in bold.", "",
+            *sweep_table(task), "", f"All seeds at the chosen rate, {TASKS[task].steps} steps:", "",
+            *score_table(task, records), "",
+        ]  # fmt: skip
         if LONGER.get(task):
-            text = placed(text, f"longer {task}", score_table(task, final_runs(task, LONGER[task])))
-        _draw(task, records).savefig(RESULTS / f"{task}.png")
-    text = placed(text, "boundary", boundary_table(json.loads((RESULTS / "boundary.json").read_text())))
-    same = RESULTS / "same.json"
-    text = placed(text, "same", same_table(json.loads(same.read_text())) if same.is_file() else "Not run yet.")
-    README.write_text(text)
+            longer = score_table(task, final_runs(task, LONGER[task]))
+            lines += [f"At these rates, {LONGER[task]} steps:", "", *longer, ""]
+        lines += [*time_table(task, records), "", f"![loss against samples and against time](results/{task}.png)", ""]
+    boundary, same = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("boundary", "same"))
+    told = f"{boundary['machine']}, {boundary['points']} points, {boundary['steps']} steps."
+    lines += ["## The stability boundary", "", told, "", *boundary_table(boundary), ""]
+    lines += ["## One run for two rules, and the reference for the runtime", "", f"{same['machine']}.", ""]
+    return [*lines, *same_table(same), "", "## Bars", "", *table_of_bars(bars(same))]
 
 
-def placed(text: str, mark: str, table: str) -> str:
-    """
-    Raises:
-        ValueError: the text does not have the two marks once each.
-    """
-    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"report: README.md wants {begin} and {end} once each")
-    inside = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
-    return inside.sub(lambda _: f"{begin}\n{table}\n{end}", text)
+def bars(same: Record) -> list[Bar]:
+    vision = {rule: _scores("vision", runs) for rule, runs in final_runs("vision", TASKS["vision"].steps).items()}
+    points = {rule: gaps(vision.get(rule, {}), vision.get("dp", {})) for rule in JUDGED}
+    unlike = sum(not row["is_same"] for row in same["rows"])
+    return [
+        *(
+            Bar(f"vision: points of accuracy that {rule} loses beside dp, mean of seeds", f"{WANTED_POINTS} or less",
+                [-statistics.fmean(each)] if each else [], lambda it: it <= WANTED_POINTS)
+            for rule, each in points.items()
+        ),
+        Bar("pairs of trainings whose weights are not all equal", "0", [unlike], lambda it: it == 0, 0),
+    ]  # fmt: skip
 
 
-def sweep_table(task: str) -> str:
+def sweep_table(task: str) -> list[str]:
     losses = {rule: swept(task, rule) for rule in rules_of(task)}
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 1) + "|"]
@@ -69,7 +90,7 @@ def sweep_table(task: str) -> str:
         best = best_rate(by_rate)
         cells = [_swept_cell(by_rate.get(rate), rate == best) for rate in rates]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
 def _swept_cell(loss: float | None, is_best: bool) -> str:
@@ -79,12 +100,9 @@ def _swept_cell(loss: float | None, is_best: bool) -> str:
     return f"**{said}**" if is_best else said
 
 
-def score_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> str:
-    name, factor, unit = SCORES[task]
-    scores = {
-        rule: {s: r["held_out"][name] * factor for s, r in by_seed.items() if r["held_out"]}
-        for rule, by_seed in records.items()
-    }
+def score_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> list[str]:
+    name, _, unit = SCORES[task]
+    scores = {rule: _scores(task, by_seed) for rule, by_seed in records.items()}
     lines = [
         f"| rule | late share | rate | held-out {name}: mean ± deviation ({unit}) | by seed | less dp, same seed: mean "
         "(each) | training loss at the end: mean ± deviation |",
@@ -103,7 +121,13 @@ def score_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> str:
             f"| {', '.join(f'{value:.3f}' for value in scores[rule].values())} "
             f"| {sum(found) / len(found):+.3f} ({each}) | {_said(spread(ends))} |"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def _scores(task: str, by_seed: Mapping[int, Record]) -> dict[int, float]:
+    """By seed, in the unit of the page; without runs that diverged."""
+    name, factor, _ = SCORES[task]
+    return {seed: run["held_out"][name] * factor for seed, run in by_seed.items() if run["held_out"]}
 
 
 def _said(found: Spread) -> str:
@@ -111,7 +135,7 @@ def _said(found: Spread) -> str:
     return f"{found.mean:.3f} ± {found.deviation:.3f} ({found.count})" if found.count > 1 else f"{found.mean:.3f} (1)"
 
 
-def time_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> str:
+def time_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> list[str]:
     """Seconds on the link; the losses of v1, with look-ahead and without, serve delayed all-reduce, too."""
     clock = json.loads((RESULTS / f"clock_{task}.json").read_text())
     seconds = seconds_by_mode(clock["turns"])
@@ -119,11 +143,11 @@ def time_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> str:
     target = max(curves[rule][-1] for rule in PLAIN if rule in curves)
     steps = TASKS[task].steps
     lines = [
-        ", ".join(f"{name} {said}" for name, said in clock["conditions"].items() if name != "stages") + ".\n",
+        ", ".join(f"{name} {said}" for name, said in clock["conditions"].items() if name != "stages") + ".", "",
         f"| rule | by | ms a step | s for the whole run | {TASKS[task].unit} until the loss is {target:.3f} "
         "| s until then |",
         "| --- | --- | --- | --- | --- | --- |",
-    ]
+    ]  # fmt: skip
     for rule, mode in _clocks(task, curves):
         at = reached(curves[rule], target)
         each = seconds[mode]
@@ -131,7 +155,7 @@ def time_table(task: str, records: Mapping[str, Mapping[int, Record]]) -> str:
             f"{at * steps * TASKS[task].samples_a_step:,.0f} | {at * steps * each:.1f}"
         )  # fmt: skip
         lines.append(f"| {rule} | {mode} | {each * 1e3:.0f} | {steps * each:.1f} | {until} |")
-    return "\n".join(lines)
+    return lines
 
 
 def _clocks(task: str, curves: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
@@ -179,7 +203,7 @@ def _draw(task: str, records: Mapping[str, Mapping[int, Record]]) -> Figure:
     return figure
 
 
-def boundary_table(found: Record) -> str:
+def boundary_table(found: Record) -> list[str]:
     lines = [
         "| rule | momentum | correction | late share | foretold | measured | measured / foretold |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -192,14 +216,14 @@ def boundary_table(found: Record) -> str:
         lines.append(
             f"| {row['rule']} | {row['momentum']:g} | {row['correction'] or '-'} | {row['share']:g} | {said} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
-def same_table(found: Record) -> str:
+def same_table(found: Record) -> list[str]:
     lines = [f"| task | rule | against | all weights equal after {found['steps']} steps |", "| --- | --- | --- | --- |"]
     for row in found["rows"]:
         lines.append(f"| {row['task']} | {row['rule']} | {row['against']} | {'yes' if row['is_same'] else '**no**'} |")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

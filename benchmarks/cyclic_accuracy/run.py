@@ -18,6 +18,7 @@ import torch
 from benchmarks.cyclic_accuracy.rules import rules_of
 from benchmarks.cyclic_accuracy.tasks import TASKS
 from benchmarks.cyclic_accuracy.train import Settings, train
+from benchmarks.measuring.record import machine
 
 __all__ = ["RESULTS", "best_rate", "beyond", "final_runs", "swept"]
 
@@ -90,7 +91,7 @@ def _keep(settings: Settings, until: str) -> None:
         raise SystemExit(f"it is past {until}; {settings.name} and what comes after it wait for the next call")
     found = train(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found) + "\n")
+    path.write_text(json.dumps({"machine": machine(), **found}) + "\n")
     score = found["held_out"] or f"diverged at step {found['diverged_at']}"
     print(f"{settings.name}: {found['last_tenth']} {score} {found['cpu_seconds']:.0f} s", flush=True)
 

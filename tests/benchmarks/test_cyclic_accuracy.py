@@ -8,7 +8,6 @@ import torch
 from benchmarks.cyclic_accuracy.boundary import formula, last_stable
 from benchmarks.cyclic_accuracy.clock import link_mbit
 from benchmarks.cyclic_accuracy.language_stages import language_stages, sampled_loss
-from benchmarks.cyclic_accuracy.report import placed
 from benchmarks.cyclic_accuracy.rules import WORKERS, rules_of
 from benchmarks.cyclic_accuracy.run import best_rate, beyond
 from benchmarks.cyclic_accuracy.summary import gaps, mean_curve, reached, seconds_by_mode, spread, trailing
@@ -98,13 +97,6 @@ def test_the_link_carries_an_all_reduce_in_the_time_of_the_compute():
     gradient_bytes, seconds = 4_000_000, 0.2
     sent_bits = 2 * (WORKERS - 1) / WORKERS * gradient_bytes * 8
     assert sent_bits / (link_mbit(gradient_bytes, seconds) * 1e6) == pytest.approx(seconds, rel=0.01)
-
-
-def test_a_table_lands_between_its_marks_and_nowhere_else():
-    text = "a\n<!-- t -->\nold\n<!-- end of t -->\nb"
-    assert placed(text, "t", "new \\1") == "a\n<!-- t -->\nnew \\1\n<!-- end of t -->\nb"
-    with pytest.raises(ValueError, match="once each"):
-        placed(text, "other", "new")
 
 
 def test_all_tasks_have_the_plain_rules_and_late_ones_are_late():
