@@ -1,9 +1,9 @@
 """What a page is to show: each bar, the figure for it, and whether that comes to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bar", "table"]
+__all__ = ["Bar", "missed", "table"]
 
 
 class Bar(NamedTuple):
@@ -23,6 +23,11 @@ class Bar(NamedTuple):
         if not self.figures:
             return "not measured"
         return "pass" if self.is_met(*self.figures) else "**miss**"
+
+
+def missed(bars: Iterable[Bar]) -> list[Bar]:
+    """Not those that are not measured."""
+    return [bar for bar in bars if bar.figures and not bar.is_met(*bar.figures)]
 
 
 def table(bars: Sequence[Bar]) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,11 @@ def machine() -> str:
         f"{os.cpu_count()} cores {platform.machine()}, {platform.system()} {release},"
         f" Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def machines(told: Iterable[str | None]) -> str:
+    """The machine lines of a page's records, each once; for the head of the page."""
+    return "; ".join(dict.fromkeys(filter(None, told))) or "machine not kept in these records"
 
 
 def _block(fields: dict[str, Any]) -> Block:
