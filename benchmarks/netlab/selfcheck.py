@@ -1,6 +1,6 @@
 """Does the lab tell the truth? Speed and bytes of an all-reduce against what was asked for and the formula.
 
-Run from the root of the repository: `python -m benchmarks.netlab.selfcheck`. Prints a table for the README.
+Run from the root of the repository: `python -m benchmarks.netlab.selfcheck`. Prints a table.
 
 Source of the bytes: Thakur, Rabenseifner, Gropp, 2005: a ring all-reduce of w bytes over N ranks sends
 2 w (N - 1) / N bytes per rank.

@@ -1,7 +1,7 @@
 """What the machine's congestion control does to a training step's messages: python -m benchmarks.netlab.stalls
 
 8 hosts, 1 Gbit/s and 100 Mbit/s: two all-to-alls of 512 kB a rank and an all-reduce of 340 kB, asked for together, as
-tables and the rest of a model ask for them. Prints a table for the README, quartiles of 30 such rounds.
+tables and the rest of a model ask for them. Prints a table, quartiles of 30 such rounds.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Owners chosen, forecast and measured, for a skewed and an even table: python -m benchmarks.owners.run
 
-Needs root and iproute2. Writes README.md's table from what was kept. Exit code 1 if the searched plan's step takes over
-5 % longer than the best of the others.
+Needs root and iproute2. Writes figures.md from what was kept; --report writes it and measures nothing. Exit code 1 if
+the searched plan's step takes over 5 % longer than the best of the others.
 """
 
 import argparse
@@ -13,11 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.measuring import bars
+from benchmarks.measuring.record import machines
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
-PAGE, KEPT = HERE / "README.md", HERE / "results" / "owners.json"
-MARK = "<!-- written by run.py -->"
+PAGE, KEPT = HERE / "figures.md", HERE / "results" / "owners.json"
 DRAWS = ("skewed", "even")
 SEARCHED = "searched"
 WITHIN = 0.05
@@ -30,18 +31,20 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="of every link, Mbit/s")
     parser.add_argument("--draw", choices=DRAWS, nargs="+", default=list(DRAWS), help="the other's figures stay")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     hosts = 2 if options.small else options.hosts
     rounds = 1 if options.small else options.rounds
     found = {} if options.small or not KEPT.exists() else json.loads(KEPT.read_text())
-    found |= {draw: _measured(draw, hosts, options.mbit, rounds, options.small) for draw in options.draw}
+    draws = [] if options.report else options.draw
+    found |= {draw: _measured(draw, hosts, options.mbit, rounds, options.small) for draw in draws}
     text = page(found)
     print(text)
     if options.small:
         return 0
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     KEPT.write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(f"{PAGE.read_text().split(MARK)[0]}{MARK}\n\n{text}\n")
+    PAGE.write_text(text + "\n")
     return int(any(behind(one["plans"]) > WITHIN for one in found.values()))
 
 
@@ -65,10 +68,20 @@ def behind(plans: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table, what each search says of itself, and where it ran."""
+    """Where it ran, the table, what each search says of itself, and the bars."""
+    ran = {f"{one['hosts']} hosts, {one['mbit']:g} Mbit/s" for one in found.values()}
+    head = f"{'; '.join(sorted(ran))}; {machines(one['machine'] for one in found.values())}"
     said = [f"* {draw}: {one['search']}" for draw, one in found.items()]
-    ran = {f"{one['hosts']} hosts, {one['mbit']:g} Mbit/s; {one['machine']}." for one in found.values()}
-    return "\n".join([table(found), "", *said, "", *sorted(ran)])
+    judged = [
+        bars.Bar(
+            f"{draw}: a step of the searched plan, per cent longer than the best that exchanges otherwise",
+            f"{100 * WITHIN:g} or less",
+            [100 * behind(found[draw]["plans"])] if draw in found else [], lambda it: it <= 100 * WITHIN,
+        )
+        for draw in DRAWS
+    ]  # fmt: skip
+    lines = [head, "", table(found), "", "What the searches say of themselves:", "", *said, "", *bars.table(judged)]
+    return "\n".join(lines)
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -2,12 +2,12 @@
 
 DDP over sparse gradients and plans of ours train the same model on the same batches by turns, until all have reached
 the same target. A task that is in results/ is not trained again (`--again` does). Prints Markdown, draws
-results/curves.png, and ends with 1 if losses differ by more than rounding or a side did not reach the target. With
-`--float64` the same in double precision, where rounding is far smaller than any other mistake; into files of its own.
+results/curves.png, writes figures.md; ends with 1 if losses differ by more than rounding or a side did not reach the
+target. With `--float64` the same in double precision, where rounding is far smaller than any other mistake; into files
+of its own.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -18,24 +18,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.measuring.bars import missed, table
 from benchmarks.netlab.asking import granting
 from benchmarks.netlab.lab import Lab
-from benchmarks.parallax.race import Curve, Race, apart, load, points, reached
+from benchmarks.parallax import page, standings
+from benchmarks.parallax.race import Race, load, points
 from benchmarks.parallax.tasks import TASKS
 
-__all__ = ["draw", "misses", "table"]
+__all__ = ["draw"]
 
 HERE = Path(__file__).parent
 WORKERS, MBIT = 4, 100.0
-REST = "all_reduce"  # how most parameters travel; a table names the others
-ROUNDING = 1e-4  # of a loss, relative, over the whole run: sums in another order, many steps on
-EPSILON_32, EPSILON_64 = 2.0**-23, 2.0**-52
-FIRST_TURNS = 3  # shown apart, since training multiplies what rounding left
 COLORS = {"ddp_sparse": "#c2570c", "planned": "#2563a8", "planned_ahead": "#3f9b6c"}
-HEADER = (
-    "side", "steps to it", "s of training to it", "times as fast", "ms a step: median of turns",
-    "MB a worker sends a step", "there", "losses off by: first turns, all",
-)  # fmt: skip
 
 
 def main() -> int:
@@ -55,13 +49,13 @@ def main() -> int:
         if not options.report and (options.again or not path.exists()):
             _train(name, path.resolve(), options)
     races = {name: load(path) for name, path in paths.items() if path.exists()}
-    print("\n".join(map(table, races.values())))
+    print("\n".join(map(standings.table, races.values())))
     if races:
         draw(races).savefig(options.results / f"curves{kind}.png")
-    rounding = ROUNDING * (EPSILON_64 / EPSILON_32 if options.float64 else 1)
-    missed = [f"{name}: {miss}" for name, race in races.items() for miss in misses(race, rounding)]
-    print("\n".join(missed) or "all sides learn alike and reach the target")
-    return int(bool(missed))
+    page.write(options.results)
+    bars = [bar for race in races.values() for bar in standings.bars(race)]
+    print("\n".join(table(bars)))
+    return int(bool(missed(bars)))
 
 
 def _train(task: str, path: Path, options: argparse.Namespace) -> None:
@@ -77,50 +71,6 @@ def _train(task: str, path: Path, options: argparse.Namespace) -> None:
             watch=granting(lab.shape, partial(print, flush=True)),
         )
     print(f"{task}: {time.perf_counter() - began:.0f} s in all", flush=True)
-
-
-def misses(race: Race, rounding: float = ROUNDING) -> list[str]:
-    """What must not be: a side that learns otherwise than the first, or does not reach the target."""
-    late = [
-        f"{name} has not reached the target" for name, curve in race.curves.items() if not reached(curve, race.goal)
-    ]
-    off = {name: apart(curve, _first(race)) for name, curve in race.curves.items()}
-    return late + [f"losses of {name} are off by {by:.1e}" for name, by in off.items() if by > rounding]
-
-
-def _first(race: Race) -> Curve:
-    return next(iter(race.curves.values()))
-
-
-def table(race: Race) -> str:
-    """A row a side; speed is against the first side, at the same number of steps if both need as many."""
-    goal = race.goal
-    lines = [f"{_told(race)}\n", f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
-    at = reached(_first(race), goal)
-    for name, curve in race.curves.items():
-        mine, last = reached(curve, goal), points(curve)[-1]
-        there = (f"{mine.step}", f"{mine.seconds:.1f}") if mine else ("not reached", f"{last.seconds:.1f} so far")
-        faster = f"{at.seconds / mine.seconds:.2f}" if at and mine else "-"
-        step_ms = 1e3 * statistics.median(turn.seconds / turn.steps for turn in curve)
-        sent_mb = sum(turn.sent_bytes for turn in curve) / last.step / 1e6
-        value = ", ".join(f"{name} {(mine or last).metrics[name]:.4g}" for name in (goal.metric, *race.beside))
-        early, whole = (apart(curve[:turns], _first(race)[:turns]) for turns in (FIRST_TURNS, None))
-        cells = (*there, faster, f"{step_ms:.0f}", f"{sent_mb:.2f}", value, f"{early:.1e}, {whole:.1e}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _told(race: Race) -> str:
-    """What a reader must know before the rows."""
-    told, goal = race.conditions, race.goal
-    sizes = ", ".join(f"{name} {size}" for name, size in told["workload"].items())
-    ways = [f"{name} by {exchange}" for name, exchange in told["plan"].items() if exchange != REST]
-    return (
-        f"{told['task']} ({sizes}), {told['precision']}, {told['optimizer']}, to {goal.metric} {goal.target:g}; "
-        f"{told['workers']} workers, {told['Mbit/s']:g} Mbit/s, {told['machine']}, load before "
-        f"{told['load before']:.1f}. DDP's buckets: {told['bucket MiB']:g} MiB. "
-        f"Planned: {', '.join([*ways, f'the rest by {REST}'])}."
-    )
 
 
 def draw(races: Mapping[str, Race]) -> Figure:

@@ -1,7 +1,7 @@
 """Parallax's tables in small, on the network lab: python -m benchmarks.parallax.run sweep|ablation|scaling
 
-A job that is in results/ is not run again (`--again` does). Prints Markdown; `sweep` ends with 1 if at some point the
-plan is slower than the better of all-reduce and owners for everything.
+A job that is in results/ is not run again (`--again` does). Prints Markdown and writes figures.md; `sweep` ends with 1
+if at some point the plan is slower than the better of all-reduce and owners for everything.
 """
 
 import argparse
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.measuring.bars import missed
 from benchmarks.measuring.record import load
 from benchmarks.netlab.lab import Lab
-from benchmarks.parallax.tables import ablation, scaling, slower, sweep
+from benchmarks.parallax import page
+from benchmarks.parallax.tables import LENGTHS, ablation, bars, scaling, sweep
 
 HERE = Path(__file__).parent
-LENGTHS = (120, 60, 30, 15, 8, 4, 1)
 MODEL_NAMES = ("language_model", "translation")
 WORKERS = (1, 2, 4, 8)
 LONG = ("--steps", "12")  # a turn ends with the slowest of ranks that share cores: of three steps a third was that
@@ -67,8 +68,9 @@ def main() -> int:
     paths = [path for job in wanted if (path := options.results / f"{job.name}.json").exists()]
     records = {path.stem: load(path) for path in paths}
     print({"sweep": sweep, "ablation": ablation, "scaling": scaling}[options.table](records))
-    late = slower(records) if options.table == "sweep" else []
-    print("\n".join(late))
+    page.write(options.results)
+    late = missed(bars(records)) if options.table == "sweep" else []
+    print("\n".join(f"missed: {bar.says}: {bar.figures[0]:.3f}" for bar in late))
     return int(bool(late))
 
 

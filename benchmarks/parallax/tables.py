@@ -1,16 +1,18 @@
-"""What the records say, in the form of the paper's tables: samples per second, and how often the plan loses.
+"""What the records say, in the form of the paper's tables: samples per second, and whether the plan loses.
 
 A plan may be one of the two it is held against: it is not held against itself, then, since what would be found is noise
-alone. It runs twice by turns, and "slower" allows for what it differs by from itself.
+alone. It runs twice by turns, and the bar allows for what it differs by from itself.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 
+from benchmarks.measuring.bars import Bar
 from benchmarks.measuring.record import Record
 
-__all__ = ["RIVALS", "ablation", "noise", "rate", "scaling", "slower", "sweep"]
+__all__ = ["LENGTHS", "RIVALS", "ablation", "bars", "noise", "rate", "scaling", "sweep"]
 
+LENGTHS = (120, 60, 30, 15, 8, 4, 1)  # of the sweep
 RIVALS = ("all_reduce", "owned")
 
 
@@ -56,13 +58,16 @@ def noise(record: Record) -> float:
     return max(ratio, 1 / ratio) - 1
 
 
-def slower(records: Mapping[str, Record]) -> list[str]:
-    """The points at which the plan is slower than the better of all_reduce and owned by more than noise."""
+def bars(records: Mapping[str, Record]) -> list[Bar]:
+    """At no point of the sweep is the plan slower than the better of all_reduce and owned by more than noise."""
+    found = {length: records.get(f"sweep_{length}") for length in LENGTHS}
     return [
-        f"{name}: the plan is {found:.3f} times as fast as the better of all_reduce and owned"
-        for name, record in records.items()
-        if (found := _against_better(record, _others(record))) * (1 + noise(record)) < 1
-    ]
+        Bar(
+            f"length {length}: times as fast as the better of {' and '.join(RIVALS)}, noise allowed for", "1 or more",
+            [_against_better(one, _others(one)) * (1 + noise(one))] if one else [], lambda it: it >= 1,
+        )
+        for length, one in found.items()
+    ]  # fmt: skip
 
 
 def _others(record: Record) -> list[str]:

@@ -1,10 +1,11 @@
-"""The tables of the README and the bars: python -m benchmarks.peers.report [FOLDER OF RESULTS]
+"""The tables and the bars, into figures.md: python -m benchmarks.peers.report [FOLDER OF RESULTS]   (measures nothing)
 
 A step's time is from a barrier before a turn to a barrier after it, over its steps, so no rank is left out. Ratios are
 taken between turns of one round, then their median. Ends with 1 if a contender computed something else than the truth.
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.bars import Bar
+from benchmarks.measuring.bars import table as rows_of
 from benchmarks.measuring.ratios import over_best, over_fastest_of_rounds, quartiles
 from benchmarks.measuring.record import Block, Record
+from benchmarks.peers.heats import entries
 from benchmarks.peers.lines import PROGRAMS, changed_lines
 from benchmarks.peers.truth import departure
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-4  # of a loss, relative
 FREE = ("compute_only", "link")  # train for themselves, or not at all
+OURS = ("ours", "ours_ahead")  # as planned, and the same with prefetch
+SCHEDULED = {True: "all scheduled alike", False: "scheduled by the kernel", None: "how they were scheduled is not kept"}
 HEADER = (
-    "contender", "{unit}/s", "ms a step, all ranks: median (quartiles)", "ours is faster by: median (rounds)",
+    "contender", "{unit}/s", "ms a step, all ranks: median (quartiles)", "ours is faster by: median (rounds, from-to)",
     "MB a worker sends: mean (worst)", "CPU, ms a rank", "peak MiB a worker", "lines", "loss off by",
 )  # fmt: skip
 
@@ -37,24 +43,19 @@ class Found:
     truth: tuple[float, ...]
     refused: Mapping[str, str]
     heats: tuple[Record, ...]
+    pinned: bool | None = None  # by the lab, all alike
 
-    def heat_of(self, *names: str) -> Record:
-        """The first heat in which all of them ran.
-
-        Raises:
-            ValueError: they did not meet.
-        """
-        for record in self.heats:
-            if set(names) <= set(record.modes):
-                return record
-        raise ValueError(f"report: {', '.join(names)} did not meet in {self.case} at {self.mbit:g} Mbit/s")
+    @property
+    def links(self) -> str:
+        return f"{self.mbit:g} Mbit/s" if self.mbit else "unshaped links"
 
 
 def load(path: Path) -> Found:
     found = json.loads(path.read_text())
     heats = tuple(Record(heat["conditions"], tuple(_block(b) for b in heat["blocks"])) for heat in found["heats"])
+    truth, pinned = tuple(found["truth"]), found.get("pinned")
     return Found(
-        found["case"], found["Mbit/s"], found["unit"], found["samples"], tuple(found["truth"]), found["refused"], heats
+        found["case"], found["Mbit/s"], found["unit"], found["samples"], truth, found["refused"], heats, pinned
     )
 
 
@@ -95,7 +96,7 @@ def floors(record: Record, mode: str = "ours") -> list[float]:
 
 
 def table(found: Found) -> str:
-    parts = [_heat(found, record) for record in found.heats]
+    parts = [_heat(found, record) for record in found.heats if len(record.modes) > 1]
     reasons: dict[str, list[str]] = {}
     for name, reason in found.refused.items():
         reasons.setdefault(reason, []).append(name)
@@ -105,15 +106,16 @@ def table(found: Found) -> str:
 
 def _heat(found: Found, record: Record) -> str:
     conditions = ", ".join(f"{name} {said}" for name, said in record.conditions.items())
+    lines = [f"{conditions}; {SCHEDULED[found.pinned]}.", ""]
     rows = [tuple(cell.format(unit=found.unit) for cell in HEADER), ("---",) * len(HEADER)]
     rows += [_row(found, record, mode) for mode in record.modes]
-    return "\n".join([f"{conditions}.", "", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def _row(found: Found, record: Record, mode: str) -> tuple[str, ...]:
     blocks = record.of(mode)
     wall = quartiles([block.wall_seconds for block in blocks])
-    ratios = faster(record, "ours", mode)
+    ratios = faster(record, OURS[0], mode) if mode != "link" and OURS[0] in record.modes else []
     means = [statistics.fmean(hosts) / 1e6 for hosts in zip(*(block.sent_bytes for block in blocks), strict=True)]
     rate = found.samples * int(record.conditions["workers"]) / wall.median
     trains = mode != "link"
@@ -121,7 +123,7 @@ def _row(found: Found, record: Record, mode: str) -> tuple[str, ...]:
         mode,
         f"{rate:,.0f}" if trains else "-",
         f"{wall.median * 1e3:.0f} ({wall.first * 1e3:.0f}-{wall.third * 1e3:.0f})",
-        f"{statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if trains else "-",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-",
         f"{statistics.fmean(means):.2f} ({max(means):.2f})",
         f"{statistics.median(block.cpu_seconds for block in blocks) * 1e3:.0f}",
         f"{max(block.peak_bytes for block in blocks) / 2**20:.0f}",
@@ -130,76 +132,64 @@ def _row(found: Found, record: Record, mode: str) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What was wanted, and what was found; `holds` says whether that is enough."""
-
-    wanted: str
-    found: float
-    holds: bool
+def bars(everything: Sequence[Found]) -> list[Bar]:
+    """Those of the large tables and of dense models."""
+    found = {(one.case, one.mbit): one for one in everything}
+    large = [bar for mbit in (100.0, 1000.0) for bar in _large_tables(mbit, found.get(("lm8", mbit)))]
+    return large + [bar for mbit in (1000.0, 0.0) for bar in _dense(mbit, found.get(("dense", mbit)))]
 
 
-def at_least(wanted: str, limit: float, ratios: Sequence[float]) -> Bar:
-    middle = statistics.median(ratios)
-    return Bar(f"{wanted}: at least {limit:g}", middle, middle >= limit)
+def _at_least(says: str, limit: float, ratios: Sequence[float]) -> Bar:
+    return Bar(says, f"{limit:g} or more", _middle(ratios), lambda it: it >= limit)
 
 
-def at_most(wanted: str, limit: float, ratios: Sequence[float]) -> Bar:
-    middle = statistics.median(ratios)
-    return Bar(f"{wanted}: at most {limit:g}", middle, middle <= limit)
+def _at_most(says: str, limit: float, ratios: Sequence[float]) -> Bar:
+    return Bar(says, f"{limit:g} or less", _middle(ratios), lambda it: it <= limit)
 
 
-def bars(found: Found) -> list[Bar]:
-    """Those of the case; none for a case without any."""
-    if found.case == "lm8":
-        return _large_tables(found)
-    return _dense(found) if found.case == "dense" else []
+def _middle(ratios: Sequence[float]) -> list[float]:
+    return [statistics.median(ratios)] if ratios else []
 
 
-def _large_tables(found: Found) -> list[Bar]:
-    """Of both plans of ours that ran: as planned, and the same with prefetch."""
-    record = found.heat_of("ours", "compute_only")
-    asked = [bar for mode in record.modes if mode in ("ours", "ours_ahead") for bar in _large_tables_by(found, mode)]
-    for name in ("horovod_sparse", "horovod_merged"):
-        for heat in (heat for heat in found.heats if found.mbit < 500 and name in heat.modes):
-            for mode in (mode for mode in heat.modes if mode in ("ours", "ours_ahead")):
-                where = f"{mode}, {found.mbit:g} Mbit/s: times as fast as {name}"
-                asked.append(at_least(where, 5, faster(heat, mode, name)))
-    if any("ours_scrambled" in heat.modes for heat in found.heats):
-        ratios = faster(found.heat_of("ours", "ours_scrambled"), "ours", "ours_scrambled")
-        asked.append(at_least(f"{found.mbit:g} Mbit/s: times as fast as with scrambled ids", 0.97, ratios))
-    return asked
+def _met(found: Found | None, *names: str) -> Record | None:
+    """The first heat in which all of them ran."""
+    return next((heat for heat in found.heats if set(names) <= set(heat.modes)), None) if found else None
 
 
-def _large_tables_by(found: Found, mode: str) -> list[Bar]:
-    met = {name: found.heat_of("ours", name) for name in ("ddp_sparse", "torchrec_by_hand", "compute_only")}
-    where = f"{mode}, {found.mbit:g} Mbit/s"
-    rows = {name: faster(record, mode, name) for name, record in met.items()}
-    if found.mbit > 500:
-        over = [1 / ratio for ratio in rows["compute_only"]]
-        return [
-            at_least(f"{where}: times as fast as torchrec_by_hand", 1.15, rows["torchrec_by_hand"]),
-            at_most(f"{where}: times compute_only", 1.35, over),
-        ]
-    return [
-        at_least(f"{where}: times as fast as ddp_sparse", 3.4, rows["ddp_sparse"]),
-        at_least(f"{where}: times as fast as torchrec_by_hand", 1.35, rows["torchrec_by_hand"]),
-        at_most(f"{where}: times the larger of compute only and bytes / link", 1.25, floors(met["compute_only"], mode)),
-    ]
+def _faster(found: Found | None, mode: str, than: str) -> list[float]:
+    """As `faster`; nothing where they did not meet."""
+    record = _met(found, mode, than)
+    return faster(record, mode, than) if record else []
 
 
-def _dense(found: Found) -> list[Bar]:
-    record = found.heat_of("ours", "ddp")
-    rivals = [mode for mode in record.modes if mode.startswith("ddp")]
-    where = f"{found.mbit:g} Mbit/s" if found.mbit else "unshaped"
-    ratios = {rival: faster(record, "ours", rival) for rival in rivals}
-    best, over = over_best(ratios)
-    strict = statistics.median(over_fastest_of_rounds(ratios))
-    said = f"{where}: times as fast as DDP with its best buckets ({best}; {strict:.2f} of the fastest of each round)"
-    asked = [at_least(said, 0.97, over)]
-    if not found.mbit:
-        return asked
-    return [*asked, at_least(f"{where}: times as fast as DDP at its default", 1.2, ratios["ddp"])]
+def _large_tables(mbit: float, found: Found | None) -> list[Bar]:
+    asked = []
+    for mode in OURS:
+        where = f"lm8, {mbit:g} Mbit/s: {mode}"
+        if mbit > 500:
+            over = [1 / ratio for ratio in _faster(found, mode, "compute_only")]
+            asked.append(_at_most(f"{where}, times compute_only", 1.35, over))
+            rivals = {"torchrec_by_hand": 1.15}
+        else:
+            alone = _met(found, mode, "compute_only", "link")
+            floor = f"{where}, times the larger of compute_only and its bytes over the link"
+            asked.append(_at_most(floor, 1.25, floors(alone, mode) if alone else []))
+            rivals = {"ddp_sparse": 3.4, "torchrec_by_hand": 1.35, "horovod_sparse": 5, "horovod_merged": 5}
+        for rival, limit in rivals.items():
+            asked.append(_at_least(f"{where}, times as fast as {rival}", limit, _faster(found, mode, rival)))
+    scrambled = f"lm8, {mbit:g} Mbit/s: ours, times as fast as ours_scrambled"
+    return [*asked, _at_least(scrambled, 0.97, _faster(found, "ours", "ours_scrambled"))]
+
+
+def _dense(mbit: float, found: Found | None) -> list[Bar]:
+    where = f"dense, {f'{mbit:g} Mbit/s' if mbit else 'unshaped links'}: ours, times as fast as DDP"
+    record, said, over = _met(found, "ours", "ddp"), "", list[float]()
+    if record:
+        ratios = {rival: faster(record, "ours", rival) for rival in record.modes if rival.startswith("ddp")}
+        best, over = over_best(ratios)
+        said = f" ({best}; {statistics.median(over_fastest_of_rounds(ratios)):.2f} of the fastest of each round)"
+    asked = [_at_least(f"{where} with its best buckets{said}", 0.97, over)]
+    return [*asked, _at_least(f"{where} at its default", 1.2, _faster(found, "ours", "ddp"))] if mbit else asked
 
 
 def _block(fields: Mapping[str, Any]) -> Block:
@@ -208,16 +198,25 @@ def _block(fields: Mapping[str, Any]) -> Block:
 
 def main() -> int:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "results"
-    everything = [load(path) for path in sorted(folder.glob("*.json"))]
-    for found in everything:
-        links = f"{found.mbit:g} Mbit/s" if found.mbit else "unshaped links"
-        print(f"### {found.case}, {links}\n\n{table(found)}")
-    print("| bar | found | |\n| --- | --- | --- |")
-    for bar in (bar for found in everything for bar in bars(found)):
-        print(f"| {bar.wanted} | {bar.found:.2f} | {'holds' if bar.holds else 'missed'} |")
-    wrong = [stray for found in everything for stray in strays(found)]
+    text = page(folder)
+    print(text)
+    (folder.parent / "figures.md").write_text(text)
+    wrong = [stray for found in _all(folder) for stray in strays(found)]
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
+
+
+def _all(folder: Path) -> list[Found]:
+    """In the order of the cases, the slowest links first."""
+    order = [*entries()]
+    return sorted(map(load, folder.glob("*.json")), key=lambda found: (order.index(found.case), found.mbit or math.inf))
+
+
+def page(folder: Path) -> str:
+    """Every case with its machine and table, then the bars."""
+    everything = _all(folder)
+    parts = [f"## {found.case}, {found.links}\n\n{table(found)}" for found in everything]
+    return "\n".join([*parts, "## Bars", "", *rows_of(bars(everything))]) + "\n"
 
 
 if __name__ == "__main__":

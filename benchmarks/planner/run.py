@@ -1,21 +1,25 @@
 """Measures the grid, cell by cell: python -m benchmarks.planner.run
 
 A cell that is in results/ is not measured again (`--again` does); so a run that was stopped goes on where it was. Ends
-with the report on standard output and the curve in results/curve.png. Exit code 1 if a bar is missed.
+with the report of the cells that were asked for. Of all that are kept it writes figures.md and results/curve.png. Exit
+code 1 if a bar is missed.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.measuring.bars import missed
 from benchmarks.netlab.lab import Lab
 from benchmarks.planner.cells import Cell, grid
 from benchmarks.planner.curve import curve
-from benchmarks.planner.summary import load, misses, report
+from benchmarks.planner.summary import bars, load, report
 
 HERE = Path(__file__).parent
+PICTURE = "curve.png"
 
 
 def main() -> int:
@@ -38,14 +42,31 @@ def main() -> int:
         began = time.perf_counter()
         _measure(cell, path, options.seconds)
         print(f"{number}/{len(cells)} {cell.name}: {time.perf_counter() - began:.0f} s", flush=True)
-    paths = {cell: path for cell in cells if (path := options.results / f"{cell.name}.json").exists()}
-    found = [load(path) for path in paths.values()]
-    print(report(found))
-    if drawn := [path for cell, path in paths.items() if cell.ranks_per_host == 1]:
-        curve(drawn).savefig(options.results / "curve.png")
-    missed = misses(found)
-    print("\n".join(f"missed: {bar}" for bar in missed) or "every bar is met")
-    return int(bool(missed))
+    kept = _kept(options.results)
+    _draw([path for cell, path in kept.items() if cell.ranks_per_host == 1], options.results / PICTURE)
+    (options.results.parent / "figures.md").write_text(page(options.results))
+    asked = [load(path) for cell, path in kept.items() if cell in cells]
+    print(report(asked))
+    return int(bool(missed(bars(asked))))
+
+
+def page(results: Path) -> str:
+    """Of all cells that are kept."""
+    text = report([load(path) for path in _kept(results).values()])
+    if (results / PICTURE).exists():
+        text += f"\n![Forecast samples per second by number of workers]({results.name}/{PICTURE})\n"
+    return text
+
+
+def _kept(results: Path) -> dict[Cell, Path]:
+    return {cell: path for cell in grid() if (path := results / f"{cell.name}.json").exists()}
+
+
+def _draw(cells: Sequence[Path], picture: Path) -> None:
+    try:
+        curve(cells).savefig(picture)
+    except ValueError as reason:  # no cell, or cells of an older version, from which nothing can be planned today
+        print(f"{picture.name} stays as it was: {reason}")
 
 
 def _small() -> int:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BARS", "Error", "Outcome", "load", "misses", "outcome", "report"]
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.record import machines
+
+__all__ = ["BARS", "Error", "Outcome", "bars", "load", "outcome", "report"]
 
 CHOSEN, AGAIN, ALONE = "chosen", "chosen again", "alone"
 FIGURES = ("sent_bytes", "memory_bytes", "seconds")
@@ -54,6 +57,7 @@ class Outcome:
     """
 
     cell: str
+    machine: str | None
     workers: int
     seconds: dict[str, float]
     priced: str
@@ -102,6 +106,7 @@ def outcome(cell: str, found: dict[str, Any]) -> Outcome:
         )
     return Outcome(
         cell=cell,
+        machine=found["conditions"].get("machine"),
         workers=found["conditions"]["workers"],
         seconds=seconds,
         priced=CHOSEN,
@@ -113,23 +118,33 @@ def outcome(cell: str, found: dict[str, Any]) -> Outcome:
 
 
 def report(found: Sequence[Outcome]) -> str:
-    """Markdown: a row a cell, the bars, the worst cells."""
-    return "\n\n".join([_cells(found), _bars(found), _worst(found), _by_workers(found)]) + "\n"
+    """Markdown: the machine, a row a cell, the bars, what lies beside them, the worst cells."""
+    parts = [machines(one.machine for one in found), _cells(found), "\n".join(table(bars(found)))]
+    return "\n\n".join([*parts, _beside(found), _by_workers(found), _worst(found)]) + "\n"
 
 
-def misses(found: Sequence[Outcome]) -> list[str]:
-    """The bars that the plans carried out do not meet."""
+def bars(found: Sequence[Outcome]) -> list[Bar]:
+    """Of the plans carried out, in per cent."""
     regrets = [one.regret(one.carried_out) for one in found]
-    missed = []
-    if sum(regret <= BARS.usual_regret for regret in regrets) < BARS.usual_cells * len(regrets):
-        missed.append(f"regret above {BARS.usual_regret:.0%} in more than {1 - BARS.usual_cells:.0%} of the cells")
-    if max(regrets) > BARS.largest_regret:
-        missed.append(f"a regret of {max(regrets):.1%}")
+    said = f"cells whose plan carried out is within {BARS.usual_regret:.0%} of the best, per cent"
+    asked = [
+        Bar(said, f"{BARS.usual_cells:.0%} or more", [100 * _usual(regrets)], lambda it: it >= 100 * BARS.usual_cells),
+        _at_most("regret of the plan carried out, the largest, per cent", BARS.largest_regret, max(regrets)),
+    ]
     for name in FIGURES:
         off = _median_off((one.error(one.carried_out) for one in found), name)
-        if off > getattr(BARS, name):
-            missed.append(f"{name} off by {off:.1%} (median)")
-    return missed
+        told = f"{name} of the plan carried out, forecast off by, median, per cent"
+        asked.append(_at_most(told, getattr(BARS, name), off))
+    return asked
+
+
+def _at_most(said: str, limit: float, share: float) -> Bar:
+    return Bar(said, f"{limit:.0%} or less", [] if math.isnan(share) else [100 * share], lambda it: it <= 100 * limit)
+
+
+def _usual(regrets: Sequence[float]) -> float:
+    """The share of them that is small enough."""
+    return sum(regret <= BARS.usual_regret for regret in regrets) / len(regrets)
 
 
 def _median_off(errors: Iterable[Error], name: str) -> float:
@@ -150,31 +165,32 @@ def _cells(found: Sequence[Outcome]) -> str:
             (
                 one.cell, one.carried_out, f"{one.seconds[one.carried_out] * 1e3:.1f}", one.best,
                 f"{one.regret(one.carried_out):.1%}", f"{one.regret(one.priced):.1%}", f"{one.noise:.1%}",
-                f"{error.sent_bytes:+.1%}", f"{error.memory_bytes:+.0%}", f"{error.seconds:+.0%}",
+                _percent(error.sent_bytes, "+.1%"), f"{error.memory_bytes:+.0%}", f"{error.seconds:+.0%}",
                 f"{one.compute_error:+.0%}",
             )
         )  # fmt: skip
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _bars(found: Sequence[Outcome]) -> str:
-    lines = ["| bar | carried out | by price alone |", "| --- | --- | --- |"]
+def _beside(found: Sequence[Outcome]) -> str:
     regrets = [[one.regret(one.carried_out) for one in found], [one.regret(one.priced) for one in found]]
-    usual = [sum(regret <= BARS.usual_regret for regret in column) / len(column) for column in regrets]
-    wanted = f"regret at most {BARS.usual_regret:.0%} in {BARS.usual_cells:.0%} of the cells"
-    lines.append(f"| {wanted} | {usual[0]:.0%} of the cells | {usual[1]:.0%} of the cells |")
-    lines.append(f"| regret never above {BARS.largest_regret:.0%} | {max(regrets[0]):.1%} | {max(regrets[1]):.1%} |")
-    lines += [
-        "",
-        "| forecast off by, median | wanted | plan carried out | every candidate |",
-        "| --- | --- | --- | --- |",
-    ]
+    usual, largest = (" | ".join(f"{fold(column):.1%}" for column in regrets) for fold in (_usual, max))
+    lines = [
+        "| regret | plan carried out | by price alone |", "| --- | --- | --- |",
+        f"| cells in which it is at most {BARS.usual_regret:.0%} | {usual} |", f"| largest | {largest} |", "",
+        "| forecast off by, median | plan carried out | every candidate |", "| --- | --- | --- |",
+    ]  # fmt: skip
     for name in FIGURES:
         one = _median_off((cell.error(cell.carried_out) for cell in found), name)
         every = _median_off((error for cell in found for error in cell.errors), name)
-        lines.append(f"| {name} | {getattr(BARS, name):.0%} | {one:.1%} | {every:.1%} |")
+        lines.append(f"| {name} | {_percent(one, '.1%')} | {_percent(every, '.1%')} |")
     noise = statistics.median(one.noise for one in found)
     return "\n".join([*lines, "", f"The same plan twice differs by {noise:.1%} (median over the cells)."])
+
+
+def _percent(share: float, form: str) -> str:
+    """What was not counted is a stroke."""
+    return "-" if math.isnan(share) else format(share, form)
 
 
 def _worst(found: Sequence[Outcome]) -> str:
@@ -183,7 +199,7 @@ def _worst(found: Sequence[Outcome]) -> str:
         known = [one for one in found if not math.isnan(getattr(one.error(one.carried_out), name))]
         ordered = sorted(known, key=lambda one: abs(getattr(one.error(one.carried_out), name)), reverse=True)[:WORST]
         said = ", ".join(f"{one.cell} {getattr(one.error(one.carried_out), name):+.0%}" for one in ordered)
-        lines.append(f"* {name}: {said}")
+        lines.append(f"* {name}: {said or '-'}")
     ordered = sorted(found, key=lambda one: one.regret(one.carried_out), reverse=True)[:WORST]
     said = ", ".join(
         f"{one.cell} {one.regret(one.carried_out):.0%} ({one.carried_out}, best {one.best})" for one in ordered

@@ -1,15 +1,20 @@
 """Simulated beside measured, for five schedules on two hosts: python -m benchmarks.played.run   (root, iproute2)
 
-Exit code 1 if a schedule's seconds are off by more than 15 %, or it cannot be played.
+Writes figures.md from what was kept; --report writes it and measures nothing. Exit code 1 if a schedule's seconds are
+off by more than 15 %, or it cannot be played.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.measuring import bars
+from benchmarks.measuring.record import machines
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
@@ -25,14 +30,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="does it work? A tiny model, nothing is kept")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "played.json")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     speeds = SPEEDS[-1:] if options.small else SPEEDS
-    found = {f"{speed:g} Mbit/s": _measured(speed, options.small) for speed in speeds}
-    if not options.small:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(table({link: one["rows"] for link, one in found.items()}))
-    return int(not options.small and any(is_off(row) for one in found.values() for row in one["rows"].values()))
+    if options.report:
+        found = json.loads(options.out.read_text())
+    else:
+        found = {_link(speed): _measured(speed, options.small) for speed in speeds}
+    text = page(found)
+    print(text)
+    if options.small:
+        return 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    (options.out.parent.parent / "figures.md").write_text(text + "\n")
+    return int(any(off(row) > WITHIN for one in found.values() for row in one["rows"].values()))
+
+
+def _link(mbit_per_second: float) -> str:
+    return f"{mbit_per_second:g} Mbit/s"
 
 
 def _measured(mbit_per_second: float, is_small: bool) -> dict[str, Any]:
@@ -46,8 +62,24 @@ def _measured(mbit_per_second: float, is_small: bool) -> dict[str, Any]:
     return found
 
 
-def is_off(row: dict[str, Any]) -> bool:
-    return row["played"] is None or abs(row["played"] / row["measured"] - 1) > WITHIN
+def off(row: Mapping[str, Any]) -> float:
+    """By what share of the measured seconds the simulated ones are off; infinite where they are missing."""
+    return math.inf if row["played"] is None else abs(row["played"] / row["measured"] - 1)
+
+
+def page(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """found: by link."""
+    rows = {link: one["rows"] for link, one in found.items()}
+    judged = [
+        bars.Bar(
+            f"{link}: the schedule whose simulated step is furthest off the measured one, per cent",
+            f"{100 * WITHIN:g} or less", [100 * max(map(off, rows[link].values()))] if link in rows else [],
+            lambda it: it <= 100 * WITHIN,
+        )
+        for link in map(_link, SPEEDS)
+    ]  # fmt: skip
+    head = f"2 hosts of one rank; {machines(one['machine'] for one in found.values())}"
+    return "\n".join([head, "", table(rows), "", *bars.table(judged)])
 
 
 def table(found: dict[str, Rows]) -> str:

@@ -2,7 +2,7 @@
 
 On the network lab, with 2, 4 and 8 hosts of one rank, and with 2 hosts of 2 ranks for what crosses nodes. Exit code 1
 if an exchange is off by more than 2 %. The headers of messages are counted on a message that carries nearly nothing.
-Writes README.md's table.
+Writes figures.md from what was kept; --report writes it and measures nothing.
 """
 
 import argparse
@@ -13,40 +13,61 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.measuring.record import machine
+from benchmarks.measuring import bars
+from benchmarks.measuring.record import machine, machines
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
 SHAPES = [(2, 1), (4, 1), (8, 1), (2, 2)]
 BOUND = 0.02
-PAGE, MARK = HERE / "README.md", "<!-- written by run.py -->"
+MACHINE = "machine.txt"  # beside the records, which do not name it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="does it work? 2 hosts only, nothing is kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         kept = Path(folder) if options.small else HERE / "results"
         kept.mkdir(exist_ok=True)
-        for hosts, ranks_per_host in [shape for shape in SHAPES if shape[0] == 2 or not options.small]:
-            found += _counted(hosts, ranks_per_host, kept / f"{hosts}x{ranks_per_host}.json")
-    off = [f"{row['exchange']} on {row['workers']}" for row in found if is_off(row)]
-    text = f"{table(found)}\n\nOff by more than {BOUND:.0%}: {', '.join(off) or 'none'}. {machine()}."
+        if not options.report:
+            (kept / MACHINE).write_text(machine() + "\n")
+            for shape in (shape for shape in SHAPES if shape[0] == 2 or not options.small):
+                _count(*shape, kept / _name(shape))
+        found, text = _rows(kept), page(kept)
     print(text)
     if not options.small:
-        PAGE.write_text(f"{PAGE.read_text().split(MARK)[0]}{MARK}\n\n{text}\n")
-    return int(bool(off))
+        (HERE / "figures.md").write_text(text + "\n")
+    return int(any(map(is_off, found)))
 
 
-def _counted(hosts: int, ranks_per_host: int, out: Path) -> list[dict[str, Any]]:
+def _count(hosts: int, ranks_per_host: int, out: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transfer.job", "--out", str(out)]
     command += ["--ranks-per-host", str(ranks_per_host)]
     with Lab(hosts, 1000) as lab:
         lab.run(command, ranks_per_host=ranks_per_host, timeout_seconds=300)
-    rows: list[dict[str, Any]] = json.loads(out.read_text())
-    return rows
+
+
+def _name(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}.json"
+
+
+def _rows(kept: Path) -> list[dict[str, Any]]:
+    """Of all shapes that were counted."""
+    paths = [path for shape in SHAPES if (path := kept / _name(shape)).exists()]
+    return [row for path in paths for row in json.loads(path.read_text())]
+
+
+def page(kept: Path) -> str:
+    """The machine, the table and the bar, from records."""
+    found = _rows(kept)
+    told = (kept / MACHINE).read_text().strip() if (kept / MACHINE).exists() else None
+    off = [f"{row['exchange']} on {row['workers']}" for row in found if is_off(row)]
+    says = f"exchanges, of {len(found)}, whose count is off by more than {BOUND:.0%} of the prediction"
+    bar = bars.Bar(says, "0", [len(off)] if found else [], lambda it: it == 0)
+    head, named = f"Links of 1 Gbit/s; {machines([told])}", f"Off: {', '.join(off) or 'none'}."
+    return "\n".join([head, "", table(found), "", named, "", *bars.table([bar])])
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

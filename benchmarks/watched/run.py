@@ -1,6 +1,7 @@
 """The two watched steps of the one line beside DDP `sparse=True`: python -m benchmarks.watched.run   (root, iproute2)
 
-Exit code 1 if a watched step takes more than twice a step of DDP.
+Writes figures.md from what was kept; --report writes it and measures nothing. Exit code 1 if a watched step takes more
+than twice a step of DDP.
 """
 
 import argparse
@@ -12,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.measuring import bars
+from benchmarks.measuring.record import machines
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
-RANKS, SPEEDS = (2, 4), (100.0, 1000.0)  # Mbit/s
+CELLS = [(ranks, mbit) for ranks in (2, 4) for mbit in (100.0, 1000.0)]
 RIVAL, JUDGED = "DDP sparse", "watched, sparse=True"
 BAR = 2.0
 
@@ -27,19 +30,26 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="does it work? A tiny model on 2 ranks, nothing is kept")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "watched.json")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    cells = [(2, 1000.0)] if options.small else [(ranks, speed) for ranks in RANKS for speed in SPEEDS]
+    cells = [(2, 1000.0)] if options.small else CELLS
     rounds = 1 if options.small else options.rounds
-    found = {
-        f"{ranks} ranks, {speed:g} Mbit/s": _measured(ranks, speed, rounds, options.small) for ranks, speed in cells
-    }
-    print(table({name: one["rounds"] for name, one in found.items()}))
-    print(f"\n{next(iter(found.values()))['machine']}")
+    if options.report:
+        found = json.loads(options.out.read_text())
+    else:
+        found = {_cell(*cell): _measured(*cell, rounds, options.small) for cell in cells}
+    text = page(found)
+    print(text)
     if options.small:
         return 0
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
+    (options.out.parent.parent / "figures.md").write_text(text + "\n")
     return int(any(over(one["rounds"]) > BAR for one in found.values()))
+
+
+def _cell(ranks: int, mbit_per_second: float) -> str:
+    return f"{ranks} ranks, {mbit_per_second:g} Mbit/s"
 
 
 def _measured(ranks: int, mbit_per_second: float, rounds: int, is_small: bool) -> dict[str, Any]:
@@ -54,6 +64,20 @@ def _measured(ranks: int, mbit_per_second: float, rounds: int, is_small: bool) -
 def over(rounds: Sequence[Round], contender: str = JUDGED) -> float:
     """A step over the rival's of the same round, the median of rounds."""
     return statistics.median(one[contender] / one[RIVAL] for one in rounds)
+
+
+def page(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """found: by cell."""
+    rounds = {cell: one["rounds"] for cell, one in found.items()}
+    judged = [
+        bars.Bar(
+            f"{cell}: a step of {JUDGED}, times one of {RIVAL}", f"{BAR:g} or less",
+            [over(rounds[cell])] if cell in rounds else [], lambda it: it <= BAR,
+        )
+        for cell in (_cell(*cell) for cell in CELLS)
+    ]  # fmt: skip
+    head = f"{len(next(iter(rounds.values())))} rounds; {machines(one['machine'] for one in found.values())}"
+    return "\n".join([head, "", table(rounds), "", *bars.table(judged)])
 
 
 def table(found: Mapping[str, Sequence[Round]]) -> str:

@@ -1,12 +1,15 @@
 """Curves against time: clocks and goals by hand, what counts as learning alike, a model with sparse gradients."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.measuring.bars import missed
 from benchmarks.netlab.asking import ask, granting
-from benchmarks.parallax.curves import ROUNDING, draw, misses, table
+from benchmarks.parallax.curves import draw
 from benchmarks.parallax.race import Goal, Race, Turn, apart, load, points, reached, save
+from benchmarks.parallax.standings import ROUNDING, bars, table
 from benchmarks.parallax.tasks import TASKS
 from benchmarks.peers.sparse import PLAIN_NAMES
 
@@ -48,18 +51,25 @@ def test_sides_are_apart_by_the_worst_loss_of_any_rank_at_any_step():
 
 
 def test_a_side_that_learns_otherwise_or_stops_short_is_named():
-    assert misses(RACE) == []
+    assert [bar.verdict for bar in bars(RACE)] == ["pass"] * 3
     off = curve([1, 1, 1], [300, 100, 80], losses=((4.0, 3.0), (5.0, 2.0 * (1 + 2 * ROUNDING))))
-    assert misses(replace(RACE, curves={"ddp_sparse": SLOW, "planned": off})) == [
-        "losses of planned are off by 2.0e-04"
-    ]
-    assert misses(replace(RACE, curves={"ddp_sparse": SLOW, "planned": off}), rounding=3 * ROUNDING) == []
+    (said,) = missed(bars(replace(RACE, curves={"ddp_sparse": SLOW, "planned": off})))
+    assert said.says == "w, float32: digits that losses of planned share with those of ddp_sparse, worst step"
+    assert said.wanted == "4.0 or more" and said.figures == [pytest.approx(4 - math.log10(2))]
     late = (*SLOW, replace(SLOW[-1], losses=((4.0, 3.0), (5.0, 2.001))))
-    assert misses(replace(RACE, curves={"ddp_sparse": (*SLOW, SLOW[-1]), "planned": late})) == [
-        "losses of planned are off by 5.0e-04"
-    ]
+    (said,) = missed(bars(replace(RACE, curves={"ddp_sparse": (*SLOW, SLOW[-1]), "planned": late})))
+    assert said.figures == [pytest.approx(-math.log10(5e-4))]
     short = replace(RACE, goal=replace(PERPLEXITY, target=70.0))
-    assert misses(short) == [f"{name} has not reached the target" for name in RACE.curves]
+    assert [bar.says for bar in missed(bars(short))] == [
+        f"w, float32: {name} reaches the target (1: it does)" for name in RACE.curves
+    ]
+
+
+def test_double_precision_has_a_bar_as_much_higher():
+    near = curve([1, 1, 1], [300, 100, 80], losses=((4.0, 3.0), (5.0, 2.0 * (1 + ROUNDING / 2))))
+    race = replace(RACE, curves={"ddp_sparse": SLOW, "planned": near})
+    double = replace(race, conditions={**CONDITIONS, "precision": "float64"})
+    assert missed(bars(race)) == [] and [bar.wanted for bar in missed(bars(double))] == ["12.7 or more"]
 
 
 def test_the_table_says_seconds_to_the_target_and_their_ratio():

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.measuring.bars import missed
 from benchmarks.measuring.record import Block, Record
 from benchmarks.parallax.constructed import VOCABULARY, workload
 from benchmarks.parallax.modes import double, plans
-from benchmarks.parallax.tables import RIVALS, ablation, noise, rate, scaling, slower, sweep
+from benchmarks.parallax.tables import RIVALS, ablation, bars, noise, rate, scaling, sweep
 
 from armillary import Link, Topology, assumptions_of, plan, profile
 
@@ -30,6 +31,11 @@ EVEN = record(
 )
 
 
+def late_at(records):
+    """Of the bars that are missed, the figures."""
+    return {bar.says.partition(":")[0]: bar.figures[0] for bar in missed(bars(records))}
+
+
 def test_a_rate_is_of_all_workers_over_the_median_step():
     assert rate(EVEN, "all_reduce") == pytest.approx(2000) and rate(EVEN, "planned") == pytest.approx(4000)
 
@@ -37,26 +43,27 @@ def test_a_rate_is_of_all_workers_over_the_median_step():
 def test_a_plan_is_held_against_the_better_of_the_two_round_by_round():
     late = record(all_reduce=[0.3] * 3, owned=[0.1] * 3, planned=[0.12] * 3, planned_again=[0.12] * 3)
     assert noise(EVEN) == pytest.approx(0.1) and noise(late) == 0
-    assert slower({"sweep_30": EVEN}) == []
-    assert slower({"sweep_30": EVEN, "sweep_1": late}) == [
-        "sweep_1: the plan is 0.833 times as fast as the better of all_reduce and owned"
-    ]
+    assert late_at({"sweep_30": EVEN}) == {}
+    assert late_at({"sweep_30": EVEN, "sweep_1": late}) == {"length 1": pytest.approx(0.1 / 0.12)}
     swapped = record(all_reduce=[0.1] * 3, owned=[0.3] * 3, planned=[0.12] * 3, planned_again=[0.12] * 3)
-    assert len(slower({"sweep_120": swapped})) == 1
+    assert [*late_at({"sweep_120": swapped})] == ["length 120"]
+    assert [bar.verdict for bar in bars({"sweep_120": EVEN})] == ["pass", *["not measured"] * 6]
 
 
 def test_a_plan_that_differs_from_itself_as_much_is_not_called_slower():
     shaky = record(all_reduce=[0.3] * 3, owned=[0.1] * 3, planned=[0.11] * 3, planned_again=[0.125] * 3)
-    assert slower({"sweep_30": shaky}) == []
+    assert late_at({"sweep_30": shaky}) == {}
 
 
 def test_a_plan_that_is_one_of_the_two_is_held_against_the_other_alone():
     spent = {"all_reduce": [0.1] * 3, "planned": [0.12] * 3, "planned_again": [0.12] * 3}
     same = {"planned is": "all_reduce"}
     faster, later = record(**spent, owned=[0.3] * 3), record(**spent, owned=[0.11] * 3)
-    found = {name: Record({**one.conditions, **same}, one.blocks) for name, one in (("f_1", faster), ("l_1", later))}
-    assert slower(found) == ["l_1: the plan is 0.917 times as fast as the better of all_reduce and owned"]
-    assert "| 0.833 | 1.000 | t by owned_rows (this is all_reduce) |" in sweep({"f_1": found["f_1"]})
+    found = {
+        name: Record({**one.conditions, **same}, one.blocks) for name, one in (("sweep_1", faster), ("sweep_4", later))
+    }
+    assert late_at(found) == {"length 4": pytest.approx(0.11 / 0.12)}
+    assert "| 0.833 | 1.000 | t by owned_rows (this is all_reduce) |" in sweep({"sweep_1": found["sweep_1"]})
 
 
 def test_tables_name_what_they_hold():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.measuring.bars import Bar
 from benchmarks.measuring.model import Sizes
 from benchmarks.measuring.record import Block, Record
 from benchmarks.peers import cases, lines, report, truth
@@ -41,6 +42,11 @@ def found(case: str, mbit: float, *heats: Record) -> report.Found:
     return report.Found(case, mbit, "words", 10, (3.0, 2.0), {"fsdp2": "too slow"}, heats)
 
 
+def judged(*all_found: report.Found) -> list[Bar]:
+    """The bars that have a figure."""
+    return [bar for bar in report.bars(all_found) if bar.figures]
+
+
 def test_faster_is_taken_round_by_round():
     """The machine is half as fast in the second round; the ratio is not."""
     assert report.faster(record({"ours": (1, 2), "ddp": (3, 6)}), "ours", "ddp") == [3, 3]
@@ -48,11 +54,11 @@ def test_faster_is_taken_round_by_round():
 
 def test_the_best_ddp_is_one_for_all_rounds_and_the_fastest_of_each_is_told_beside_it():
     seconds = {"ours": (1, 1, 1), "ddp": (3, 1, 2), "ddp_2mb": (1, 1.5, 4)}
-    (bar,) = report.bars(found("dense", 0, record(seconds)))
-    assert bar.found == 1.5 and bar.holds
-    assert "(ddp_2mb; 1.00 of the fastest of each round)" in bar.wanted
-    (missed,) = report.bars(found("dense", 0, record({**seconds, "ddp_1mb": (2, 0.9, 0.9)})))
-    assert missed.found == 0.9 and not missed.holds
+    (bar,) = judged(found("dense", 0, record(seconds)))
+    assert bar.figures == [1.5] and bar.verdict == "pass"
+    assert "(ddp_2mb; 1.00 of the fastest of each round)" in bar.says
+    (missed,) = judged(found("dense", 0, record({**seconds, "ddp_1mb": (2, 0.9, 0.9)})))
+    assert missed.figures == [0.9] and missed.verdict == "**miss**"
 
 
 @pytest.mark.parametrize(("alone", "over"), [(0.5, 4.0), (4.0, 1.0)])
@@ -79,37 +85,52 @@ def test_nobody_asks_what_exchanges_nothing_for_its_loss():
 
 
 def test_bars_of_the_large_case_hold_and_fail_at_their_limits():
-    def at(factor: float) -> list[bool]:
+    def at(factor: float) -> list[str]:
         fast = record(
             {"ours": (1.0,), "compute_only": (0.5,), "link": (factor,), "ddp_sparse": (3.4 * factor,)}
             | {"torchrec_by_hand": (1.35 * factor,)}
         )
         others = record({"ours": (1.0,), "horovod_sparse": (5 * factor,)})
-        return [bar.holds for bar in report.bars(found("lm8", 100, fast, others))]
+        return [bar.verdict for bar in judged(found("lm8", 100, fast, others))]
 
-    assert at(1.001) == [True] * 4
-    assert at(0.7) == [False] * 4
+    assert at(1.001) == ["pass"] * 4
+    assert at(0.7) == ["**miss**"] * 4
+
+
+def test_a_bar_whose_contenders_did_not_meet_is_not_measured():
+    bars = report.bars([found("lm8", 1000, record({"ours": (1.0,), "compute_only": (0.5,)}))])
+    assert [bar.figures for bar in bars if bar.figures] == [[2.0]]
+    assert {bar.verdict for bar in bars} == {"**miss**", "not measured"}
+    assert len(bars) == len(report.bars([]))
 
 
 def test_horovod_meets_both_plans_of_ours_and_scrambled_ids_are_asked_for_where_they_ran():
     fast = record({"ours": (1.0,), "compute_only": (0.5,), "link": (1,), "ddp_sparse": (4,), "torchrec_by_hand": (2,)})
     slow = record({"ours": (1.0,), "ours_ahead": (0.8,), "horovod_merged": (4.5,)})
     orders = record({"ours": (1.0,), "ours_scrambled": (0.9,)})
-    *_, plain, ahead, order = report.bars(found("lm8", 100, fast, slow, orders))
-    assert [(bar.found, bar.holds) for bar in (plain, ahead, order)] == [(4.5, False), (4.5 / 0.8, True), (0.9, False)]
+    bars = {bar.says.partition(": ")[2]: bar for bar in judged(found("lm8", 100, fast, slow, orders))}
+    plain, ahead = (bars[f"{mode}, times as fast as horovod_merged"] for mode in report.OURS)
+    order = bars["ours, times as fast as ours_scrambled"]
+    assert [bar.figures for bar in (plain, ahead, order)] == [[4.5], [4.5 / 0.8], [0.9]]
+    assert [bar.verdict for bar in (plain, ahead, order)] == ["**miss**", "pass", "**miss**"]
 
 
 def test_bars_of_dense_models_ask_for_the_best_buckets_and_the_default():
     one = record({"ours": (1.0,), "ddp": (1.3,), "ddp_2mb": (0.9,), "ddp_5mb": (1.1,)})
-    best, default = report.bars(found("dense", 1000, one))
-    assert (best.found, best.holds, default.found, default.holds) == (0.9, False, 1.3, True)
-    assert len(report.bars(found("dense", 0, one))) == 1
+    best, default = judged(found("dense", 1000, one))
+    assert (best.figures, best.verdict, default.figures, default.verdict) == ([0.9], "**miss**", [1.3], "pass")
+    assert len(judged(found("dense", 0, one))) == 1
 
 
 def test_a_table_has_a_row_for_everyone_and_a_reason_for_the_rest():
     shown = report.table(found("lm2", 100, record({"ours": (1.0,), "ddp": (2.0,)})))
-    assert "| ddp | 10 | 2000 (2000-2000) | 2.00 (2.00) | 0.75 (1.00) |" in shown
-    assert "- fsdp2: too slow." in shown
+    assert "| ddp | 10 | 2000 (2000-2000) | 2.00 (2.00-2.00) | 0.75 (1.00) |" in shown
+    assert "- fsdp2: too slow." in shown and "how they were scheduled is not kept" in shown
+
+
+def test_a_contender_that_ran_without_any_other_has_no_table():
+    shown = report.table(found("lm2", 100, record({"ours": (1.0,)}), record({"ddp": (2.0,), "fsdp2": (3.0,)})))
+    assert "| ours |" not in shown and "| ddp | 10 | 2000 (2000-2000) | - |" in shown
 
 
 def test_what_was_found_comes_back_from_json(tmp_path: Path):

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from benchmarks.measuring.bars import missed
 from benchmarks.planner.cells import SPEEDS, WORKERS, WORKLOADS, Cell, grid
-from benchmarks.planner.summary import misses, outcome, report
+from benchmarks.planner.summary import bars, outcome, report
 
 
 def found(frozen="all_reduce", seconds=0.11, sent=100.0, memory=50.0):
@@ -41,21 +42,22 @@ def test_regret_noise_and_errors_by_hand():
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"frozen": "chosen"}, ["regret above 5% in more than 10% of the cells", "a regret of 20.0%", "memory_bytes"]),
+    ({"frozen": "chosen"}, [("within 5%", 0.0), ("regret of", 20.0), ("memory_bytes", 25.0)]),
     ({"memory": 40.0}, []),
-    ({"memory": 40.0, "sent": 103.0}, ["sent_bytes off by 3.0%"]),
-    ({"memory": 40.0, "seconds": 0.08}, ["seconds off by 20.0%"]),
+    ({"memory": 40.0, "sent": 103.0}, [("sent_bytes", 3.0)]),
+    ({"memory": 40.0, "seconds": 0.08}, [("seconds", 20.0)]),
 ])  # fmt: skip
 def test_a_bar_that_is_missed_is_named(changed, said):
-    missed = misses([outcome("a_2_100Mbit", found(**changed))])
-    assert len(missed) == len(said)
-    assert all(text.startswith(begin) for text, begin in zip(missed, said, strict=True))
+    found_late = missed(bars([outcome("a_2_100Mbit", found(**changed))]))
+    assert [bar.figures for bar in found_late] == [[pytest.approx(figure)] for _, figure in said]
+    assert all(name in bar.says for bar, (name, _) in zip(found_late, said, strict=True))
 
 
 def test_one_bad_cell_of_ten_is_let_pass_unless_it_is_far_off():
     good, bad = outcome("a", found(memory=40.0)), outcome("b", found("chosen", memory=40.0))
-    assert misses([good] * 9 + [bad]) == ["a regret of 20.0%"]
-    assert len(misses([good] * 8 + [bad] * 2)) == 2
+    (regret,) = missed(bars([good] * 9 + [bad]))
+    assert regret.wanted == "15% or less" and regret.figures == [pytest.approx(20.0)]
+    assert len(missed(bars([good] * 8 + [bad] * 2))) == 2
 
 
 def test_a_report_names_every_cell_and_the_worst():
@@ -79,6 +81,9 @@ def test_bytes_of_hosts_of_several_ranks_are_not_compared():
     one["conditions"]["ranks_per_host"] = 2
     shared, alone = outcome("vision_3x2_300Mbit", one), outcome("vision_2_100Mbit", found(sent=103.0))
     assert math.isnan(shared.error("all_reduce").sent_bytes)
-    assert not any("sent_bytes" in bar for bar in misses([shared]))
-    assert any("sent_bytes off by 3.0%" in bar for bar in misses([shared, alone]))
-    assert "* sent_bytes: vision_2_100Mbit +3%" in report([shared, alone])
+    assert [bar.verdict for bar in bars([shared]) if "sent_bytes" in bar.says] == ["not measured"]
+    assert [bar.figures for bar in missed(bars([shared, alone])) if "sent_bytes" in bar.says] == [[pytest.approx(3.0)]]
+    text = report([shared, alone])
+    assert "* sent_bytes: vision_2_100Mbit +3%" in text
+    (row,) = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| vision_3x2"))
+    assert row[7:] == ["-", "+25%", "+10%", "-20%"] and "nan" not in report([shared])

@@ -6,8 +6,8 @@ import sys
 import pytest
 from benchmarks.netlab import Lab, LabUnavailable
 from benchmarks.netlab.lab import ROOT
-from benchmarks.revisions import memory
-from benchmarks.revisions.run import row
+from benchmarks.revisions import page
+from benchmarks.revisions.page import keep_memory, keep_steps, memory_row, steps_row
 from benchmarks.revisions.source import Source
 
 
@@ -39,13 +39,26 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
 
 def test_ratios_are_of_one_round():
     rounds = [{"older": 0.1, "newer": 0.2, "older again": 0.1}, {"older": 0.4, "newer": 0.4, "older again": 0.2}]
-    assert row("dense", rounds) == "| dense | 250.0 | 1.500 (1.00-2.00) | 0.750 (0.50-1.00) |"
+    assert steps_row("dense", rounds) == "| dense | 250.0 | 1.500 (1.00-2.00) | 0.750 (0.50-1.00) |"
 
 
 def test_memory_is_of_all_ranks_and_of_the_fullest():
     mib = 1 << 20
-    found = memory.row("dense", [10 * mib, 30 * mib], [20 * mib, 24 * mib], [10 * mib, 10 * mib])
+    found = memory_row("dense", [[10 * mib, 30 * mib], [20 * mib, 24 * mib], [10 * mib, 10 * mib]])
     assert found == "| dense | 40.0 | 1.100 | 0.500 | 30.0 | 0.800 |"
+
+
+def test_the_page_holds_what_was_kept_last_of_either_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "HERE", tmp_path)
+    monkeypatch.setattr(page, "STEPS", tmp_path / "results" / "steps.json")
+    monkeypatch.setattr(page, "MEMORY", tmp_path / "results" / "memory.json")
+    told = {"older": "a", "newer": "", "rounds": 1, "steps": 6, "machine": "a machine"}
+    keep_steps({**told, "cases": {"dense": [{"older": 0.1, "newer": 0.2, "older again": 0.1}]}})
+    keep_memory({**told, "cases": {"ring": [[10 << 20], [20 << 20], [10 << 20]]}})
+    lines = (tmp_path / "figures.md").read_text().splitlines()
+    assert "the working tree over a; 1 rounds of 6 steps" in lines and lines.count("a machine") == 2
+    assert "| dense | 100.0 | 2.000 (2.00-2.00) | 1.000 (1.00-1.00) |" in lines
+    assert "| ring | 10.0 | 2.000 | 1.000 | 10.0 | 2.000 |" in lines
 
 
 @pytest.mark.netlab
