@@ -19,11 +19,12 @@ from armillary.schedules.registry import SCHEDULES
 from contracts.journey import registered
 
 
-def test_a_name_that_nothing_has_is_answered_with_the_remedy():
+def test_a_name_that_nothing_has_is_answered_with_all_that_there_are_and_the_remedy():
     with pytest.raises(
-        ValueError, match=r"check: no codec, dense exchange or schedule 'nothing'; .*import its file first"
-    ):
+        ValueError, match=r"no codec, dense exchange or schedule 'nothing'; there are .*one_bit"
+    ) as told:
         armillary.check("nothing")
+    told.match(r"import its file first \(--import FILE\); in a script, import it")
 
 
 # A codec: a sign drawn by lot, times the largest number of a tile of two.
@@ -53,6 +54,7 @@ def signs():
         bound=lambda values: values.abs().double() + spread(values).double(),
         align=TILE,
         draws=True,
+        is_biased=False,
     )
 
 
@@ -122,6 +124,36 @@ def without_a_lot(made):
     return made._replace(meaning=meaning, encode=lambda values, draw: meaning(values, draw).view(torch.uint8))
 
 
+def other_way_round(made):
+    """Nothing is wrong with what it draws."""
+    return made._replace(decode=lambda code, n, like: -made.decode(code, n, like))
+
+
+def half_a_lot(made):
+    """Drawn, and yet off in the mean."""
+
+    def meaning(values, draw):
+        return torch.maximum(made.meaning(values, draw), -0.9 * spread(values))
+
+    return made._replace(meaning=meaning, encode=lambda values, draw: meaning(values, draw).view(torch.uint8))
+
+
+def no_lot_at_all(made):
+    return without_a_lot(made)._replace(draws=False)
+
+
+def tile_of_one(made):
+    return made._replace(align=1)
+
+
+def beyond_its_dtype(made):
+    def meaning(values, draw):
+        found = made.meaning(values, draw)
+        return torch.where(found.abs() >= torch.finfo(values.dtype).max, 2 * found, found)
+
+    return made._replace(meaning=meaning, encode=lambda values, draw: meaning(values, draw).view(torch.uint8))
+
+
 def one_tile(made):
     """Of all numbers; so pieces cannot be cut."""
     plain = without_a_lot(made)
@@ -136,8 +168,9 @@ def one_tile(made):
 
 CODEC_FAULTS = {
     in_their_dtype: r"further off than the bound says, by up to .*it must cover how the values' dtype rounds",
-    half_as_wide: r"further off than the bound says, by up to [\d.e+-]+$",
-    drawn_again: "decode gives other numbers than meaning; both are given generators in the same state",
+    half_as_wide: r"further off than the bound says, by up to [\d.e+-]+; worst number \d+: \S+ comes back as \S+, "
+    r"off by \S+, bound \S+$",
+    drawn_again: r"other numbers than meaning; first number \d+: decode gives .*; both are given generators in the same",
     drawn_from_elsewhere: "two codes from generators in the same state differ",
     longer_than_it_says: "coded_bytes says",
     too_short_a_code: r"the code has 1 bytes, coded_bytes says 4",
@@ -147,6 +180,11 @@ CODEC_FAULTS = {
     always_double: r"meaning torch.float64; want the dtype of the values",
     read_where_it_lies: "from the middle of a message cannot be decoded",
     without_a_lot: "draws is True, and other draws give the same numbers",
+    other_way_round: r"decode gives other numbers than meaning; first number \d+: decode gives \S+, meaning \S+$",
+    half_a_lot: r"but the mean of 256 draws is off by .*; worst number \d+: \S+ comes back as \S+ in the mean",
+    no_lot_at_all: r"but nothing is drawn and numbers are changed; first number .*say is_biased=True",
+    tile_of_one: r"inf in the first tile of `align`=1 changes others; first number 1: .*how many numbers a tile has",
+    beyond_its_dtype: r"are no finite numbers any more; first number 0: \S+ comes back as -?inf",
     one_tile: "pieces mean other numbers than the whole",
 }
 
@@ -154,7 +192,7 @@ CODEC_FAULTS = {
 def test_a_codec_that_keeps_its_rules_is_said_to_as_is_the_exchange_of_its_name():
     with registered(codec(costs="a sign each"), signs):
         said = armillary.check("signs").splitlines()
-    assert said[0] == "codec signs keeps its 7 rules"
+    assert said[0] == "codec signs keeps its 8 rules"
     assert [line.split("(")[0].split(" keeps")[0] for line in said[1:]] == ["exchange signs"] * 3
 
 
@@ -170,8 +208,45 @@ def test_what_is_wrong_with_a_codec_is_named(fault, carries):
     told.match(f"(?m){CODEC_FAULTS[fault]}")
 
 
+def test_a_claim_of_no_bias_is_held_of_what_changes_nothing_too_and_is_not_made_unasked():
+    def identity():
+        return Codec(
+            encode=lambda values, draw: values.contiguous().view(torch.uint8).clone(),
+            decode=lambda code, n, like: code.clone().view(like.dtype),
+            meaning=lambda values, draw: values,
+            coded_bytes=lambda n, item_bytes: n * item_bytes,
+            bound=lambda values: torch.zeros(len(values)),
+            is_biased=False,
+        )
+
+    def unsaid():
+        made = half_a_lot(signs())
+        return Codec(*made[:5], align=TILE, draws=True)
+
+    with registered(codec(carries=False), identity, codec(carries=False), unsaid):
+        assert armillary.check("identity") == "codec identity keeps its 8 rules"
+        assert armillary.check("unsaid") == "codec unsaid keeps its 8 rules"
+
+
+def test_a_constructor_that_is_called_wrongly_is_told_with_its_line_and_the_fields():
+    def boundless():
+        return Codec(encode=None, decode=None, meaning=None, coded_bytes=None)
+
+    def pushing():
+        return DenseExchange(None, 1)
+
+    with (
+        registered(codec(), boundless),
+        pytest.raises(ValueError, match=r"a Codec wants encode, .*, bound, and") as told,
+    ):
+        armillary.check("boundless")
+    told.match(r"missing 1 required positional argument: 'bound' \(.*test_check.py, line \d+\)")
+    with registered(dense_exchange(), pushing), pytest.raises(ValueError, match=r"'legs' \(.*test_check.py, line \d+"):
+        armillary.check("pushing")
+
+
 def test_options_that_stand_in_no_example_can_be_held_too():
-    assert armillary.check("top_k(keep=0.3)").splitlines()[0] == "codec top_k(keep=0.3) keeps its 7 rules"
+    assert armillary.check("top_k(keep=0.3)").splitlines()[0] == "codec top_k(keep=0.3) keeps its 8 rules"
     assert armillary.check("gpipe(micro_batches=6)").startswith("schedule gpipe(micro_batches=6) on ")
     with pytest.raises(ValueError, match="top_k refuses options"):
         armillary.check("top_k(kept=0.3)")
@@ -215,6 +290,25 @@ def tail_in_bytes(found, state, place):
     return found.answered(found.values, found.tail.to(torch.int8).double()), state
 
 
+def no_imaginary_part(found, state, place):
+    values = found.values
+    return found.answered(
+        values.to(torch.float32).to(values.dtype) if values.is_complex() else values, found.tail
+    ), state
+
+
+def asking_strangely(parcel, state, place):
+    yield "everyones"
+
+
+def tail_forgotten(made):
+    return lambda *both: [leg._replace(messages=leg.messages / 2) for leg in made.legs(*both)]
+
+
+def half_carried(made):
+    return lambda *both: [leg._replace(link_bytes=leg.link_bytes / 2) for leg in made.legs(*both)]
+
+
 def twice_in_the_oracle(made):
     def oracle(parcels, states):
         results, after = made.oracle(parcels, states)
@@ -238,7 +332,20 @@ def counting_in_place(made):
 
 
 EXCHANGE_FAULTS = {
-    with_push(rounded): "push gives .*, the oracle",
+    with_push(rounded): r"push gives .*, the exact sum .*; first number 0: \S+ instead of \S+, off by \S+$",
+    with_push(lambda found, state, place: (found, None)): r"push must return \(parcel, state\); .* \(Parcel, None\)$",
+    with_push(lambda found, state, place: found): r"and 5 other rules .*: push must return .*; it returned Parcel$",
+    (lambda made: made._replace(push=lambda *three: None)): "push must be a generator, .*; it returned None",
+    (lambda made: made._replace(push=asking_strangely)): "push must yield AllReduce, .*; it yielded str",
+    with_push(no_imaginary_part): "values in complex64: push drops their imaginary part",
+    (lambda made: made._replace(oracle=lambda parcels, states: parcels)): r"oracle must return \(parcels, states\)",
+    (
+        lambda made: made._replace(legs=lambda *both: made.legs(*both)[:0])
+    ): r"legs are of \[\], requests of \['AllGather",
+    (
+        lambda made: made._replace(legs=tail_forgotten(made))
+    ): "legs have 1 messages that wait for one another, requests 2",
+    (lambda made: made._replace(legs=half_carried(made))): r"legs carry 38 bytes, but a rank sends 76$",
     with_push(tail_in_bytes): r"200 workers, 2 a node: .* arrives for",
     twice_in_the_oracle: "it departs from nothing, but its oracle gives",
     (lambda made: made._replace(requests=1)): r"1 workers, 1 a node: ranks make \[2\] requests, it says 1 at most",
@@ -249,7 +356,7 @@ EXCHANGE_FAULTS = {
 
 def test_an_exchange_that_keeps_its_rules_is_said_to():
     with registered(dense_exchange(), gathered):
-        assert armillary.check("gathered") == "exchange gathered keeps its 6 rules"
+        assert armillary.check("gathered") == "exchange gathered keeps its 7 rules"
 
 
 @pytest.mark.parametrize("fault", EXCHANGE_FAULTS)
@@ -258,6 +365,30 @@ def test_what_is_wrong_with_an_exchange_is_named(fault):
         return fault(gathered())
 
     with registered(dense_exchange(), faulty), pytest.raises(ValueError, match=EXCHANGE_FAULTS[fault]):
+        armillary.check("faulty")
+
+
+def test_what_is_raised_is_told_once_however_many_rules_it_breaks():
+    def raising(parcel, state, place):
+        yield AllGather([] + 1)
+
+    def faulty():
+        return gathered()._replace(push=raising)
+
+    with registered(dense_exchange({}, {}), faulty), pytest.raises(ValueError, match="breaks 12 of its rules") as told:
+        armillary.check("faulty")
+    told.match(
+        r"and 11 other rules are broken for the same reason: raising raises TypeError: .*test_check.py, line \d+"
+    )
+    assert len(str(told.value).splitlines()) == 2
+
+
+def test_what_is_lossy_and_has_no_oracle_is_refused_by_name():
+    def faulty():
+        return with_push(rounded)(gathered())
+
+    lossy = dense_exchange(departs=("lossy",), costs="numbers are rounded")
+    with registered(lossy, faulty), pytest.raises(ValueError, match="faulty is lossy, but has no oracle"):
         armillary.check("faulty")
 
 
@@ -281,13 +412,35 @@ def method(**changed):
 @pytest.mark.usefixtures("shelf")
 def test_a_schedule_is_held_to_its_own_table():
     SCHEDULES.register("mine", method())
-    assert armillary.check("mine") == "schedule mine(micro_batches=4) on 3 processes keeps its 3 rules"
+    assert armillary.check("mine") == "schedule mine(micro_batches=4) on 3 processes keeps its 5 rules"
     SCHEDULES.register("owned_elsewhere", method(owner=lambda options, stage: 7))
     with pytest.raises(ValueError, match="the owner of stage 0 is process 7 of 3"):
         armillary.check("owned_elsewhere")
     SCHEDULES.register("larger", method(table=lambda options: gpipe(options.stages, options.micro_batches + 1)))
     with pytest.raises(ValueError, match=r"its options say \(3, 4\) stages and micro-batches, its table \(3, 5\)"):
         armillary.check("larger")
+
+
+@pytest.mark.usefixtures("shelf")
+def test_a_table_that_cannot_be_computed_is_shown_once():
+    def table(options):
+        made = gpipe(options.stages, options.micro_batches)
+        return replace(made, period=made.period - 1)
+
+    SCHEDULES.register("short", method(table=table))
+    with pytest.raises(
+        ValueError, match=r"not so that its table can be computed, and 3 other rules .*line \d+\)"
+    ) as told:
+        armillary.check("short")
+    assert str(told.value).count("<- here") == 1
+
+
+@pytest.mark.usefixtures("shelf")
+@pytest.mark.parametrize("times", [0.0, 0.3, 5.0])
+def test_a_pace_in_which_the_work_cannot_be_done_is_told(times):
+    SCHEDULES.register("mine", method(pace=lambda options, stages: times * sum(stages) * options.micro_batches))
+    with pytest.raises(ValueError, match=r"work of 24 seconds, of 8 shared by 3 processes; pace says a step of"):
+        armillary.check("mine")
 
 
 class Deaf(Lowering):

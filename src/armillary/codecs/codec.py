@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.facts.choice import Choice
+from armillary.facts.raised import said_of
 from armillary.facts.registry import Registry
 
 __all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
@@ -31,7 +32,8 @@ class Codec(NamedTuple):
     bound(values): (n,), what |values - meaning| never exceeds. Both are compared in float64, so it covers how the
         values' dtype rounds.
     is_fixed: whether the length of a code is always `coded_bytes`.
-    is_biased: whether errors do not cancel in the mean; then an exchange must send later what was left out.
+    is_biased: False is a claim: the mean of what many draws give is the values. So it is for codecs that draw, and for
+        those that leave nothing out. True, if nothing is said: an exchange should send later what was left out.
     align: values are coded in tiles of so many; cut at their borders, pieces are coded as the whole is. 0: a code hangs
         on all values together, so they cannot be cut.
     work: numbers read and written per value, by encoding and decoding together.
@@ -49,7 +51,7 @@ class Codec(NamedTuple):
     coded_bytes: Callable[[int, int], int]
     bound: Callable[[Tensor], Tensor]
     is_fixed: bool = True
-    is_biased: bool = False
+    is_biased: bool = True
     align: int = 1
     work: float = 4.0
     draws: bool = False
@@ -64,6 +66,7 @@ class Codec(NamedTuple):
         return (self.likely_bytes or self.coded_bytes)(n, item_bytes)
 
 
+WANTED = [field for field in Codec._fields if field not in Codec._field_defaults]
 Options = Mapping[str, Any]
 Factory = TypeVar("Factory", bound=Callable[..., Codec])
 
@@ -104,13 +107,19 @@ def codec(
 def build_codec(name: str, **options: Any) -> Codec:
     """
     Raises:
-        ValueError: no such codec, or one that knows no such option; the message lists those that exist.
+        ValueError: no such codec, or one that knows no such option; the message lists those that exist. Or its factory
+            makes no codec; the message says in which line.
     """
     entry = CODECS[name]
     try:
         return entry.make(**options)
     except TypeError as error:
-        raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
+        if error.__traceback__ is None or error.__traceback__.tb_next is None:  # the call itself, not what it called
+            raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
+        raise ValueError(
+            f"codec: {name} cannot be made with options {dict(options)}: {said_of(error)}; a Codec wants "
+            f"{', '.join(WANTED)}, and may have {', '.join(Codec._field_defaults)}"
+        ) from error
 
 
 def codec_of(choice: Choice | str) -> Codec:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from armillary.codecs.rows import RowCodes
-from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.dense import DenseExchange, exact_sum
 from armillary.exchanges.leg import EarlyLegs, Legs
 from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.rank_info import RankInfo
@@ -222,9 +222,15 @@ def row_exchanges() -> Mapping[str, ExchangeEntry]:
 def build_dense(name: str, **options: Any) -> DenseExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist.
+        ValueError: no such exchange; the message lists those that exist. Or it is lossy, and has no oracle.
     """
-    made: DenseExchange = DENSE[name].make(**options)
+    entry = DENSE[name]
+    made: DenseExchange = entry.make(**options)
+    if "lossy" in entry.departs and made.oracle is exact_sum:
+        raise ValueError(
+            f"exchange: {name} is lossy, but has no oracle, so nobody knows what it means; want "
+            "DenseExchange(..., oracle=...), a function of all ranks' parcels and states"
+        )
     return made
 
 

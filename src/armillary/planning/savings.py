@@ -77,6 +77,7 @@ def with_edges_weighed(plan: Plan, uncoded: Plan) -> Plan:
     note = (
         f"coded edges do not help at these links: simulated step {seconds_text(coded)}, without them "
         f"{seconds_text(bare)}, exactly"
+        f"{f'; less than {WORTH_SAYING - 1:.0%} is no help' if coded < bare else ''}"
     )
     return replace(plan, notes=(*plan.notes, note))
 

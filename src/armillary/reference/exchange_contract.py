@@ -4,21 +4,22 @@ Tests hold every exchange of the package to it, and `check` one of the user's ow
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Moved, exact_sum
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import Program, Request, asked_by
+from armillary.facts.collectives import AllGather, AllReduce, Program, Request, asked_by
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 
-__all__ = ["EXCHANGE_RULES", "is_the_sum"]
+__all__ = ["EXCHANGE_RULES", "NotAsked", "is_the_sum"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
 LINK = Link(1e-4, 1e8)
@@ -63,42 +64,93 @@ class LandedPush(NamedTuple):
     sent: Sequence[float]
 
 
-def pushed(exchange: DenseExchange, layout: Layout, shape: Shape) -> LandedPush:
-    """The first push of all ranks of a job."""
+class NotAsked(ValueError):
+    """A function of an exchange gives what nobody asked of it."""
+
+
+def programs_of(exchange: DenseExchange, layout: Layout, shape: Shape) -> list[Program[Moved]]:
+    """The first push of every rank of a job, each request and each answer looked at."""
     places = [RankInfo(rank, *shape) for rank in range(shape.workers)]
     given = zip(parcels_for(layout, shape.workers), states_for(exchange, layout, shape.workers), places, strict=True)
-    return LandedPush(*lockstep.run([exchange.push(*one) for one in given], shape.per_node))
+    return [_looked_at(exchange.push(*one)) for one in given]
+
+
+def _looked_at(program: Any) -> Program[Moved]:
+    if not isinstance(program, Generator):
+        raise NotAsked(f"push must be a generator, which yields requests; it returned {_kind(program)}")
+
+    def ask(request: Any) -> Program[Any]:
+        if not isinstance(request, Request):
+            raise NotAsked(f"push must yield AllReduce, AllGather or AllToAll; it yielded {_kind(request)}")
+        answer = yield request
+        return answer
+
+    moved: Any = yield from asked_by(program, ask)
+    is_pair = isinstance(moved, tuple) and len(moved) == 2
+    if not is_pair or not isinstance(moved[0], Parcel) or not isinstance(moved[1], dict):
+        raise NotAsked(f"push must return (parcel, state); it returned {_kind(moved)}")
+    return moved[0], moved[1]
+
+
+def seen_from_above(exchange: DenseExchange, layout: Layout, workers: int) -> list[Moved]:
+    """What the oracle says of the first push, by rank."""
+    found: Any = exchange.oracle(parcels_for(layout, workers), states_for(exchange, layout, workers))
+    is_pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(one, list | tuple) for one in found)
+    if not is_pair or not len(found[0]) == len(found[1]) == workers:
+        raise NotAsked(f"oracle must return (parcels, states), one of each for a rank; it returned {_kind(found)}")
+    return list(zip(*found, strict=True))
+
+
+def _kind(given: Any) -> str:
+    if isinstance(given, list | tuple):
+        said = ", ".join(map(_kind, given[:4]))
+        return f"[{said}]" if isinstance(given, list) else f"({said})"
+    return "None" if given is None else type(given).__name__
+
+
+def _truth(exchange: DenseExchange) -> str:
+    return "the exact sum" if exchange.oracle is exact_sum else "the oracle"
+
+
+def pushed(exchange: DenseExchange, layout: Layout, shape: Shape) -> LandedPush:
+    """The first push of all ranks of a job."""
+    return LandedPush(*lockstep.run(programs_of(exchange, layout, shape), shape.per_node))
 
 
 def means_what_its_oracle_says(exchange: DenseExchange) -> str:
-    layout = layout_for(exchange)
+    layout, truth = layout_for(exchange), _truth(exchange)
     for shape in SHAPES:
-        states, parcels = states_for(exchange, layout, shape.workers), parcels_for(layout, shape.workers)
-        for rank, (got, want) in enumerate(
-            zip(pushed(exchange, layout, shape).moved, zip(*exchange.oracle(parcels, states), strict=True), strict=True)
-        ):
-            if how := _apart(got, want):
+        found = zip(
+            pushed(exchange, layout, shape).moved, seen_from_above(exchange, layout, shape.workers), strict=True
+        )
+        for rank, (got, want) in enumerate(found):
+            if how := _apart(got, want, truth):
                 return f"{_said(shape)}, rank {rank}: {how}"
     return ""
 
 
-def _apart(got: Moved, want: Moved) -> str:
+def _apart(got: Moved, want: Moved, truth: str) -> str:
     (result, state), (wanted, wanted_state) = got, want
+    if result.values.shape != wanted.values.shape:
+        return f"push gives {len(result.values)} numbers, {truth} {len(wanted.values)}"
     if not _near(result.values, wanted.values):
-        return f"push gives {_few(result.values)}, the oracle {_few(wanted.values)}"
+        at = int((~torch.isclose(result.values, wanted.values, rtol=1e-12, atol=1e-12)).nonzero()[0])
+        mine, theirs = result.values[at].item(), wanted.values[at].item()
+        first = f"first number {at}: {mine:.6g} instead of {theirs:.6g}, off by {abs(mine - theirs):.3g}"
+        return f"push gives {_few(result.values)}, {truth} {_few(wanted.values)}; {first}"
     if not torch.equal(result.tail, wanted.tail):
-        return f"push gives the tail {result.tail.tolist()}, the oracle {wanted.tail.tolist()}"
+        return f"push gives the tail {result.tail.tolist()}, {truth} {wanted.tail.tolist()}"
     if state.keys() != wanted_state.keys():
-        return f"push leaves a state of {sorted(state)}, the oracle of {sorted(wanted_state)}"
+        return f"push leaves a state of {sorted(state)}, {truth} of {sorted(wanted_state)}"
     others = [name for name, value in state.items() if not _near(value, wanted_state[name])]
-    return f"push leaves another state than the oracle: {', '.join(others)}" if others else ""
+    return f"push leaves another state than {truth}: {', '.join(others)}" if others else ""
 
 
 def is_the_sum(exchange: DenseExchange) -> str:
     """Asked of an exchange that departs from nothing."""
     layout = layout_for(exchange)
     total = torch.stack([parcel.values for parcel in parcels_for(layout, 3)]).sum(0)
-    results, _ = exchange.oracle(parcels_for(layout, 3), states_for(exchange, layout, 3))
+    results = [result for result, _ in seen_from_above(exchange, layout, 3)]
     others = [one.values for one in results if not torch.allclose(one.values, total, rtol=1e-7, atol=1e-7)]
     return f"it departs from nothing, but its oracle gives {_few(others[0])} for {_few(total)}" if others else ""
 
@@ -111,7 +163,14 @@ def brings_the_tail_exactly(exchange: DenseExchange) -> str:
             continue
         for shape in (*SHAPES, Shape(24 if exchange.is_guarded else 200, 2)):
             total = torch.stack([parcel.tail for parcel in parcels_for(layout, shape.workers)]).sum(0)
-            for result, _ in pushed(exchange, layout, shape).moved:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                moved = pushed(exchange, layout, shape).moved
+            if any("imaginary" in str(one.message) for one in told):
+                return (
+                    f"values in {dtype}: push drops their imaginary part; keep it, or refuse such a layout in `refuses`"
+                )
+            for result, _ in moved:
                 if result.values.dtype != getattr(torch, dtype) or result.tail.dtype != torch.float64:
                     return f"values in {dtype}: they arrive in {result.values.dtype}, the tail in {result.tail.dtype}"
                 if not torch.equal(result.tail, total):
@@ -138,19 +197,46 @@ def sends_what_it_says(exchange: DenseExchange) -> str:
 def asks_alike_and_no_more_than_it_says(exchange: DenseExchange) -> str:
     layout = layout_for(exchange)
     for shape in SHAPES:
-        counted = [0] * shape.workers
-        states, parcels = states_for(exchange, layout, shape.workers), parcels_for(layout, shape.workers)
-        places = [RankInfo(rank, *shape) for rank in range(shape.workers)]
-        programs = [exchange.push(*one) for one in zip(parcels, states, places, strict=True)]
-        lockstep.run([_counting(one, counted, rank) for rank, one in enumerate(programs)], shape.per_node)
+        asked: list[list[Request]] = [[] for _ in range(shape.workers)]
+        programs = programs_of(exchange, layout, shape)
+        lockstep.run([_written_down(*one) for one in zip(programs, asked, strict=True)], shape.per_node)
+        counted = list(map(len, asked))
         if len(set(counted)) > 1 or counted[0] > exchange.requests:
             return f"{_said(shape)}: ranks make {counted} requests, it says {exchange.requests} at most"
     return ""
 
 
-def _counting(program: Program[Moved], counted: list[int], rank: int) -> Program[Moved]:
+def says_legs_as_it_asks(exchange: DenseExchange) -> str:
+    """More may be said than is asked: a leg that waits for nobody here may do so elsewhere."""
+    layout = layout_for(exchange, "float32")
+    for shape in SHAPES[1:]:
+        topology = Topology(shape.workers // shape.per_node, shape.per_node, LINK, LINK, 1 << 30)
+        asked = list[Request]()
+        first, *others = programs_of(exchange, layout, shape)
+        lockstep.run([_written_down(first, asked), *others], shape.per_node)
+        legs, kinds = exchange.legs(layout, topology), sorted({type(one).__name__ for one in asked})
+        if kinds != (said := sorted({leg.request for leg in legs})):
+            return f"{_said(shape)}: legs are of {said}, requests of {kinds}"
+        messages, counted = sum(leg.messages for leg in legs), sum(_messages(one, shape) for one in asked)
+        if messages < counted:
+            return f"{_said(shape)}: legs have {messages:g} messages that wait for one another, requests {counted}"
+        through, most = sum(leg.link_bytes for leg in legs), max(exchange.sent_bytes(layout, topology))
+        if through < most * (1 - 1e-6):
+            return f"{_said(shape)}: legs carry {through:g} bytes, but a rank sends {most:g}"
+    return ""
+
+
+def _messages(request: Request, shape: Shape) -> int:
+    """That wait for one another: of a ring, and of one that all ranks send at once."""
+    ranks = {"node": shape.per_node, "rail": shape.workers // shape.per_node}.get(request.scope, shape.workers)
+    if isinstance(request, AllReduce):
+        return 2 * (ranks - 1)
+    return ranks - 1 if isinstance(request, AllGather) else int(ranks > 1)
+
+
+def _written_down(program: Program[Moved], asked: list[Request]) -> Program[Moved]:
     def ask(request: Request) -> Program[Any]:
-        counted[rank] += 1
+        asked.append(request)
         answer = yield request
         return answer
 
@@ -162,7 +248,7 @@ def leaves_the_state_it_was_given(exchange: DenseExchange) -> str:
     states, parcels = states_for(exchange, layout, 2), parcels_for(layout, 2)
     before = [{name: value.clone() for name, value in state.items()} for state in states]
     places = [RankInfo(rank, *shape) for rank in range(2)]
-    lockstep.run([exchange.push(*one) for one in zip(parcels, states, places, strict=True)])
+    lockstep.run([_looked_at(exchange.push(*one)) for one in zip(parcels, states, places, strict=True)])
     both = list(zip(states, before, strict=True))
     changed = {name for state, was in both for name in was if not torch.equal(state[name], was[name])}
     return f"push changes {', '.join(sorted(changed))} in place; give a next state instead" if changed else ""
@@ -186,5 +272,6 @@ EXCHANGE_RULES: Mapping[str, Callable[[DenseExchange], str]] = {
     "the tail arrives exactly, whatever the values are": brings_the_tail_exactly,
     "as many bytes are sent as it says": sends_what_it_says,
     "every rank makes as many requests as the others, and no more than it says": asks_alike_and_no_more_than_it_says,
+    "its legs are of the requests it makes, with no fewer messages and bytes": says_legs_as_it_asks,
     "a push leaves the state that it was given": leaves_the_state_it_was_given,
 }

@@ -19,6 +19,12 @@ CALLS = ("tttd", "tsttd", "tdtttsd")  # t: a step is handed in; s: what is under
 RULES: tuple[Rule, ...] = ("gloo", "nccl")
 
 
+def can_be_computed(options: ScheduleOptions, workers: int) -> str:
+    """The table refuses by itself what cannot."""
+    options.schedule()
+    return ""
+
+
 def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
     schedule, together = options.schedule(), range(workers // options.replicas(workers))
     ranks = options.ranks(together) if len(together) > 1 else [0] * schedule.workers
@@ -55,8 +61,23 @@ def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
     return ""
 
 
+def has_a_pace_that_does_the_work(options: ScheduleOptions, workers: int) -> str:
+    """No faster than if all processes of a table work all the time, no slower than if one at a time does."""
+    together, seconds = workers // options.replicas(workers), [1.0 + stage for stage in range(options.stages)]
+    slowest = sum(seconds) * options.micro_batches
+    fastest, found = slowest / together, options.method.pace(options, seconds)
+    if fastest * (1 - 1e-9) <= found <= slowest * (1 + 1e-9):
+        return ""
+    return (
+        f"stages of {seconds} seconds and {options.micro_batches} micro-batches are work of {slowest:g} seconds, of "
+        f"{fastest:g} shared by {together} processes; pace says a step of {found:g}"
+    )
+
+
 SCHEDULE_RULES: Mapping[str, Callable[[ScheduleOptions, int], str]] = {
+    "its table can be computed": can_be_computed,
     "no rank waits for ever, reads what is not there, or leaves a letter": nobody_waits_for_ever,
     "its picture reads back as its table": looks_like_its_picture,
     "owners, messages and sizes are those of its table": says_of_its_table_what_is_so,
+    "`pace` is a time in which the work can be done": has_a_pace_that_does_the_work,
 }

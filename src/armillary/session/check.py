@@ -3,17 +3,18 @@
 The tests of the package hold its own methods to the same rules (`reference/..._contract.py`).
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from armillary.codecs.codec import CODECS, build_codec
+from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import DENSE, build_dense
 from armillary.facts.choice import Choice
+from armillary.facts.raised import said_of
 from armillary.facts.registry import guess
 from armillary.reference.codec_contract import CODEC_RULES
-from armillary.reference.exchange_contract import EXCHANGE_RULES, is_the_sum
+from armillary.reference.exchange_contract import EXCHANGE_RULES, NotAsked, is_the_sum
 from armillary.reference.schedule_contract import SCHEDULE_RULES
 from armillary.schedules.registry import SCHEDULES, read
 
@@ -47,29 +48,48 @@ def check(name: str) -> str:
     kept = [line for shelf in (_of_codec, _of_exchange, _of_schedule) for line in _kept(name, shelf(asked))]
     if not kept:
         known = sorted({*CODECS.all(), *DENSE.all(), *SCHEDULES.all()})
-        raise ValueError(f"check: no codec, dense exchange or schedule {asked.name!r}; {guess(asked.name, known)}")
+        raise ValueError(
+            f"check: no codec, dense exchange or schedule {asked.name!r}; there are {', '.join(known)}; "
+            f"{guess(asked.name, known)}; in a script, import it"
+        )
     return "\n".join(kept)
 
 
 def _kept(name: str, examples: Iterable[_Example]) -> list[str]:
     """Of one shelf: the exchange that carries gradients by a codec is held only when the codec keeps its rules."""
-    kept, broken = [], []
+    kept, broken, raised, count = [], list[str](), dict[str, list[str]](), 0
     for one in examples:
-        faults = [(rule, how) for rule, broken_by in one.rules.items() if (how := _how(broken_by))]
-        broken += [f"{one.text}: it is not so that {rule}: {how}" for rule, how in faults]
+        for rule, broken_by in one.rules.items():
+            how = _how(broken_by)
+            count += bool(how.said)
+            if how.is_raised:
+                raised.setdefault(how.said, []).append(f"{one.text}: it is not so that {rule}")
+            elif how.said:
+                broken.append(f"{one.text}: it is not so that {rule}: {how.said}")
         kept.append(f"{one.text} keeps its {len(one.rules)} rules")
+    for said, (first, *others) in raised.items():
+        more = f", and {len(others)} other rules are broken for the same reason" if others else ""
+        broken.append(f"{first}{more}: {said}")
     if broken:
-        raise ValueError("\n".join([f"check: {name} breaks {len(broken)} of its rules", *broken]))
+        raise ValueError("\n".join([f"check: {name} breaks {count} of its rules", *broken]))
     return kept
 
 
-def _how(broken_by: Callable[[], str]) -> str:
-    """How a rule is broken; an error is one way, and where it was raised the other half of the answer."""
+class _How(NamedTuple):
+    """A rule is broken; said: empty where it is kept. is_raised: by an error, which may break other rules too."""
+
+    said: str
+    is_raised: bool = False
+
+
+def _how(broken_by: Callable[[], str]) -> _How:
+    """An error is one way, and where it was raised the other half of the answer."""
     try:
-        return broken_by()
+        return _How(broken_by())
+    except NotAsked as error:
+        return _How(str(error), is_raised=True)
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{place.name} raises {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        return _How(said_of(error), is_raised=True)
 
 
 def _of_codec(asked: Choice) -> Iterator[_Example]:
@@ -81,9 +101,16 @@ def _of_codec(asked: Choice) -> Iterator[_Example]:
 def _of_exchange(asked: Choice) -> Iterator[_Example]:
     name = asked.name
     for options in _asked(asked, DENSE[name].examples) if name in DENSE else ():
-        exchange = build_dense(name, **options)
+        exchange = _built(name, options)
         sums = {} if DENSE[name].departs else {"it is the sum": partial(is_the_sum, exchange)}
         yield _Example(f"exchange {Choice(name, options)}", {**_bound(EXCHANGE_RULES, exchange), **sums})
+
+
+def _built(name: str, options: Mapping[str, Any]) -> DenseExchange:
+    try:
+        return build_dense(name, **options)
+    except TypeError as error:
+        raise ValueError(f"check: exchange {Choice(name, options)} cannot be made: {said_of(error)}") from error
 
 
 def _of_schedule(asked: Choice) -> Iterator[_Example]:

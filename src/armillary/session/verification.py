@@ -43,7 +43,8 @@ class Acted:
 @dataclass(frozen=True)
 class Verification:
     """What came of it. note: why less is claimed than could be. lowered: options that are not as they were asked for,
-    so that all that they put off happens in a few steps."""
+    so that all that they put off happens in a few steps. admitted: where the
+    schedule is not exact, as the plan says it."""
 
     workload: str
     workers: int
@@ -53,6 +54,7 @@ class Verification:
     note: str = ""
     acted: tuple[Acted, ...] = ()
     lowered: tuple[str, ...] = ()
+    admitted: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -75,6 +77,7 @@ class Verification:
         parts: list[str | Table] = [words, _by_plan(judged)]
         if len({one.plan for one in judged}) > 1:
             parts.append("planned is the plan of this job; each row below it forces one exchange")
+        parts += [f"{one}. The one process does the same" for one in self.admitted]
         for exchange in dict.fromkeys(one.exchange for one in judged if one.departs):
             parts.append(f"NOT exact, held to its own oracle instead of one process: {exchange}")
         parts += [f"lowered, so that all of it happens in a few steps: {one}" for one in self.lowered]

@@ -111,7 +111,10 @@ def verify_schedule(
         way = lossy.get(name, options.name)
         differences.append(Difference(name, _said(options), way, difference, verdict, name in lossy))
     acted = tuple(Acted(_said(options), *key, times) for key, times in acts.items())
-    return Verification(workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted)
+    admitted = tuple(one for one in plan.notes if one.startswith("NOT exact: "))
+    return Verification(
+        workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted, admitted=admitted
+    )
 
 
 def _is_summed_in_order(run: OwnedLoop) -> bool:
