@@ -78,7 +78,12 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(crew, tmp_path, 
 
 
 OWN = "extending.md"  # whose files are files, and whose commands are run on them
-REGISTERS = {"@codec(": "my_codecs.py", "@dense_exchange(": "my_exchange.py", "SCHEDULES.register(": "my_schedule.py"}
+REGISTERS = {
+    "@codec(": "my_codecs.py",
+    "@dense_exchange()": "my_exchange.py",
+    "@dense_exchange(departs=": "my_lossy.py",
+    "SCHEDULES.register(": "my_schedule.py",
+}
 COMMANDS_OF_OWN = [
     line for block in blocks(PAGES[OWN], "text") for line in block.splitlines() if line[:9] == "armillary"
 ]

@@ -170,7 +170,7 @@ CODEC_FAULTS = {
     in_their_dtype: r"further off than the bound says, by up to .*it must cover how the values' dtype rounds",
     half_as_wide: r"further off than the bound says, by up to [\d.e+-]+; worst number \d+: \S+ comes back as \S+, "
     r"off by \S+, bound \S+$",
-    drawn_again: r"other numbers than meaning; first number \d+: decode gives .*; both are given generators in the same",
+    drawn_again: r"numbers than meaning; first number \d+: decode gives .*; both are given generators in the same",
     drawn_from_elsewhere: "two codes from generators in the same state differ",
     longer_than_it_says: "coded_bytes says",
     too_short_a_code: r"the code has 1 bytes, coded_bytes says 4",

@@ -165,6 +165,8 @@ def verify_in_a_mode(rank, world, mode, monkey=pytest.MonkeyPatch):
 def test_bits_are_only_claimed_where_every_process_was_asked_to_round_alike_at_every_address(crew):
     for found in crew(2).run(verify_in_a_mode, "COMPATIBLE"):
         assert (found.tolerance, found.note) == (0.0, "")
+        said = " ".join(str(found).split())
+        assert "NOT exact: " in said and "read weights one step old, forward and backward alike. The one" in said
     for found in crew(2).run(verify_in_a_mode, ""):
         assert found.is_equal and found.tolerance == 1e-10
         assert "note: compared to 1e-10 instead of every bit: MKL_CBWR was not set" in " ".join(str(found).split())

@@ -12,7 +12,7 @@ NOT_THEIRS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), 
 
 
 def said_of(error: BaseException) -> str:
-    """Who raised what, and where: in the last line that is neither of this package, of torch nor of Python's own makers of classes, if there is one."""
+    """Who raised what, and where: in the last line that is somebody else's, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((*NOT_THEIRS, "<"))]
     place = (theirs or frames)[-1]
