@@ -108,6 +108,23 @@ def test_a_run_loads_what_plain_torch_saved(crew, tmp_path):
         assert differ(last, state_of(model)) == {}
 
 
+def test_what_stands_beside_a_plain_model_is_the_loops(crew, tmp_path):
+    model = made(Reader)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    beside = {"epoch": 3, "sched": {"last_epoch": 7}}
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**whole, **beside}, tmp_path / "plain.pt")
+    assert [loop for _, loop, _, _ in crew(2).run(resumed, words_plan(2), tmp_path / "plain.pt")] == [beside] * 2
+
+
+def test_an_optimizer_under_another_name_is_not_left_behind(crew, tmp_path):
+    model = made(Reader)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict(), "epoch": 3}, tmp_path / "plain.pt")
+    with pytest.raises(Exception, match=r"an optimizer's state under 'opt'.*want it under 'optimizer'"):
+        crew(2).run(resumed, words_plan(2), tmp_path / "plain.pt")
+
+
 def test_an_export_goes_through_safetensors(crew, tmp_path):
     _, then, exported, _, _ = crew(2).run(saved_half_way, words_plan(2), str(tmp_path))[0]
     save_file(exported["model"], tmp_path / "model.safetensors")

@@ -135,6 +135,20 @@ def test_an_evaluation_adds_up_over_ranks_at_the_newest_weights_and_tells_everyo
         assert totals["loss"] == pytest.approx(sum(seen), rel=1e-12)
 
 
+def counted(rank, world, plan):
+    run = started(plan)
+    held_out = face.shard(run, [pair_batch(50, number) for number in range(4)], drop_last=False)
+    totals = run.run.evaluate(held_out, lambda model, batch: {"samples": float(len(batch[0]))})
+    face.close(run)
+    return totals
+
+
+@pytest.mark.parametrize("text", SCHEDULES)
+def test_what_is_divided_by_the_run_counts_once_whatever_the_schedule(crew, text):
+    wanted = {"samples": float(sum(len(pair_batch(50, number)[0]) for number in range(4)))}
+    assert crew(SCHEDULES[text]).run(counted, plan_of(text)) == [wanted] * SCHEDULES[text]
+
+
 def rebalanced(rank, world, plan):
     run = started(plan)
     take(run, range(2))

@@ -14,7 +14,7 @@ from torch import nn
 from armillary.cli.find import find, small
 from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.look_up import HEADER_BYTES
-from armillary.facts.plan import Plan
+from armillary.facts.plan import Choice, Plan
 from armillary.facts.trace import Trace
 from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
@@ -114,6 +114,22 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(crew, tmp_path, before):
         assert glance.metrics == pytest.approx(as_before.metrics, rel=1e-12)
     for name, value in whole[-1].metrics.items():
         assert again[-1].metrics[name] == pytest.approx(value, rel=1e-12 if before == 2 else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rule"),
+    [
+        (PlanRequest(schedule=Choice("delayed_all_reduce")), "schedule delayed_all_reduce"),
+        (PlanRequest({"*": Choice("quantize", {"bits": 8})}), "NOT exact"),
+    ],
+)
+def test_a_run_on_other_workers_does_not_leave_its_rule_without_a_word(crew, tmp_path, wanted, rule):
+    asked = JobRequest(wanted)
+    crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 2, "request": asked})
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(Exception, match=f"resume: the run trained on 2 workers.*{rule}.*--schedule and --exchange"):
+        crew(1).run(train_job, "recommender", str(tmp_path), {}, {"steps": 4, "resume": True})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == kept
 
 
 def test_a_run_that_goes_on_tells_no_step_twice_whatever_a_killed_one_had_told(crew, tmp_path):

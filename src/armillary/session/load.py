@@ -39,7 +39,7 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
 
     Returns:
         What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for counters
-        and schedulers, not for random streams. Empty from a plain file, and where the path is None.
+        and schedulers, not for random streams. From a plain file what else it holds; empty where the path is None.
 
     Raises:
         ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.

@@ -150,8 +150,8 @@ class Run:
 
     def evaluate(self, batches: Iterable[Any], measure: Measure) -> dict[str, float]:
         """Adds up what `measure(model, batch)` says of this rank's batches, over batches and ranks: the same totals on
-        every rank. The model is in evaluation mode, without gradients, and holds the newest weights; afterwards its
-        modules are in the mode they were in.
+        every rank. Ranks of one replica that measure the same batches count once. The model is in evaluation mode,
+        without gradients, and holds the newest weights; afterwards its modules are in the mode they were in.
 
         Raises:
             ValueError: no rank has a batch.
@@ -229,7 +229,7 @@ class Run:
 
         Returns:
             What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for
-            counters and schedulers, not for random streams. Empty from a plain file.
+            counters and schedulers, not for random streams. From a plain file what stands beside the model in it.
 
         Raises:
             ValueError: it is not whole, does not fit, or is None on some ranks only; the message names the rank that

@@ -23,6 +23,8 @@ REST = "rest.pt"  # everything that is not cut by row
 
 Stored = Tensor | StoredRows
 
+OF_AN_OPTIMIZER = {"state", "param_groups"}  # has every state_dict of one
+
 
 class SavedAverage(NamedTuple):
     """updates: made so far. values: by parameter."""
@@ -36,7 +38,7 @@ class SavedState:
     """Args of note:
     model: state_dict keys -> tensors (or other things that modules keep).
     optimizer: None if absent; "state" and "param_groups" by parameter name, or by number where `is_numbered`.
-    loops: what each worker's loop gave to `save`, in rank order; empty from a plain file.
+    loops: what each worker's loop gave to `save`, in rank order; of a plain file one, of what stands beside the model.
     digest: the same on ranks that opened the same thing.
     workers: how many saved it; 0 of a plain file.
     exchange, replicas: by parameter and entry, (workers, *shape): states of exchanges; weights and optimizer state
@@ -109,7 +111,8 @@ def _open_folder(folder: Path, rank: int, workers: int) -> SavedState:
 
 
 def _open_plain(path: Path) -> SavedState:
-    """A model's state_dict, or {"model": ..., "optimizer": ...}, by `torch.save`."""
+    """A model's state_dict, or {"model": ..., "optimizer": ...}, by `torch.save`. What else stands beside a model is
+    the loop's: a scheduler's state, an epoch."""
     found = _load(path)
     if not isinstance(found, Mapping):
         raise ValueError(
@@ -117,10 +120,17 @@ def _open_plain(path: Path) -> SavedState:
         )
     model = found["model"] if isinstance(found.get("model"), Mapping) else found
     optimizer = found.get("optimizer") if model is not found else None
+    loop = {} if model is found else {key: value for key, value in found.items() if key not in ("model", "optimizer")}
+    states = [key for key, value in loop.items() if isinstance(value, Mapping) and value.keys() >= OF_AN_OPTIMIZER]
+    if optimizer is None and states:
+        raise ValueError(
+            f"checkpoint: {path} has an optimizer's state under {states[0]!r}, where nobody looks; want it under "
+            "'optimizer': load the file by torch, rename the key, and save it"
+        )
     if isinstance(optimizer, list):  # of several
         optimizer = numbered_through(optimizer)
     digest = f"{path.stat().st_size} bytes, {len(model)} entries"
-    return SavedState(0, model, optimizer, "", True, (), digest)
+    return SavedState(0, model, optimizer, "", True, (loop,), digest)
 
 
 def _load(path: Path) -> Any:
