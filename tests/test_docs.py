@@ -74,7 +74,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(crew, tmp_path, 
     assert left == other == []
     for shown in re.findall(r'^```text title="printed"\n(.*?)^```$', PAGES[page], re.MULTILINE | re.DOTALL):
         for part in shown.split("\n\n"):
-            assert bare(part) in bare(said), f"{page} shows what was not printed"
+            assert bare(part) in bare(said), f"{page} shows what was not printed:\n{part}\nprinted was:\n{said}"
 
 
 OWN = "extending.md"  # whose files are files, and whose commands are run on them

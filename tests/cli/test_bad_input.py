@@ -261,6 +261,22 @@ def test_a_learning_rate_that_is_given_anew_wins_over_the_saved_one(armillary, t
     assert rates_of_last_checkpoint(tmp_path / "runs/vision") == [0.05]
 
 
+def test_a_plan_without_its_facts_says_which_file_it_lacks(armillary, refused):
+    code, _, err = armillary("plan", *VISION, "--out", "alone.json")
+    assert code == 0, err
+    message = refused("simulate", "alone.json")
+    assert "played with its topology, and no topology.json stands beside alone.json" in message
+    assert "pass --topology FILE (armillary measure WORKLOAD --out FOLDER writes it)" in message
+
+
+def test_true_and_false_are_booleans_of_an_option(armillary, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def workload(wide=None, deep=None):\n    raise ValueError(f'{wide!r} {deep!r}')\n"
+    )
+    code, _, err = armillary("train", "mine.py", "--workers", "1", "--set", "wide=true", "--set", "deep=false")
+    assert code != 0 and "True False" in err
+
+
 def test_two_runs_that_start_at_once_have_a_folder_each_and_leave_none_if_they_never_begin(
     armillary, monkeypatch, tmp_path
 ):

@@ -212,7 +212,7 @@ def test_a_plan_is_made_for_as_many_workers_of_the_machines_as_are_asked_for(arm
 
 def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, planned):
     (planned / "profile.json").unlink()
-    assert "profile.json is no profile file" in refused("simulate", planned / "plan.json")
+    assert "no profile.json stands beside" in refused("simulate", planned / "plan.json")
     armillary("measure", *SMALL, "--workers", "1", "--set", "width=6", "--out", "other")
     message = refused("simulate", planned / "plan.json", "--profile", "other/profile.json")
     assert "the plan was made for model" in message

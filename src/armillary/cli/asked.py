@@ -308,7 +308,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, boolean or other Python literal; else the text itself."""
+    """A number, boolean or other Python literal, `true` and `false` among them; else the text itself."""
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -80,7 +80,15 @@ WorkloadName = Annotated[
         autocompletion=lambda: list(built_in()),
     ),
 ]
-Set = Annotated[list[str], _many("--set", "KEY=VALUE", "Set an option of the workload.", WORKLOAD)]
+Set = Annotated[
+    list[str],
+    _many(
+        "--set",
+        "KEY=VALUE",
+        "Set an option of the workload: a number, true, false, a Python literal, or else text.",
+        WORKLOAD,
+    ),
+]
 Imports = Annotated[
     list[str],
     typer.Option(

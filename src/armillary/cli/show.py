@@ -106,7 +106,9 @@ class ProgressLine:
         self.step = event.step
         if isinstance(event, Evaluated):
             name, value = list(event.metrics.items())[-1]
-            self.parts["held out"] = f"held-out {name.replace('_', ' ')} {value:.4g}"
+            self.parts["held out"] = (
+                f"held-out {name.replace('_', ' ')} {value:.4g}{'' if event.is_whole else ' (sample)'}"
+            )
         else:
             self.parts["rate"] = f"{count_text(event.samples_per_second)} {self.unit}/s"
             self.parts["loss"] = f"loss {event.loss:.3f}"

@@ -93,12 +93,26 @@ def _played(scene: _Scene) -> Simulated:
 def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profile_file: Path | None) -> _Scene:
     """A plan with the facts that stand beside it, where no others are given."""
     made = read_plan(path)
-    machines_file = topology_file or path.parent / "topology.json"
+    machines_file = topology_file or _beside(path, "topology")
     topology = read_topology(machines_file).of(made.workers if workers is None else workers)
-    found = read_profile(profile_file or path.parent / "profile.json")
+    found = read_profile(profile_file or _beside(path, "profile"))
     case = Case(found, topology, assumptions_behind(made))
     name = f"{path.parent.name}/{path.name}" if path.parent.name else path.name
     return _Scene(name, made, case, _said(case, topology, machines_file, profile_file is not None))
+
+
+def _beside(path: Path, noun: str) -> Path:
+    """
+    Raises:
+        ValueError: no such file stands there.
+    """
+    found = path.parent / f"{noun}.json"
+    if not found.exists():
+        raise ValueError(
+            f"simulate: a plan is played with its {noun}, and no {found.name} stands beside {path}; take the plan.json "
+            f"of a run's folder, or pass --{noun} FILE (armillary measure WORKLOAD --out FOLDER writes it)"
+        )
+    return found
 
 
 def _of_workload(

@@ -86,7 +86,8 @@ def simulate_command(
     """Play one step of a plan, or of the plan made for WORKLOAD, on any number of workers, in this one process.
 
     It writes timeline.json, which Perfetto and chrome://tracing open, and timeline.png; with --scaling it writes
-    scaling.json and scaling.png. The links are those of --topology, of topology.json beside the plan, or assumed.
+    scaling.json and scaling.png. The links are those of --topology, else of topology.json beside the plan; of
+    a WORKLOAD they are assumed. A plan needs a profile.json beside it, too, or --profile.
     """
     with refusing():
         if subject is None and not scaling:

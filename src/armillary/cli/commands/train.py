@@ -91,7 +91,9 @@ RebalanceEvery = Annotated[
 Runs = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of all runs.", rich_help_panel=OUTPUT)]
 Name = Annotated[
     str,
-    typer.Option(help="Name of this run's folder. (default: the workload's name, numbered)", rich_help_panel=OUTPUT),
+    typer.Option(
+        help="Name of this run's folder. (default: the workload's, or its file's, numbered)", rich_help_panel=OUTPUT
+    ),
 ]
 
 
