@@ -56,6 +56,37 @@ def test_the_rows_of_a_look_up_die_with_their_step(crew, exchange):
         assert alive == 0
 
 
+def tensors_after_each_step(rank, workers, rows, dense):
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    rows, dense = Choice.parse(rows), Choice.parse(dense)
+    plan = plan_for(model, workers, rows, dense)
+    if dense.name != "all_reduce":
+        plan = replace(plan, groups=tuple(replace(group, departures=("lossy",)) for group in plan.groups))
+    run, counts = attach(plan, model, optimizer), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss(model, batch_of(rank, 1)).backward()
+        optimizer.step()
+        gc.collect()
+        counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    run.close()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "dense"),
+    [
+        ("owned_rows", "all_reduce"), ("gather_rows", "all_reduce"), ("quantize(bits=8)", "quantize(bits=8)"),
+        ("threshold(sparsity=0.9)", "threshold(sparsity=0.9)"), ("low_rank(rank=2)", "low_rank(rank=2)"),
+    ],
+)  # fmt: skip
+def test_a_step_leaves_no_tensor_behind(crew, rows, dense):
+    for counts in crew(2).run(tensors_after_each_step, rows, dense):
+        assert counts[2:] == [counts[2]] * 8
+
+
 def parts_of_a_run(run):
     tables = run._engine.tables.values()
     rows = [look_up.rows for table in tables for look_up in table.pending if look_up.rows is not None]

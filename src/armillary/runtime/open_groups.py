@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 __all__ = ["Clients", "OpenGroups"]
 
-FEW_WORKS = 64  # collectives remembered before those that are over are forgotten
+FEW_WORKS = 64  # collectives that nobody waited for, remembered before those that are over are forgotten
 
 
 class Clients(NamedTuple):
@@ -43,7 +43,7 @@ class OpenGroups:
         self.timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.workers = dist.get_rank(self.parent), dist.get_world_size(self.parent)
         self._open: list[Any] = []
-        self._works: list[Any] = []  # collectives that may be under way
+        self._works: set[Any] = set()  # collectives that may be under way; each keeps its tensors
         self._at_exit = _giving_up(weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -64,9 +64,14 @@ class OpenGroups:
     def noted(self, work: Any) -> Callable[[], Any]:
         """The wait for a collective of one of these groups."""
         if len(self._works) >= FEW_WORKS:
-            self._works = [one for one in self._works if not one.is_completed()]
-        self._works.append(work)
-        wait: Callable[[], Any] = work.wait
+            self._works = {one for one in self._works if not one.is_completed()}
+        self._works.add(work)
+
+        def wait() -> Any:
+            answer = work.wait()
+            self._works.discard(work)
+            return answer
+
         return wait
 
     def close(self) -> None:
@@ -81,7 +86,7 @@ class OpenGroups:
     def give_up(self) -> None:
         """Likewise whatever is under way. Ranks that wait for this one then hear at once that it has gone; where a
         collective is under way, when this process ends."""
-        if any(not work.is_completed() for work in self._works):
+        if any(not work.is_completed() for work in tuple(self._works)):
             for group in self._open:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.close()

@@ -159,13 +159,30 @@ def _at_work(model: nn.Module) -> Callable[[], None]:
 
 def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
     complaint = handed_in(job.model, job.optimizer) or _other_nodes(plan, transport)
-    complaint = complaint or owned_misfit(plan, job, transport.place.workers)
+    complaint = complaint or owned_misfit(plan, job, transport.place.workers) or _no_road(plan, job.model, transport)
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
     if options_of(plan).method.is_cut:
         transport.open_lanes()
     with all_or_nothing(job.model, job.optimizer):
         return OwnedLoop(plan, job, transport)
+
+
+def _no_road(plan: Plan, model: nn.Module, transport: Transport) -> str:
+    """That stages cannot send to one another from where they are, with the remedy; empty if they can."""
+    away = {parameter.device.type for parameter in model.parameters()} - {"cpu", "meta"}
+    if (
+        not options_of(plan).method.is_cut
+        or transport.place.workers == 1
+        or all(("world", device) in transport.groups for device in away)
+    ):
+        return ""
+    device = min(away)
+    return (
+        f"schedule: {plan.schedule.name} sends activations from rank to rank, and gloo carries no messages of {device}"
+        f" (it ends the process); start the process group with backend 'cpu:gloo,{device}:nccl' and a device for every"
+        " rank, or leave it to Armillary; or train on the CPU"
+    )
 
 
 def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
