@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import armillary
-from armillary import Link, Plan, Run, Topology, attach, plan, profile
+from armillary import Run, parallelize
 from benchmarks.measuring.record import machine
 
 LAYERS, WIDTH, SAMPLES, ROWS = 29, 64, 16, 1000
@@ -131,19 +131,12 @@ def _ddp() -> Step:
 
 
 def _ours(**constraints: str) -> Step:
-    """Under the plan by price, but for what is demanded of some parameters."""
-    model, found = _model(), list[Plan | None]([None])
-    link = Link(3e-4, 1e9)
-    topology = Topology(dist.get_world_size(), 1, link, link, 64 << 30)
-    if dist.get_rank() == 0:
-        batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2 * dist.get_world_size())]
-        facts = profile(model, batches, lambda m, batch: m(*batch), workers=dist.get_world_size())
-        found = [plan(facts, topology, constraints=constraints)]
-    dist.broadcast_object_list(found)
-    made = found[0]
-    assert made is not None
+    """Under the plan of this job, but for what is demanded of some parameters."""
+    model = _model()
     optimizer = _sgd(model)
-    return _loop(model, optimizer, attach(made, model, optimizer, topology=topology))
+    batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2)]
+    run = parallelize(model, optimizer, batches, lambda m, batch: m(*batch), constraints=constraints)
+    return _loop(model, optimizer, run)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from armillary.planning.request import PlanRequest
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import JobRequest, assumptions_of
-from armillary.session.events import Decided, Evaluated, Progress, Resumed, Saved, Warned
-from armillary.session.folder import claim_folder, open_folder, run_folder
+from armillary.session.events import Decided, Ended, Evaluated, Progress, Resumed, Saved, Warned
+from armillary.session.folder import claim_folder, keep_others_out, open_folder, run_folder
 from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.in_double import InDouble
 from armillary.session.rank_zero import by_rank_zero
@@ -276,6 +277,22 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write to .*file/run .*pass a --runs"):
         open_folder(tmp_path / "file" / "run")
+
+
+def second_job(rank, workers, folder):
+    events = train(workload_of("recommender"), Settings(Path(folder), steps=1))
+    with pytest.raises(ValueError, match=r"another run is at work in .*; wait until it has ended") as caught:
+        list(events)
+    return str(caught.value)
+
+
+def test_two_runs_at_once_in_one_folder_are_refused_and_leave_it_alone(crew, tmp_path):
+    with ExitStack() as held:
+        keep_others_out(tmp_path, held)
+        told = crew(2).run(second_job, str(tmp_path))
+        assert told[1] == f"rank 0 failed: {told[0]}"
+        assert not list(tmp_path.iterdir())
+    assert isinstance(crew(2).run(alike_job, str(tmp_path))[0][-1], Ended)
 
 
 def test_a_new_run_never_writes_into_an_old_one(tmp_path):

@@ -21,6 +21,9 @@ def test_an_idx_file_reads_back(tmp_path):
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"\x89PNG and so on"))
     with pytest.raises(ValueError, match=r"b\.gz is not an IDX file"):
         images.read_idx(tmp_path / "b.gz")
+    (tmp_path / "c.gz").write_bytes(gzip.compress(idx(array))[:-9])
+    with pytest.raises(ValueError, match=r"c\.gz is damaged or no gzip file .*; fetch it anew"):
+        images.read_idx(tmp_path / "c.gz")
 
 
 def test_fashion_mnist_is_padded_to_32_by_black(tmp_path, monkeypatch):

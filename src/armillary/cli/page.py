@@ -8,7 +8,7 @@ from rich.table import Table as DrawnTable
 
 from armillary.facts.table import WIDTH, Part, Picture, Table, page_text, wrapped
 
-__all__ = ["console_here", "put"]
+__all__ = ["console_here", "put", "tell"]
 
 
 def console_here(is_aside: bool = False) -> Console:
@@ -32,6 +32,11 @@ def put(console: Console, page: Iterable[Part]) -> None:
             console.print(f"{part}\n")
         else:
             console.print(wrapped(part, console.width) + "\n", style="bold" if place == 0 else None)
+
+
+def tell(text: str) -> None:
+    """A line aside of what is asked for: what takes its time now."""
+    console_here(is_aside=True).print(text)
 
 
 def _drawn(table: Table, width: int) -> DrawnTable:

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
+from armillary.cli.page import tell
 from armillary.cli.show import as_json, drain, show
 from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
@@ -46,6 +47,8 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         settings = replace(ready.settings, folder=folder_of_all(run))
         chosen.append(settings.folder)
         with given_back(run, chosen):  # a worker that fails ends at once, with no word to the block further out
+            if not is_json and rank() == 0:
+                tell(f"profiling {ready.task.name} and planning ...")
             events = train(ready.task, settings)
             if not is_json and rank() == 0:
                 show(events, settings.steps, ready.task.unit, settings.folder, is_verbose)

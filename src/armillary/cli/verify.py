@@ -5,7 +5,7 @@ from typing import NamedTuple, NoReturn
 
 from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.page import console_here, put
+from armillary.cli.page import console_here, put, tell
 from armillary.cli.refusal import FAILED, UNEQUAL
 from armillary.cli.show import as_json
 from armillary.cli.workers import count_of, rank, run_in_workers
@@ -61,6 +61,8 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
 
     def body(ready: _Ready) -> int:
         transport = Transport()
+        if rank() == 0 and not is_json:
+            tell(f"training {ready.task.name} for {asked.steps} steps on the workers, then in one process ...")
         found = verify_workload(
             ready.task, steps=asked.steps, seed=asked.seed, request=ready.request, global_batch=ready.joined
         )

@@ -1,11 +1,12 @@
 """The folder a run leaves behind: plan, profile, topology, metrics, trace, plot and checkpoints. Rank 0 writes it."""
 
+import fcntl
 import glob
 import itertools
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,6 +28,7 @@ __all__ = [
     "give_back",
     "keep_decision",
     "keep_end",
+    "keep_others_out",
     "kept_decision",
     "note",
     "open_folder",
@@ -64,6 +66,26 @@ def open_folder(folder: Path) -> None:
         TemporaryFile(dir=folder).close()  # with no name: ranks may open one folder at once
     except OSError as error:
         raise _unwritable(folder, error) from None
+
+
+def keep_others_out(folder: Path, held: ExitStack) -> None:
+    """Until `held` is closed, or this process ends, no other run may begin here: two would mix their checkpoints.
+
+    A file system without locks keeps nobody out.
+
+    Raises:
+        ValueError: another run is at work there.
+    """
+    opened = os.open(folder, os.O_RDONLY)
+    held.callback(os.close, opened)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"run: another run is at work in {folder}; wait until it has ended, end it, or pass another --name"
+        ) from None
+    except OSError:
+        return
 
 
 def _unwritable(folder: Path, error: OSError) -> ValueError:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -42,7 +42,7 @@ from armillary.session.events import (
 )
 from armillary.session.every import CheckpointEvery
 from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
-from armillary.session.folder import forget_after, keep_decision, keep_end, note, open_folder
+from armillary.session.folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
 from armillary.session.glance import sampled
 from armillary.session.group_options import ask_anew, group_options
 from armillary.session.health import health_of
@@ -63,7 +63,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
     """Plans, trains, evaluates, and leaves everything in the run's folder. A run that goes on does so under its plan.
 
     Raises:
-        ValueError: the folder cannot be written, or the plan does not fit.
+        ValueError: the folder cannot be written, another run is at work in it, or the plan does not fit.
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
     subject, settings = subject_of(workload, settings.seed), as_before(settings)
@@ -74,17 +74,19 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         seed=settings.seed, topology=decided.topology, profile=decided.profile,
     )  # fmt: skip
     by_rank_zero(run._transport, lambda: open_folder(settings.folder))
-    yield decided
-    training = Training(workload, settings, run, decided)
-    yield from training.resume()
-    if training.step < settings.steps:
-        yield from training.begin()
-        while training.step < settings.steps:
-            training.advance()
-            yield from training.look_around()
-        yield from training.end()
-    else:
-        yield NothingLeft(training.step)
+    with ExitStack() as held:
+        by_rank_zero(run._transport, lambda: keep_others_out(settings.folder, held))
+        yield decided
+        training = Training(workload, settings, run, decided)
+        yield from training.resume()
+        if training.step < settings.steps:
+            yield from training.begin()
+            while training.step < settings.steps:
+                training.advance()
+                yield from training.look_around()
+            yield from training.end()
+        else:
+            yield NothingLeft(training.step)
     run.close(gather=False)
 
 

@@ -8,6 +8,7 @@ import functools
 import gzip
 import importlib.util
 import struct
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def fashion_mnist() -> Images:
 
 def read_idx(path: Path) -> Pixels:
     """An array from a gzipped IDX file of bytes: 0, 0, type 8, dimensions, each size, then the values."""
-    raw = gzip.decompress(path.read_bytes())
+    try:
+        raw = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or no gzip file ({error}); fetch it anew") from error
     if raw[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is not an IDX file of bytes: it starts with {raw[:4]!r}")
     shape = struct.unpack_from(f">{raw[3]}I", raw, 4)
