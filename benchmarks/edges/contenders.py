@@ -21,7 +21,7 @@ CODED = {  # there and back
     UNCODED: ("", ""),
     "fp16": ("lower_precision(dtype=float16)", "lower_precision(dtype=float16)"),
     "int8": ("quantize(bits=8)", "quantize(bits=8)"),
-    "hadamard int4": ("hadamard(quantize(bits=4))", "quantize(bits=8)"),
+    "hadamard int4": ("hadamard(quantize(bits=4, tile=64))", "quantize(bits=8)"),  # a scale for each rotated tile
     "int4": ("quantize(bits=4)", "quantize(bits=8)"),
     "AQ-SGD int4": ("aq_sgd(quantize(bits=4))", "quantize(bits=8)"),
     "DCT": ("threshold(sparsity=0.9)", "same"),

@@ -134,7 +134,7 @@ def _ours(**constraints: str) -> Step:
     """Under the plan of this job, but for what is demanded of some parameters."""
     model = _model()
     optimizer = _sgd(model)
-    batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2)]
+    batches = [(torch.randint(ROWS, (SAMPLES, 4)),) for _ in range(2 * dist.get_world_size())]
     run = parallelize(model, optimizer, batches, lambda m, batch: m(*batch), constraints=constraints)
     return _loop(model, optimizer, run)
 

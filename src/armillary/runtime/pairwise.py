@@ -2,8 +2,9 @@
 
 In turn s a rank sends to the s-th rank after it and receives from the s-th before it: every link carries one message
 each way, and none is shared. Gloo's own all-to-all sends to all at once, so in front of every receiver all senders wait
-for one another. Two turns are under way at a time: with one, a rank that comes late leaves the others' links idle, and
-they do not find their step again. Small pieces do not wait for their turn. Between two ranks there are no turns.
+for one another. Half as many turns as there are ranks are under way at a time: with fewer, a rank that comes late
+leaves the others' links idle, and they do not find their step again. Small pieces do not wait for their turn. Between
+two ranks there are no turns.
 
 An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all; or it goes in hops
 (`log_steps.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of
@@ -15,8 +16,9 @@ How long a piece may be that does not wait is the link's to say (`Topology.turn_
 
 Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
 here, where the link alone takes 147; of 4 workers 166, 131 and 126. With ranks up to 20 ms late 8 workers take 269 ms
-with one turn under way and 186 with two; two requests 20 ms apart, 532 and 336. Each request has its own tags and all
-receives are posted at once, so ranks need not be at the same turn.
+with one turn under way, 232 with two, 195 with four and 216 with all seven; four requests in a row, of 4 MB, 540 ms
+each with two and 376 with four. 4 workers take 150 with two and 159 with all three. Each request has its own tags and
+all receives are posted at once, so ranks need not be at the same turn.
 
 Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
 """
@@ -41,7 +43,7 @@ __all__ = ["LONG_BYTES", "Pairwise"]
 LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
 SHORT_BYTES = 1 << 10  # of a block that may travel by way of others
 FEWEST_HOPPING = 4  # ranks; fewer have no fewer messages so
-TURNS_UNDER_WAY = 2
+FEWEST_TURNS = 2  # under way at a time
 TAGS = 1 << 16  # a tag is free again long before so many requests are under way
 
 Wait = Callable[[], None]
@@ -192,6 +194,7 @@ class _Turns:
 
     def __init__(self, lane: _Lane, ranks: RankInfo, outgoing: _Side, incoming: _Side) -> None:
         self.lane, self.outgoing, self.incoming = lane, outgoing, incoming
+        self.most_under_way = max(FEWEST_TURNS, ranks.workers // 2)
         shifts = range(1, ranks.workers)
         self.pairs = [((ranks.rank + shift) % ranks.workers, (ranks.rank - shift) % ranks.workers) for shift in shifts]
         mine, here = outgoing.pieces[ranks.rank], incoming.pieces[ranks.rank]
@@ -222,7 +225,7 @@ class _Turns:
                 small += works
             else:
                 under_way.append(works)
-                if len(under_way) == TURNS_UNDER_WAY:
+                if len(under_way) == self.most_under_way:
                     _wait_for(under_way.popleft())
         for works in (*under_way, small):
             _wait_for(works)
