@@ -35,8 +35,9 @@ def put(console: Console, page: Iterable[Part]) -> None:
 
 
 def tell(text: str) -> None:
-    """A line aside of what is asked for: what takes its time now."""
-    console_here(is_aside=True).print(text)
+    """A line to who sits there and waits: what takes its time now. A pipe or a file gets none."""
+    if (console := console_here(is_aside=True)).is_terminal:
+        console.print(text)
 
 
 def _drawn(table: Table, width: int) -> DrawnTable:
