@@ -19,6 +19,7 @@ from armillary.planning.simulator import simulate
 from planning_cases import LINKS_ONLY, dense, machines, table
 
 MB = 1_000_000
+KINDS = ("AllReduce", "AllToAll", "AllGather")
 ROW_EXCHANGES = (
     Choice("owned_rows"),
     Choice("owned_rows", {"owners": 1}),
@@ -130,6 +131,8 @@ def cases(draw):
     workers = nodes * per_node
     inside = Link(draw(st.floats(0, 1e-3)), draw(st.floats(1e6, 1e10)))
     topology = machines(nodes, per_node, draw(st.floats(1, 1e4)), draw(st.floats(0, 1e-3)), inside=inside)
+    calls = [RequestLink(kind, "between", topology.between, beside_seconds=draw(st.floats(0, 1e-3))) for kind in KINDS]
+    topology = replace(topology, requests=tuple(calls) if draw(st.booleans()) else ())
     stages, wishes, arrival = [], {}, 2 * draw(st.integers(1, 3))
     for number in range(arrival // 2):
         arrival -= 2
@@ -149,7 +152,8 @@ def faster(topology, factor):
     def link(one):
         return Link(one.latency_seconds, one.bytes_per_second * factor)
 
-    return replace(topology, inside=link(topology.inside), between=link(topology.between))
+    requests = tuple(replace(one, link=link(one.link)) for one in topology.requests)
+    return replace(topology, inside=link(topology.inside), between=link(topology.between), requests=requests)
 
 
 @pytest.mark.parametrize("assumptions", [LINKS_ONLY, SGD, ADAGRAD, ADAM])
@@ -210,7 +214,7 @@ def test_a_step_takes_at_least_its_compute_and_at_least_the_time_of_its_links(ca
 def test_with_links_of_unlimited_speed_a_step_is_its_compute(case):
     made, of = case
     free = Link(0.0, float("inf"))
-    found = simulate(made, replace(of, topology=replace(of.topology, inside=free, between=free)))
+    found = simulate(made, replace(of, topology=replace(of.topology, inside=free, between=free, requests=())))
     assert found.step_seconds == pytest.approx(found.processor_seconds) and not found.exposed_seconds
     if of.assumptions is LINKS_ONLY:
         assert found.step_seconds == pytest.approx(made.compute_seconds)
@@ -288,8 +292,7 @@ def test_latency_is_waited_for_and_takes_no_processor():
 
 
 def test_a_request_takes_of_compute_what_was_measured_however_small_it_is():
-    """0.25 s each: that of the second layer's bucket delays the first layer's backward, as does nothing else; that of
-    the last is over before its bytes are."""
+    """0.25 s each: that of the second layer's bucket delays the first layer's backward, that of the last its bytes."""
     plain = machines(2, megabits=8.0, latency=0.0)
     taken = (RequestLink("AllReduce", "between", plain.between, beside_seconds=0.25),)
     steps = []
@@ -298,7 +301,19 @@ def test_a_request_takes_of_compute_what_was_measured_however_small_it_is():
         whole = separate(*_both(case))
         buckets = [replace(g, parameters=(n,), name=n) for g in whole.groups for n in g.parameters]
         steps.append(simulate(replace(whole, groups=tuple(buckets)), case))
-    assert steps[1].step_seconds == pytest.approx(steps[0].step_seconds + 0.25)
+    assert steps[1].step_seconds == pytest.approx(steps[0].step_seconds + 0.5)
+
+
+def test_a_look_up_pays_for_its_calls_though_nothing_is_computed_meanwhile():
+    """Header; ids and rows, which follow at once and so wake nobody anew; the round that ends look-ups; gradients."""
+    plain = machines(2, megabits=1e9, latency=0.0)
+    called = replace(plain, requests=(RequestLink("AllToAll", "between", plain.between, beside_seconds=0.25),))
+    profile = staged(("t", 1.0, 2.0, [table("t", 0, rows=100, width=1, alpha=0.1, workers=2)]), workers=2)
+    found = []
+    for topology in (plain, called):
+        case = Case(profile, topology, LINKS_ONLY)
+        found.append(simulate(plan(profile, topology, constraints={"t": Choice("owned_rows")}), case).step_seconds)
+    assert found[1] == pytest.approx(found[0] + 4 * 0.25)
 
 
 def test_the_calls_of_index_work_and_the_rows_of_a_window_are_paid_for():

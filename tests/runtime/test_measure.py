@@ -80,19 +80,22 @@ def test_compute_that_took_longer_alone_makes_no_request_take_no_time(shaped, mo
     assert found.link.bytes_per_second == pytest.approx(LINKS["AllToAll"].bytes_per_second, rel=1e-6)
 
 
+@pytest.mark.parametrize(("every", "paid"), [(3, 0.02 / 3), (64, 0.0)])
 @pytest.mark.parametrize("kind", LINKS)
-def test_one_request_in_three_that_waits_for_a_core_is_not_the_links_latency(shaped, monkeypatch, kind):
-    """As threads of gloo do: the sum of a row would be three times what its requests usually take."""
+def test_requests_that_wait_for_a_core_count_as_often_as_they_come(shaped, monkeypatch, kind, every, paid):
+    """As threads of gloo do: one in three is a part of what a step pays; one in 64 is another program's."""
     complete, asked = shaped.complete, [0]
 
     def now_and_then(program, label):
         complete(program, label)
         asked[0] += 1
-        shaped.now += 0.02 * (asked[0] % 3 == 0)
+        shaped.now += 0.02 * (asked[0] % every == every - 1)
 
     monkeypatch.setattr(shaped, "complete", now_and_then)
+    monkeypatch.setattr(link_timer, "SIZE_SECONDS", 10.0)
     found = request_link(shaped, kind, "between", 4, QUICK, torch.device("cpu"))
-    assert found.link.latency_seconds == pytest.approx(LINKS[kind].latency_seconds, rel=1e-6)
+    messages = {"AllReduce": 6, "AllGather": 3, "AllToAll": 1}[kind]
+    assert found.link.latency_seconds == pytest.approx(LINKS[kind].latency_seconds + paid / messages, rel=0.1)
 
 
 def test_a_smallest_request_slower_than_a_larger_one_is_not_the_links_latency(shaped, monkeypatch):

@@ -51,7 +51,8 @@ class RequestLink:
         link: latency of each of the messages it makes one after another (2 (N - 1) an all-reduce, N - 1 an all-gather,
             1 an all-to-all among N ranks), and bytes per second that a rank sends.
         residual: largest relative error of that line over the sizes that were timed.
-        beside_seconds: by how much one that carries nearly nothing delays a rank that computes meanwhile.
+        beside_seconds: by how much one that carries nearly nothing delays a rank that computes meanwhile: what it takes
+            to call it and to wake threads, which a rank that waits for it pays too.
     """
 
     request: str

@@ -1,6 +1,8 @@
 """Seconds of the legs of an exchange over the links of a topology, at the rank whose link is busiest.
 
-Legs follow one another; nothing is hidden behind compute (that is the simulator's business).
+Legs follow one another; nothing is hidden behind compute (that is the simulator's business). Each also takes a rank
+what calling it and waking threads takes, as far as that was measured: once, since messages that follow in a row find
+them awake.
 
 Source: Thakur, Rabenseifner and Gropp (2005): latency once a message, bandwidth on what passes the link. Departure: an
 all-to-all posts all its pieces at once, so it waits for one latency, not for N - 1. Where a topology was measured, each
@@ -31,8 +33,12 @@ class Busy(NamedTuple):
 
 
 def leg_seconds(legs: Iterable[Leg], topology: Topology, latency_share: float = 1.0) -> float:
-    """latency_share: of every latency, what these legs pay; the rest is paid by others that travel with them."""
-    return sum(busy(leg, topology, latency_share).seconds for leg in legs)
+    """latency_share: of every latency, and of every call, what these legs pay; the rest is paid by others that travel
+    with them."""
+    return sum(
+        busy(leg, topology, latency_share).seconds + latency_share * topology.beside_seconds(leg.request)
+        for leg in legs
+    )
 
 
 def busy(leg: Leg, topology: Topology, latency_share: float = 1.0) -> Busy:

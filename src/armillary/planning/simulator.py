@@ -206,14 +206,13 @@ class _Player:
         push.flying = self._start(push.name, "push", (push.left.popleft(),)) if push.left else None
 
     def _start(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
-        """Sends beside compute: what compute cannot hide of it takes the processor."""
+        """Sends beside compute: what compute cannot hide of its bytes takes the processor."""
         sent = self._send(name, action, requests)
         if not self.overlap:
             self.clock.wait(name, sent.done_seconds)
         else:
             shown = 1 - self.case.topology.hidden_share
-            taken = (request.beside_seconds + shown * request.carried_seconds for request in requests)
-            self.clock.work(name, "carry", sum(taken))
+            self.clock.work(name, "carry", shown * sum(request.carried_seconds for request in requests))
         return sent
 
     def _together(self, asked: Sequence[_Asked], send: Callable[[str, str, tuple[Request, ...]], _Sent]) -> list[_Sent]:
@@ -226,6 +225,8 @@ class _Player:
         return [one._replace(done_seconds=sent[-1].done_seconds) for one in sent]
 
     def _send(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
+        """To call a request takes the processor, however small it is, and whether or not the rank then waits for it."""
+        self.clock.work(name, "call", sum(request.beside_seconds for request in requests))
         began = self.clock.now_seconds
         return _Sent(next(self.launches), name, action, requests, began, self.clock.send(name, action, requests))
 
