@@ -110,6 +110,7 @@ def test_what_nobody_measured_beside_compute_is_taken_to_be_as_the_slowest_that_
     known = replace(TOPOLOGY, requests=tuple(RequestLink(kind, side, LINK, 0.0, taken) for kind, side, taken in told))
     assert [known.beside_seconds(kind) for kind in ("AllReduce", "AllToAll", "AllGather")] == [2e-3, 4e-3, 4e-3]
     assert TOPOLOGY.beside_seconds("AllReduce") == 0.0
+    assert known.of_one_node(1).beside_seconds("AllReduce") == 0.0
 
 
 @pytest.mark.parametrize(("nodes", "bytes_per_second"), [(1, 1e9), (2, 1e7)])

@@ -134,7 +134,9 @@ class Topology:
 
     def beside_seconds(self, request: str) -> float:
         """`RequestLink.beside_seconds` of this kind, on the side where it is longest; of any kind where this was not
-        measured."""
+        measured; nothing where one worker has nobody to call."""
+        if self.workers == 1:
+            return 0.0
         known = {measured.request for measured in self.requests}
         told = [one.beside_seconds for one in self.requests if one.request == request or request not in known]
         return max(told, default=0.0)
