@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,10 @@ PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.pipelining", "matplotlib.backends.backend_agg",
     *(".".join(path.relative_to(OURS.parent).with_suffix("").parts) for path in sorted(OURS.rglob("[a-z]*.py"))),
 )  # fmt: skip
+NUMBERED = range(10_000, 31_997)
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_asked = count()
 
 
 class Ended(NamedTuple):
@@ -49,10 +53,18 @@ def forkserver() -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that is asked for by number only: systems give outgoing connections ports above these, so that none of them
+    takes it before rank 0 listens. Test processes begin a thousand apart."""
+    for _ in NUMBERED:
+        port = NUMBERED[(1000 * os.getpid() + next(_asked)) % len(NUMBERED)]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no port of {NUMBERED} is free")
 
 
 def command(arguments: Sequence[object], folder: Path, ranks: int = 0, **environment: str) -> list[Ended]:
