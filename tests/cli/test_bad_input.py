@@ -124,6 +124,8 @@ def test_a_wish_that_the_model_cannot_grant_says_why(refused):
         ((*LANGUAGE_MODEL[:2], "--set", "width=0"), "width is 0"),
         ((*LANGUAGE_MODEL[:2], "--exchange", "teleport=output"), "no layout and no exchange"),
         ((*LANGUAGE_MODEL[:2], "--exchange", "owned_rows"), "--exchange: want CHOICE=PATTERN"),
+        ((*LANGUAGE_MODEL[:2], "--exchange", "*=quantize(bits=8)"), "--exchange: want CHOICE=PATTERN"),
+        ((*LANGUAGE_MODEL[:2], "--exchange", "quantize(bits=8)"), "--exchange: want CHOICE=PATTERN"),
         ((*LANGUAGE_MODEL[:2], "--schedule", "pipline"), "did you mean 'pipeline'?"),
         ((*LANGUAGE_MODEL[:2], "--schedule", "ring(slak=1)"), "ring has no slak"),
         ((*LANGUAGE_MODEL[:2], "--rule", "paralax"), "no rule 'paralax'; there are price, parallax; did you mean 'par"),

@@ -39,6 +39,12 @@ def test_what_fits_stays_on_one_line_and_what_does_not_is_broken_behind_a_mark()
     assert first.split()[0][-1] in "._" and first.split()[0] + second.strip() == name
 
 
+def test_a_number_is_never_broken_at_its_point():
+    rows = [(f"{'w' * at} from 1.35 to 1.65, want 12,345", "1") for at in range(80, 110)]
+    for cell, _ in Table(("said", "n"), rows).folded().rows:
+        assert not re.search(r"\d[.,]\n\d", cell), cell
+
+
 def test_headers_of_numbers_give_way_before_names_do():
     table = Table(("group", "largest difference of all"), [("n" * 84, "1.0e-10")])
     lines = str(table).splitlines()

@@ -36,6 +36,8 @@ def exchange_of(name, **constraints):
         (Choice("owned_rows", {"owners": 3}), "row_sharded", "owned_rows(owners=3)"),
         (Choice("owned_dense", {"owner": 2}), "replicated", "owned_dense(owner=2)"),
         (Choice("owned_rows", {"order": "hashed"}), "row_sharded", "owned_rows(order=hashed)"),
+        ("owned_rows(order=hashed)", "row_sharded", "owned_rows(order=hashed)"),
+        (Choice("row_sharded"), "row_sharded", "owned_rows"),
     ],
     ids=str,
 )
@@ -93,7 +95,8 @@ def test_naive_servers_get_whole_parameters_the_emptiest_first():
         ({"normed.weight": "gather_rows"}, "max_norm renormalises rows in forward"),
         ({"h*": "owned_rows"}, r"nothing that 'h\*' means can be owned_rows \(head.weight: it is read whole by mm\)"),
         ({"embedding.weight": "sharded"}, "'sharded', which is no layout and no exchange; there are replicated"),
-        ({"embedding.weight": Choice("row_sharded")}, "no layout and no exchange"),
+        ({"embedding.weight": Choice("row_sharded", {"owners": 2})}, "no layout and no exchange"),
+        ({"embedding.weight": "owned_rows(owners=2"}, "at its end, want"),
         ({"embedding.weight": Choice("owned_rows", {"ownners": 2})}, "owned_rows refuses options"),
         ({"embedding.weight": Choice("owned_rows", {"owners": 9})}, "9 owners among 4 workers; want 1 to 4"),
         ({"emb*": "replicated", "*.weight": "all_reduce"}, "'embedding.weight' is replicated by 'emb\\*' and all_red"),

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from armillary.exchanges.dense import exact_sum
+from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.rank_info import RankInfo
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
+from armillary.runtime.hybrid.dense_unit import DenseUnit
 
 
 def parameters():
@@ -32,6 +35,15 @@ def test_gradients_become_views_of_the_flat_tensor_without_a_copy():
     for parameter, want in zip(bucket.parameters, (1.0, 2.0, 3.0), strict=True):
         assert parameter.grad.untyped_storage().data_ptr() == storage
         assert parameter.grad.shape == parameter.shape and (parameter.grad == want).all()
+
+
+def test_a_state_that_no_checkpoint_could_keep_is_refused_when_a_unit_begins():
+    begin = lambda layout, place, values: {"turn": torch.zeros(1)}  # noqa: E731
+    exchange = build_dense("all_reduce")._replace(begin=begin)
+    made = parameters()
+    unit = DenseUnit("bucket 0", Bucket(made, layout_beside(made, is_guarded=True)), exchange)
+    with pytest.raises(ValueError, match=r"bucket 0: the exchange's state 'turn' has shape \(1,\); want \(11,\)"):
+        unit.begin_anew(RankInfo(0, 1))
 
 
 def test_a_gradient_that_already_is_the_view_is_scaled_in_place():

@@ -152,6 +152,28 @@ def test_what_needs_the_whole_table_is_refused_by_name_with_a_remedy(crew):
         )  # fmt: skip
 
 
+def read_by_full_softmax(rank, workers, exchange):
+    """As an evaluation of a model with sampled outputs does."""
+    _, model, _, _, _ = pair(Table, workers, {"table": exchange})
+    hidden, said = torch.ones(2, D, dtype=torch.float64), ""
+    with torch.no_grad():
+        try:
+            scores = hidden @ model.table.T
+        except NotImplementedError as error:
+            said, scores = str(error), functional.linear(hidden, model.table)
+        return said, torch.equal(scores, functional.linear(hidden, model.table[torch.arange(V)]))
+
+
+@pytest.mark.parametrize("exchange", ["owned_rows", "gather_rows"])
+def test_what_stands_in_the_refusal_of_a_full_softmax_does_instead(crew, exchange):
+    for said, is_equal in crew(2).run(read_by_full_softmax, exchange):
+        assert said.startswith("table: .T needs the whole table")
+        assert "F.linear(x, table)" in said and said.endswith(
+            "Remedy: constraints={'table': 'all_reduce'} keeps it whole and plain, as DDP does"
+        )
+        assert is_equal
+
+
 def read_nonsense(rank, workers):
     """Caught, the refusal leaves the ranks in step: nothing was asked of anyone."""
     run, model, _, _, _ = pair(Table, workers, {"table": "owned_rows"})

@@ -327,14 +327,43 @@ def counting_in_place(made):
     def oracle(parcels, states):
         return made.oracle(parcels, [{"pushes": state["pushes"] + 1} for state in states])
 
+    begin = lambda layout, place, values: {"pushes": torch.zeros(3)}  # noqa: E731
+    return made._replace(push=push, oracle=oracle, begin=begin, counts={"pushes": lambda shape: 1})
+
+
+def counting_once_for_all(made):
+    """One number for the whole group, which no checkpoint could deal to parameters."""
+
+    def push(parcel, state, place):
+        found, _ = yield from made.push(parcel, state, place)
+        return found, {"pushes": state["pushes"] + 1}
+
+    def oracle(parcels, states):
+        return made.oracle(parcels, states)[0], [{"pushes": state["pushes"] + 1} for state in states]
+
     begin = lambda layout, place, values: {"pushes": torch.zeros(1)}  # noqa: E731
+    return made._replace(push=push, oracle=oracle, begin=begin)
+
+
+def emptied_in_place(made):
+    """Nothing changes in the first push, whose residual is zero."""
+
+    def push(parcel, state, place):
+        state["residual"].zero_()
+        found, _ = yield from made.push(parcel, state, place)
+        return found, {"residual": parcel.values.clone()}
+
+    def oracle(parcels, states):
+        return made.oracle(parcels, states)[0], [{"residual": parcel.values} for parcel in parcels]
+
+    begin = lambda layout, place, values: {"residual": torch.zeros_like(values)}  # noqa: E731
     return made._replace(push=push, oracle=oracle, begin=begin)
 
 
 EXCHANGE_FAULTS = {
     with_push(rounded): r"push gives .*, the exact sum .*; first number 0: \S+ instead of \S+, off by \S+$",
     with_push(lambda found, state, place: (found, None)): r"push must return \(parcel, state\); .* \(Parcel, None\)$",
-    with_push(lambda found, state, place: found): r"and 5 other rules .*: push must return .*; it returned Parcel$",
+    with_push(lambda found, state, place: found): r"and 6 other rules .*: push must return .*; it returned Parcel$",
     (lambda made: made._replace(push=lambda *three: None)): "push must be a generator, .*; it returned None",
     (lambda made: made._replace(push=asking_strangely)): "push must yield AllReduce, .*; it yielded str",
     with_push(no_imaginary_part): "values in complex64: push drops their imaginary part",
@@ -350,13 +379,16 @@ EXCHANGE_FAULTS = {
     twice_in_the_oracle: "it departs from nothing, but its oracle gives",
     (lambda made: made._replace(requests=1)): r"1 workers, 1 a node: ranks make \[2\] requests, it says 1 at most",
     (lambda made: made._replace(sent_bytes=lambda *both: [2 * x for x in made.sent_bytes(*both)])): "bytes, it says",
+    (lambda made: made._replace(oracle=None)): r"wants oracle=\(parcels, states\) -> ",
     counting_in_place: "push changes pushes in place",
+    emptied_in_place: "push changes residual in place",
+    counting_once_for_all: r"state 'pushes' has shape \(1,\); want \(\d+,\), as the values are: a checkpoint keeps it",
 }
 
 
 def test_an_exchange_that_keeps_its_rules_is_said_to():
     with registered(dense_exchange(), gathered):
-        assert armillary.check("gathered") == "exchange gathered keeps its 7 rules"
+        assert armillary.check("gathered") == "exchange gathered keeps its 8 rules"
 
 
 @pytest.mark.parametrize("fault", EXCHANGE_FAULTS)
@@ -375,10 +407,10 @@ def test_what_is_raised_is_told_once_however_many_rules_it_breaks():
     def faulty():
         return gathered()._replace(push=raising)
 
-    with registered(dense_exchange({}, {}), faulty), pytest.raises(ValueError, match="breaks 12 of its rules") as told:
+    with registered(dense_exchange({}, {}), faulty), pytest.raises(ValueError, match="breaks 14 of its rules") as told:
         armillary.check("faulty")
     told.match(
-        r"and 11 other rules are broken for the same reason: raising raises TypeError: .*test_check.py, line \d+"
+        r"and 13 other rules are broken for the same reason: raising raises TypeError: .*test_check.py, line \d+"
     )
     assert len(str(told.value).splitlines()) == 2
 

@@ -594,7 +594,7 @@ def test_misuse_is_answered_with_what_to_do(crew):
             and "run.step(micro_batches)" in owns
             and count.startswith("run.step: rank")
         )
-        assert "the plan is for 1 workers, this job has 2" in workers and "made for another model" in model
+        assert "the plan is for 1 worker, this job has 2" in workers and "made for another model" in model
 
 
 # The training run

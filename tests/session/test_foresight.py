@@ -8,7 +8,7 @@ import pytest
 import armillary
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice, Forecast
-from armillary.facts.topology import Topology
+from armillary.facts.topology import RequestLink, Topology
 from armillary.facts.trace import Record, Trace
 from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
@@ -65,6 +65,15 @@ def test_a_timeline_shows_every_lane_its_units_and_what_was_assumed(scene):
     assert "links by hand" in figure.get_supxlabel()
     bars = sum(len(collection.get_paths()) for collection in axes.collections)
     assert bars == len(simulate(*scene).spans)
+
+
+def test_a_timeline_on_measured_links_shows_what_calling_takes(scene):
+    made, case = scene
+    called = [RequestLink(kind, "between", case.topology.between, 0.0, 2e-3) for kind in ("AllReduce", "AllToAll")]
+    played = simulate(made, replace(case, topology=replace(case.topology, requests=tuple(called))))
+    assert "call" in {span.action for span in played.spans}
+    (axes,) = plot_timeline(played, "a name", []).axes
+    assert "calls of requests" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 # Curves --------------------------------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ def decay_from_now_on(run, model, optimizer, rank):
 
 def another_optimizer_midway(run, model, optimizer, rank):
     """
-    Expect: emb.weight: zeros_like needs the whole table, but its rows are owned by the workers
+    Expect: emb.weight: zeros_like needs the whole table, but what the plan exchanges by row can only be read by row
     """
     other = torch.optim.Adam(model.parameters(), lr=0.1)
     other.zero_grad()

@@ -119,7 +119,8 @@ class AskedPlan:
         found: dict[str, Constraint] = dict.fromkeys(self.replicate, "replicated")
         for text in self.exchanges:
             way, equals, pattern = text.rpartition("=")
-            if not (way and equals and pattern):
+            is_cut = way.count("(") > way.count(")")  # the last = stands inside a choice
+            if is_cut or not (way and equals and pattern):
                 raise ValueError(f"--exchange: want CHOICE=PATTERN, as in owned_rows=emb.*, got {text!r}")
             choice = Choice.parse(way)
             found[pattern] = choice if choice.options else choice.name

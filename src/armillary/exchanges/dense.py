@@ -146,6 +146,17 @@ class DenseExchange(NamedTuple):
         lengths = [self.counts[entry](shape) for shape in layout.shapes[: number + 1]]
         return sum(lengths[:-1]), sum(lengths)
 
+    def misfit(self, layout: Layout, state: State) -> str:
+        """Which entry of a state is not as long as `counts` says, so that no checkpoint could keep it by parameter;
+        empty where all are."""
+        for entry, value in state.items():
+            whole = self.span(entry, layout, len(layout.shapes) - 1)[1] if entry in self.counts else layout.numel
+            if value.shape != (whole,):
+                said = "its `counts` say" if entry in self.counts else "the values are"
+                have = f"state {entry!r} has shape {tuple(value.shape)}; want ({whole},)"
+                return f"{have}, as {said}: a checkpoint keeps it by parameter"
+        return ""
+
     def state_bytes(self, layout: Layout, workers: int) -> int:
         """What its state takes on one worker."""
         values = torch.empty(layout.numel, dtype=getattr(torch, layout.dtype), device="meta")

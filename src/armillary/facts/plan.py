@@ -21,7 +21,7 @@ from armillary.facts.forecast import Forecast
 from armillary.facts.group import PREFETCH_KINDS, Group
 from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.plan_table import plan_page
-from armillary.facts.plan_words import expected_words, plan_words
+from armillary.facts.plan_words import expected_words, number_of, plan_words
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.table import Page, page_text
 
@@ -168,8 +168,9 @@ class Plan:
         is_of_data = self.mesh.data_coordinates == self.workers
         divisor = "the sum of declared weights" if self.mean != "workers" else "workers" if is_of_data else "replicas"
         title = (
-            f"plan for {self.workers} workers{'' if is_of_data else f' ({self.mesh})'}, {self.workers_per_node} a "
-            f"node, model {self.model_fingerprint}\nschedule {self.schedule}; mean over {divisor}"
+            f"plan for {number_of(self.workers, 'worker')}{'' if is_of_data else f' ({self.mesh})'}, "
+            f"{self.workers_per_node} a node, model {self.model_fingerprint}\n"
+            f"schedule {self.schedule}; mean over {divisor}"
         )
         ahead = [
             f"prefetch {kind} ({meaning}): {', '.join(names)}"

@@ -7,7 +7,7 @@ from armillary.facts.forecast import Forecast
 from armillary.facts.group import Group
 from armillary.facts.profile_table import count_text, seconds_text
 
-__all__ = ["expected_words", "plan_words"]
+__all__ = ["expected_words", "number_of", "plan_words"]
 
 MOST_NAMES = 2  # more tables are counted
 SAME = 0.001  # of a step: less is no difference
@@ -27,7 +27,7 @@ def plan_words(groups: Sequence[Group], workers: int, stages: int, schedule: Cho
     under = "" if schedule is None else f" under {schedule}"
     departures = sorted({word for group in groups for word in group.departures})
     exactness = f" NOT exact: {', '.join(departures)}." if departures else ""
-    return f"{_count(workers, 'worker')}{under}: {'; '.join(said)}.{exactness}"
+    return f"{number_of(workers, 'worker')}{under}: {'; '.join(said)}.{exactness}"
 
 
 def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: float) -> str:
@@ -53,17 +53,18 @@ def _said(layout: str, by: str, groups: Sequence[Group], stages: int) -> str:
     if layout == "row_sharded":
         return f"{_named(groups)} dealt out by row, each row with its owner, {by}"
     if layout == "stage_sharded":
-        where = "its stage" if count == 1 else f"their {_count(stages, 'stage')}"
-        return f"{_count(count, 'parameter')} kept with {where}, {by}"
-    return f"{_count(count, 'parameter')} kept whole on every worker, in {_count(len(groups), 'group')} {by}"
+        where = "its stage" if count == 1 else f"their {number_of(stages, 'stage')}"
+        return f"{number_of(count, 'parameter')} kept with {where}, {by}"
+    return f"{number_of(count, 'parameter')} kept whole on every worker, in {number_of(len(groups), 'group')} {by}"
 
 
 def _named(groups: Sequence[Group]) -> str:
     names = [name for group in groups for name in group.parameters]
-    return " and ".join(names) if len(names) <= MOST_NAMES else _count(len(names), "table")
+    return " and ".join(names) if len(names) <= MOST_NAMES else number_of(len(names), "table")
 
 
-def _count(number: int, noun: str) -> str:
+def number_of(number: int, noun: str) -> str:
+    """As in 1 worker, 2 workers."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -3,6 +3,7 @@
 Plain text, so that facts needs no library; who prints to a terminal may draw a page's tables in another way.
 """
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ __all__ = ["WIDTH", "Page", "Part", "Picture", "Table", "page_text", "wrapped"]
 WIDTH = 100  # characters of a line
 NARROWEST = 8  # to which a column of text is folded
 GAP = "  "
+NUMBER = re.compile(r"[.,]\d")
 MARKS = " ,./_(=:"  # behind which a name may be broken
 
 
@@ -105,10 +107,12 @@ def wrapped(text: str, width: int = WIDTH) -> str:
 
 
 def _broken(cell: str, width: int, marks: str) -> list[str]:
-    """Behind the last mark that fits; in the midst of a word where there is none."""
+    """Behind the last mark that fits, though not behind one within a number; in the midst of a word where there is
+    none."""
     lines = []
     while len(cell) > width:
-        place = max(cell.rfind(mark, 0, width + (mark == " ")) + 1 for mark in marks) or width
+        ends = (at + 1 for at in range(width + 1) if cell[at] in marks and at < width + (cell[at] == " "))
+        place = max((end for end in ends if not NUMBER.match(cell, end - 1)), default=width)
         lines.append(cell[:place].rstrip())
         cell = cell[place:].lstrip()
     return [*lines, cell]

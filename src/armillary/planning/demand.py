@@ -9,12 +9,25 @@ from collections.abc import Collection, Iterable
 from armillary.facts.choice import Choice
 from armillary.facts.registry import guess
 
-__all__ = ["LAYOUTS", "MAY_BE_ALLOWED", "Constraint", "refuse_other_allowed", "refuse_unlisted"]
+__all__ = ["LAYOUTS", "MAY_BE_ALLOWED", "Constraint", "refuse_other_allowed", "refuse_unlisted", "written"]
 
 Constraint = str | Choice
 
 LAYOUTS = ("replicated", "row_sharded")
 MAY_BE_ALLOWED = ("lossy",)  # departures among which a plan may choose by price, where the user says so
+
+
+def written(constraint: Constraint) -> Constraint:
+    """The same, however it was written: owned_rows(owners=2) as text is the choice, a layout is its bare name.
+
+    Raises:
+        ValueError: the text is no choice.
+    """
+    if isinstance(constraint, str) and "(" in constraint:
+        constraint = Choice.parse(constraint)
+    if isinstance(constraint, Choice) and constraint.name in LAYOUTS and not constraint.options:
+        return constraint.name
+    return constraint
 
 
 def refuse_unlisted(pattern: str, constraint: Constraint, exchanges: Iterable[str]) -> None:

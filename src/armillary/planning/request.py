@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
-from armillary.planning.demand import Constraint, refuse_other_allowed
+from armillary.planning.demand import Constraint, refuse_other_allowed, written
 from armillary.planning.edges import EdgeRequest, EdgeRequests
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.schedules.registry import SCHEDULES, owns_loop
@@ -41,6 +41,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         _refuse_misread(self.constraints, self.lazy, self.schedule)
         refuse_other_allowed(self.allow)
+        constraints = {pattern: written(one) for pattern, one in self.constraints.items()}
+        object.__setattr__(self, "constraints", constraints)
         object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
         object.__setattr__(self, "allow", tuple(self.allow))
         priced = {

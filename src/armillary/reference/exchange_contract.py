@@ -94,6 +94,8 @@ def _looked_at(program: Any) -> Program[Moved]:
 
 def seen_from_above(exchange: DenseExchange, layout: Layout, workers: int) -> list[Moved]:
     """What the oracle says of the first push, by rank."""
+    if exchange.oracle is None:
+        raise NotAsked("an exchange that is not the exact sum wants oracle=(parcels, states) -> (results, next states)")
     found: Any = exchange.oracle(parcels_for(layout, workers), states_for(exchange, layout, workers))
     is_pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(one, list | tuple) for one in found)
     if not is_pair or not len(found[0]) == len(found[1]) == workers:
@@ -244,14 +246,28 @@ def _written_down(program: Program[Moved], asked: list[Request]) -> Program[Move
 
 
 def leaves_the_state_it_was_given(exchange: DenseExchange) -> str:
+    """Twice, as a state often begins with zeros, which much leaves as they are."""
     layout, shape = layout_for(exchange), Shape(2, 1)
-    states, parcels = states_for(exchange, layout, 2), parcels_for(layout, 2)
-    before = [{name: value.clone() for name, value in state.items()} for state in states]
+    states = states_for(exchange, layout, 2)
     places = [RankInfo(rank, *shape) for rank in range(2)]
-    lockstep.run([_looked_at(exchange.push(*one)) for one in zip(parcels, states, places, strict=True)])
-    both = list(zip(states, before, strict=True))
-    changed = {name for state, was in both for name in was if not torch.equal(state[name], was[name])}
-    return f"push changes {', '.join(sorted(changed))} in place; give a next state instead" if changed else ""
+    for _ in range(2):
+        before = [{name: value.clone() for name, value in state.items()} for state in states]
+        given = zip(parcels_for(layout, 2), states, places, strict=True)
+        moved = lockstep.run([_looked_at(exchange.push(*one)) for one in given])[0]
+        both = list(zip(states, before, strict=True))
+        changed = {name for state, was in both for name in was if not torch.equal(state[name], was[name])}
+        if changed:
+            return f"push changes {', '.join(sorted(changed))} in place; give a next state instead"
+        states = [state for _, state in moved]
+    return ""
+
+
+def keeps_its_state_by_parameter(exchange: DenseExchange) -> str:
+    layout = layout_for(exchange)
+    first = states_for(exchange, layout, 2)
+    after = [state for _, state in pushed(exchange, layout, Shape(2, 1)).moved]
+    found = [exchange.misfit(layout, state) for state in (*first, *after)]
+    return next(filter(None, found), "")
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
@@ -274,4 +290,5 @@ EXCHANGE_RULES: Mapping[str, Callable[[DenseExchange], str]] = {
     "every rank makes as many requests as the others, and no more than it says": asks_alike_and_no_more_than_it_says,
     "its legs are of the requests it makes, with no fewer messages and bytes": says_legs_as_it_asks,
     "a push leaves the state that it was given": leaves_the_state_it_was_given,
+    "a state has a number for each value, or as many as `counts` says": keeps_its_state_by_parameter,
 }

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, Trainable, model_fingerprint
+from armillary.facts.plan_words import number_of
 from armillary.planning.assembly import consensus_of
 from armillary.runtime.hybrid.bucket import layout_beside
 from armillary.runtime.hybrid.identity import why_fixed
@@ -71,7 +72,7 @@ def other_workers(plan: Plan, workers: int) -> str:
     if plan.workers == workers:
         return ""
     return (
-        f"the plan is for {plan.workers} workers, this job has {workers}; plan again, or launch with "
+        f"the plan is for {number_of(plan.workers, 'worker')}, this job has {workers}; plan again, or launch with "
         f"--nproc-per-node {plan.workers}"
     )
 

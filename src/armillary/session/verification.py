@@ -70,8 +70,10 @@ class Verification:
         verdict = "equal" if self.is_equal else "NOT equal"
         judged = [one for one in self.differences if one.verdict != "no gradient"]
         worst = max((one.difference for one in judged), default=0.0)
+        departs = any(one.departs for one in judged)
+        reference = "their references (NOT exact, see below)" if departs else "one process"
         words = (
-            f"{self.workload}: {self.workers} workers and one process are {verdict} after {self.steps} steps in "
+            f"{self.workload}: {self.workers} workers and {reference} are {verdict} after {self.steps} steps in "
             f"float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a tensor's norm"
         )
         parts: list[str | Table] = [words, _by_plan(judged)]

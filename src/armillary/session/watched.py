@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Plan
+from armillary.facts.plan_words import number_of
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.constraints import allows, names_of, resolve
@@ -157,8 +158,10 @@ class Watched:
         if owns_loop(plan.schedule):
             return f"its schedule {plan.schedule.name} owns the loop"
         if (plan.workers, plan.workers_per_node) != (nodes.workers, nodes.workers_per_node):
-            there, here = (f"{one.workers} workers, {one.workers_per_node} a node" for one in (plan, nodes))
-            return f"it is for {there}, and here are {here}"
+            there, here = (
+                f"{number_of(one.workers, 'worker')}, {one.workers_per_node} a node" for one in (plan, nodes)
+            )
+            return f"it is for {there}, and this job has {here}"
         if request.lazy or request.rule != PRICE or plan.mean != request.mean:
             return "lazy=, rule= or mean= ask for another here"
         if why_not := _why_other_prefetch(plan, request.prefetch):

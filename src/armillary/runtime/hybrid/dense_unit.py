@@ -43,12 +43,18 @@ class DenseUnit:
         return self.bucket.parameters
 
     def begin_anew(self, place: RankInfo) -> None:
-        """The exchange begins, with the weights that the model has now. Gradients in the bucket are lost."""
+        """The exchange begins, with the weights that the model has now. Gradients in the bucket are lost.
+
+        Raises:
+            ValueError: it begins with a state that no checkpoint could keep.
+        """
         if self.exchange.is_guarded:
             with torch.no_grad():
                 weights = self.bucket.weigh_in().values.clone()
                 self.bucket.flat.zero_()
             self.state = self.exchange.begin(self.bucket.layout, place, weights)
+            if misfit := self.exchange.misfit(self.bucket.layout, self.state):
+                raise ValueError(f"{self.name}: the exchange's {misfit}")
 
     def double(self) -> None:
         """From now on what a backward sends lands when the next one is over."""

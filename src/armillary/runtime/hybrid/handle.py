@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from armillary.exchanges.all_reduce import all_reduce
 from armillary.runtime.hybrid.accumulated_gradient import AccumulatedGradient
 from armillary.runtime.hybrid.gradient_handle import METADATA, GradientHandle
 from armillary.runtime.hybrid.row_values import RowValues, reads_rows
@@ -111,7 +112,7 @@ class TableHandle(Tensor):
         if reads_rows(func):
             return func(*_as_values(args), **{key: _as_values([value])[0] for key, value in kwargs.items()})
         given = (*args, *kwargs.values())
-        name, table = getattr(func, "__name__", str(func)), _name_in(given)
+        name, table = _spelt(func), _name_in(given)
         raise _refusal(table, name, _remedy(name, table, is_written=_is_table(given[0])))
 
     @classmethod
@@ -146,7 +147,12 @@ def _remedy(operation: str, table: str, is_written: bool = True) -> str:
         return "put the hook on what the look-up returns"
     if operation.endswith("_") and not operation.endswith("__"):
         return _REMEDIES["__set__"] if is_written else _COPIES
-    return _REMEDIES.get(operation, f"constraints={{{table!r}: 'replicated'}} keeps it whole on every worker")
+    return _REMEDIES.get(operation, _as_ddp(table))
+
+
+def _as_ddp(table: str) -> str:
+    """'replicated' would not do: a whole copy whose gradient travels by row is read by row, too."""
+    return f"constraints={{{table!r}: {all_reduce.__name__!r}}} keeps it whole and plain, as DDP does"
 
 
 def _is_table(value: Any) -> bool:
@@ -169,11 +175,18 @@ def _as_values(args: Sequence[Any]) -> list[Any]:
     return [of(arg) for arg in args]
 
 
+def _spelt(func: Callable[..., Any]) -> str:
+    """What the user wrote: `.T` is the getter of a property."""
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" and hasattr(func, "__self__") else name
+
+
 def _refusal(name: str, operation: str, remedy: str) -> NotImplementedError:
     """No TypeError: torch turns those of operators into Python's own, which do not name the table."""
     return NotImplementedError(
-        f"{name}: {operation} needs the whole table, but its rows are owned by the workers and can only be read by row "
-        f"(embedding, embedding_bag, table[ids], index_select(0, ids)). Remedy: {remedy}"
+        f"{name}: {operation} needs the whole table, but what the plan exchanges by row can only be read by row "
+        "(embedding, embedding_bag, table[ids], index_select(0, ids); without gradients also F.linear(x, table)). "
+        f"Remedy: {remedy}"
     )
 
 
@@ -284,7 +297,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
         raise _refusal(
             table.reader.name,
             "linear with gradients",
-            "use torch.no_grad() to evaluate, or replicate the table",
+            f"torch.no_grad() to evaluate; {_as_ddp(table.reader.name)}",
         )
     outputs = []
     for first in range(0, weight.shape[0], LINEAR_BLOCK_ROWS):
