@@ -47,6 +47,7 @@ MEANINGS = {
 SMALLEST_LABEL = 0.045  # share of the step that a bar must take to carry its name
 CHARACTERS = 150  # that fit in the width of the picture
 HEIGHT = 0.72
+MOST_IN_LINE = 6  # meanings of colors
 
 
 def plot_timeline(simulation: Simulation, title: str, assumptions: Sequence[str]) -> Figure:
@@ -68,10 +69,12 @@ def plot_timeline(simulation: Simulation, title: str, assumptions: Sequence[str]
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"{title}: {_summary(simulation)}", loc="left", fontsize=11, pad=26)
     seen = {span.action for span in simulation.spans} | ({"gather rows"} if _is_merging(simulation) else set())
     patches = [Patch(color=COLORS[action], label=text) for action, text in MEANINGS.items() if action in seen]
-    axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(patches), frameon=False, fontsize=8)
+    lines_of_legend = -(-len(patches) // MOST_IN_LINE)
+    columns = -(-len(patches) // lines_of_legend)
+    axes.set_title(f"{title}: {_summary(simulation)}", loc="left", fontsize=11, pad=10 + 16 * lines_of_legend)
+    axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, fontsize=8)
     lines = "\n".join(f"- {line}" for line in assumptions)
     figure.supxlabel(f"Assumed:\n{lines}", fontsize=8.5, color="#444444", x=0.01, ha="left")
     return figure
