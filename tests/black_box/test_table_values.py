@@ -262,7 +262,7 @@ OF_LOOKS = {
     "the variance of each row": (lambda m: m.words.weight.var(1), "run.export()"),
     "the spectral norm": (lambda m: torch.linalg.norm(m.words.weight, 2), "run.export()"),
     "the nuclear norm": (lambda m: m.words.weight.norm("nuc"), "run.export()"),
-    "the median": (lambda m: m.words.weight.median(), "'words.weight': 'replicated'"),
+    "the median": (lambda m: m.words.weight.median(), "'words.weight': 'all_reduce'"),
     "values of a function": (lambda m: (m.words.weight**2).numpy(), "run.export()"),
     "a function with another tensor": (lambda m: m.words.weight * torch.ones(29, 4), "run.export()"),
     "deepcopy": (lambda m: copy.deepcopy(m), "run.ema(decay)"),
