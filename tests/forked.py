@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -34,6 +35,7 @@ NUMBERED = range(10_000, 31_997)
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _asked = count()
+_held: deque[socket.socket] = deque(maxlen=100)  # the oldest are closed: their jobs have begun
 
 
 class Ended(NamedTuple):
@@ -53,17 +55,19 @@ def forkserver() -> Any:
 
 
 def free_port() -> int:
-    """One that is asked for by number only: systems give outgoing connections ports above these, so that none of them
-    takes it before rank 0 listens. Test processes begin a thousand apart."""
+    """One that is asked for by number only. It stays bound here, without a listener: so no outgoing connection is given
+    it before rank 0 listens, which may share it. Test processes begin a thousand apart."""
     for _ in NUMBERED:
         port = NUMBERED[(1000 * os.getpid() + next(_asked)) % len(NUMBERED)]
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _held.append(held)
+        return port
     raise RuntimeError(f"no port of {NUMBERED} is free")
 
 

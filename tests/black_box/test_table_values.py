@@ -3,15 +3,17 @@
 The answer is the one-process one, on every rank; what cannot be answered is refused by name, with what to do instead.
 """
 
+import ast
 import copy
 import pickle
+import re
 from dataclasses import replace
 
 import numpy
 import pytest
 import torch
 from plain_loop import train
-from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
+from small_models import OPTIMIZERS, WIDTH, Reader, made, word_batch, word_loss
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -209,6 +211,38 @@ def test_a_penalty_on_a_spread_table_is_refused_at_the_first_backward_and_names_
     for found in crew(2).run(penalised, plan_of("owned_rows")):
         for said in found.values():
             assert TABLE in said and "cannot be part of the loss" in said and "weight_decay" in said, found
+
+
+class ReaderOfMany(Reader):
+    """Its table is so long that even whole copies of it are cheapest by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20_000, WIDTH)
+
+
+def loss_with_a_penalty(model, batch):
+    return word_loss(model, batch) + 0.1 * (model.words.weight**2).sum()
+
+
+def trained_with_a_penalty(rank, world, plan):
+    model = made(ReaderOfMany)
+    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), loss_with_a_penalty)
+    for step in range(STEPS):
+        face.step(run, [word_batch(rank, step)])
+    face.close(run)
+    return model.words.weight.detach()
+
+
+def test_the_constraint_that_the_refusal_of_a_penalty_names_trains_it_as_one_process(crew):
+    said = crew(2).run(penalised, plan_of("owned_rows"))[0]["L2"]
+    (remedy,) = re.findall(r"constraints=(\{.*?\})", said)
+    weights = crew(2).run(trained_with_a_penalty, plan_of(ast.literal_eval(remedy)[TABLE], kind=ReaderOfMany))
+    truth = made(ReaderOfMany)
+    steps = [[word_batch(worker, step) for worker in range(2)] for step in range(STEPS)]
+    train(truth, OPTIMIZERS["sgd"](truth.parameters()), loss_with_a_penalty, steps)
+    for weight in weights:
+        torch.testing.assert_close(weight, truth.words.weight.detach(), rtol=1e-12, atol=1e-14)
 
 
 def one_rank_alone(rank, world, plan):

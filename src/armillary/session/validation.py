@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.exchanges.all_reduce import all_reduce
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, Trainable, model_fingerprint
 from armillary.facts.plan_words import number_of
@@ -176,7 +177,7 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
     if fixed := why_fixed(parameter):
         yield (
             f"{name!r} is to be read by row, so the parameter object must become the table's handle, but {fixed}, or "
-            f"plan with {{{name!r}: 'replicated'}}"
+            f"plan with {{{name!r}: {all_reduce.__name__!r}}}"
         )
     if (exchange.placement == "row_sharded" or group.is_lazy) and not steps_by_row(optimizer, options):
         yield (

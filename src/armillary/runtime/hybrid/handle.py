@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from armillary.exchanges.all_reduce import all_reduce
 from armillary.runtime.hybrid.accumulated_gradient import AccumulatedGradient
 from armillary.runtime.hybrid.gradient_handle import METADATA, GradientHandle
-from armillary.runtime.hybrid.row_values import RowValues, reads_rows
+from armillary.runtime.hybrid.row_values import RowValues, as_ddp, reads_rows
 
 __all__ = ["Reader", "TableHandle"]
 
@@ -147,12 +146,7 @@ def _remedy(operation: str, table: str, is_written: bool = True) -> str:
         return "put the hook on what the look-up returns"
     if operation.endswith("_") and not operation.endswith("__"):
         return _REMEDIES["__set__"] if is_written else _COPIES
-    return _REMEDIES.get(operation, _as_ddp(table))
-
-
-def _as_ddp(table: str) -> str:
-    """'replicated' would not do: a whole copy whose gradient travels by row is read by row, too."""
-    return f"constraints={{{table!r}: {all_reduce.__name__!r}}} keeps it whole and plain, as DDP does"
+    return _REMEDIES.get(operation, as_ddp(table))
 
 
 def _is_table(value: Any) -> bool:
@@ -297,7 +291,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
         raise _refusal(
             table.reader.name,
             "linear with gradients",
-            f"torch.no_grad() to evaluate; {_as_ddp(table.reader.name)}",
+            f"torch.no_grad() to evaluate; {as_ddp(table.reader.name)}",
         )
     outputs = []
     for first in range(0, weight.shape[0], LINEAR_BLOCK_ROWS):

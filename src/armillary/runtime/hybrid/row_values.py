@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from armillary.exchanges.all_reduce import all_reduce
 from armillary.runtime.hybrid.gradient_handle import METADATA
 
-__all__ = ["RowSource", "RowValues", "reads_rows"]
+__all__ = ["RowSource", "RowValues", "as_ddp", "reads_rows"]
 
 
 class RowSource(Protocol):
@@ -137,11 +138,17 @@ def _reduced(values: RowValues, name: str, args: Sequence[Any], kwargs: Mapping[
     return found.clone()
 
 
+def as_ddp(table: str) -> str:
+    """The remedy for a table that cannot be read by row. 'replicated' would not do: a whole copy whose gradient travels
+    by row is read by row, too."""
+    return f"constraints={{{table!r}: {all_reduce.__name__!r}}} keeps it whole and plain, as DDP does"
+
+
 def _refuse_gradient(name: str, operation: str, gradient: Tensor) -> None:
     raise NotImplementedError(
         f"{name}: {operation} cannot be part of the loss: its gradient reaches every row of a table whose rows are "
         "spread over the workers. Remedy: weight_decay=c of SGD or Adam, in a param group of its own, is the gradient "
-        f"of c / 2 * (p ** 2).sum(); or constraints={{{name!r}: 'replicated'}}"
+        f"of c / 2 * (p ** 2).sum(); or {as_ddp(name)}"
     )
 
 
