@@ -255,7 +255,7 @@ def waiting(states):
 
 
 def test_what_waits_is_kept_on_any_mesh_and_arrives_where_one_replica_goes_on(crew, tmp_path):
-    texts = ("gpipe(stages=2, micro_batches=2)", "one_f_one_b(stages=1, micro_batches=1)", "gpipe(micro_batches=4)")
+    texts = ("gpipe(stages=2, micro_batches=2)", "one_f_one_b(stages=1, micro_batches=1)", "gpipe(stages=4)")
     plans = [plan_of("top_k(keep=0.1)", text) for text in texts]
     assert [str(plan.mesh) for plan in plans] == ["data 2 x stage 2", "data 4 x stage 1", "stage 4"]
     answers = crew(4).run(moved, plans, tmp_path)
@@ -280,6 +280,29 @@ def test_what_waits_is_kept_on_any_mesh_and_arrives_where_one_replica_goes_on(cr
             torch.testing.assert_close(got[name], parameter.detach() - 0.1 * step, rtol=1e-10, atol=1e-12)
 
 
+# the stages that a user leaves open
+
+
+@pytest.mark.parametrize(
+    ("schedule", "constraint", "mesh"),
+    [
+        ("one_f_one_b", "threshold(sparsity=0.9)", "data 2 x stage 2"),
+        ("one_f_one_b(micro_batches=4)", "all_reduce", "stage 4"),
+        ("one_f_one_b(stages=4)", "threshold(sparsity=0.9)", "stage 4"),
+    ],
+)
+def test_stages_left_open_leave_replicas_to_a_way_that_is_not_exact(schedule, constraint, mesh):
+    plan = plan_of(constraint, schedule)
+    assert str(plan.mesh) == mesh
+    said = [note for note in plan.notes if "each stage is on" in note]
+    if constraint == "all_reduce":
+        assert not said
+    elif "stages" in schedule:
+        assert "leaves nothing out; with stages=2 each stage is on 2 workers" in said[0]
+    else:
+        assert "stages=2 was taken" in said[0]
+
+
 # the command's truth, other schedules
 
 
@@ -293,7 +316,7 @@ def verified(rank, world, schedule, constraint):
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        ("one_f_one_b(stages=2)", "threshold(sparsity=0.9, small=0)"),
+        ("one_f_one_b", "threshold(sparsity=0.9, small=0)"),
         ("pipeline(stages=2, micro_batches=3, slack=3)", "one_bit"),
     ],
 )

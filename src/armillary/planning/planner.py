@@ -11,6 +11,7 @@ planner. Departure from the latter: alpha is measured on real batches instead of
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -109,10 +110,10 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
         _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
             asked = staged_request(case, request)
-            made = with_expected(with_taken(plan_staged(case, schedule, *asked, request.edges)), case)
-            if request.edges:
-                made = with_edges_weighed(made, with_expected(plan_staged(case, schedule, *asked), case))
-            return made
+            cut = partial(plan_staged, case, asked.schedule, asked.tables, asked.ways)
+            made = cut(request.edges)
+            made = with_expected(with_taken(replace(made, notes=(*made.notes, *asked.notes))), case)
+            return with_edges_weighed(made, with_expected(cut(), case)) if request.edges else made
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     if request.rule != PRICE:

@@ -3,7 +3,7 @@
 Honoured or refused with the reason, as `constraints.py` does for a loop of the user's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
@@ -12,19 +12,22 @@ from armillary.planning.constraints import layout_of, names_of, resolve
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
-from armillary.planning.stage_groups import Ways
+from armillary.planning.stage_groups import Ways, departures_of
 from armillary.planning.staged_tables import TableRequest
 from armillary.schedules.method import Method
-from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.registry import SCHEDULES, read
 
 __all__ = ["StagedRequest", "staged_request"]
 
 
 class StagedRequest(NamedTuple):
-    """tables: to be kept by row. ways: dense exchanges, by parameter."""
+    """schedule: with the number of stages that suits the ways. tables: to be kept by row. ways: dense exchanges, by
+    parameter. notes: what the plan says of them."""
 
+    schedule: Choice
     tables: Mapping[str, TableRequest]
     ways: Ways
+    notes: tuple[str, ...] = ()
 
 
 def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
@@ -50,7 +53,26 @@ def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
             f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
             f"'row_sharded', or drop lazy"
         )
-    return StagedRequest(tables, ways)
+    inexact = sorted({str(choice) for choice in ways.values() if departures_of(choice)})
+    return _with_replicas(StagedRequest(schedule, tables, ways), inexact, case.topology.workers)
+
+
+def _with_replicas(request: StagedRequest, inexact: Sequence[str], workers: int) -> StagedRequest:
+    """Whoever names a way that is not exact wants it used: it acts between ranks that hold the same stage."""
+    options = read(request.schedule, workers)
+    if not inexact or options.replicas(workers) > 1:
+        return request
+    named, idle = ", ".join(inexact), "each stage is on one worker, so no gradient travels"
+    across = next((ranks for ranks in range(workers // 2, 1, -1) if workers % ranks == 0), 0)
+    if not across:
+        return request._replace(notes=(f"{idle} and {named} leaves nothing out",))
+    fewer, side_by_side = options.stages // workers * across, workers // across
+    if {"stages", "points", "costs"} & request.schedule.options.keys():
+        note = f"{idle} and {named} leaves nothing out; with stages={fewer} each stage is on {side_by_side} workers"
+        return request._replace(notes=(note,))
+    note = f"stages={fewer} was taken: so each stage is on {side_by_side} workers, between which {named} acts"
+    schedule = Choice(request.schedule.name, {**request.schedule.options, "stages": fewer})
+    return request._replace(schedule=schedule, notes=(note,))
 
 
 def _why_not(choice: Choice, schedule: Choice, method: Method) -> str:
