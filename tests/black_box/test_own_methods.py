@@ -9,7 +9,7 @@ from torch import nn
 import armillary
 import face
 from armillary.codecs.codec import CODECS, Codec, codec
-from armillary.exchanges.exchange import dense_exchange, dense_exchanges
+from armillary.exchanges.exchange import dense_exchange, dense_exchanges, row_exchange
 from contracts.journey import registered
 
 CODEC = '''
@@ -180,6 +180,10 @@ BAD = {
         CODEC.replace("halves", "one_bit").replace("from scale import LARGEST", ""),
         "'one_bit' is regis",
     ),
+    "bare.py": (
+        FUSSY.replace('(costs="numbers are rounded to halves")', ""),
+        "it lacks its parentheses; write @codec()",
+    ),
     "carried.py": (CODEC.replace("halves", "all_reduce").replace("from scale import LARGEST", ""), "registered twice"),
 }
 
@@ -257,6 +261,14 @@ def test_a_codec_that_is_imported_after_the_shelves_were_read_is_an_exchange_too
         assert {group.exchange.name for group in planned("thirds").groups} == {"thirds"}
         assert len(dense_exchanges()["thirds"].examples) == len(dense_exchanges()["one_bit"].examples)
     assert "thirds" not in dense_exchanges()
+
+
+@pytest.mark.parametrize("decorator", [codec, dense_exchange, row_exchange])
+def test_a_decorator_without_parentheses_or_with_no_options_is_refused(decorator):
+    with pytest.raises(ValueError, match=rf"@{decorator.__name__} above thirds: .*write @{decorator.__name__}\(\)"):
+        decorator(thirds)
+    with pytest.raises(ValueError, match=rf"@{decorator.__name__}: want sets of options, .*got 8"):
+        decorator(8)
 
 
 def test_a_codec_whose_name_an_exchange_has_is_refused_and_leaves_nothing():

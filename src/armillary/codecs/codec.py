@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.facts.choice import Choice
 from armillary.facts.raised import Raised, is_theirs, told
-from armillary.facts.registry import Registry
+from armillary.facts.registry import Registry, examples_of
 
 __all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
 
@@ -97,8 +97,10 @@ def codec(
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of codecs under its own name; arguments as in `CodecEntry`."""
 
+    tried = examples_of("codec", examples)
+
     def registered(make: Factory) -> Factory:
-        CODECS.register(make.__name__, CodecEntry(make, examples or ({},), offers, mildness, costs, carries))
+        CODECS.register(make.__name__, CodecEntry(make, tried, offers, mildness, costs, carries))
         return make
 
     return registered

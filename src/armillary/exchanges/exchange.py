@@ -27,7 +27,7 @@ from armillary.facts.collectives import Program
 from armillary.facts.departure import checked
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.raised import is_theirs, told
-from armillary.facts.registry import Registry
+from armillary.facts.registry import Registry, examples_of
 from armillary.facts.topology import Topology
 
 __all__ = [
@@ -194,7 +194,7 @@ def dense_exchange(
     Raises:
         ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
     """
-    fields = (examples or ({},), offers, owner_option, checked(departs), costs, mildness, soon)
+    fields = (examples_of("dense_exchange", examples), offers, owner_option, checked(departs), costs, mildness, soon)
     return partial(_register, DENSE, fields)
 
 
@@ -202,7 +202,8 @@ def row_exchange(
     *examples: Options, offers: Offers = _plain, owner_option: str = "", coded_by: tuple[str, ...] = ()
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of row exchanges under its own name; arguments as in `ExchangeEntry`."""
-    fields: tuple[Any, ...] = (examples or ({},), offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
+    tried = examples_of("row_exchange", examples)
+    fields: tuple[Any, ...] = (tried, offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
     return partial(_register, ROW, fields)
 
 
