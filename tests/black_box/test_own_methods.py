@@ -9,7 +9,7 @@ from torch import nn
 import armillary
 import face
 from armillary.codecs.codec import CODECS, Codec, codec
-from armillary.exchanges.exchange import dense_exchange, dense_exchanges
+from armillary.exchanges.exchange import dense_exchange, dense_exchanges, row_exchange
 from contracts.journey import registered
 
 CODEC = '''
@@ -46,6 +46,31 @@ SCHEDULES.register(
         notes=lambda planned: [],
     ),
 )
+'''
+FUSSY = CODEC.replace("from scale import LARGEST", "LARGEST = 127").replace(
+    "def halves():", """def halves(bits=8):
+    if bits != 8:
+        raise ValueError(f"bits: want 8, got {bits}")""")  # fmt: skip
+RAISING = FUSSY.replace("        encode=lambda values, draw: (", "        encode=lambda values, draw: (1 / 0) * (")
+STRICT = SCHEDULE.replace("gpipe(options.stages,", "twos(options.stages,").replace("SCHEDULES.register", """
+def twos(stages, micro_batches):
+    if micro_batches % 2:
+        raise ValueError("want micro-batches by twos")
+    return gpipe(stages, micro_batches)
+
+
+SCHEDULES.register""")  # fmt: skip
+ROUNDED = '''
+"""The exact sum, of which one owner at least is wanted."""
+from armillary.exchanges.all_reduce import all_reduce
+from armillary.exchanges.exchange import dense_exchange
+
+
+@dense_exchange()
+def summed(owners=1):
+    if owners < 1:
+        raise RuntimeError(f"owners: want 1 or more, got {owners}")
+    return all_reduce()
 '''
 WORKLOAD = '''
 """A line, and the codec that it wants."""
@@ -155,6 +180,10 @@ BAD = {
         CODEC.replace("halves", "one_bit").replace("from scale import LARGEST", ""),
         "'one_bit' is regis",
     ),
+    "bare.py": (
+        FUSSY.replace('(costs="numbers are rounded to halves")', ""),
+        "it lacks its parentheses; write @codec()",
+    ),
     "carried.py": (CODEC.replace("halves", "all_reduce").replace("from scale import LARGEST", ""), "registered twice"),
 }
 
@@ -176,6 +205,33 @@ def test_what_cannot_be_imported_is_refused_in_one_line(own, name, command):
 def test_a_name_that_is_not_there_is_answered_with_the_remedy(own, way):
     ended = face.command("plan", own[0] / "plain.py", *way.split(), "--topology", "two.json", folder=own[1])
     assert ended.code in (1, 2) and ended.err.startswith("error: ") and NOT_THERE in ended.err, ended
+
+
+REFUSED = {
+    "--exchange=halves(bits=3)=*": (FUSSY, "codec halves(bits=3) cannot be made: halves raises ValueError: bits: want"),
+    "--exchange=hadamard(halves(bits=3))=*": (FUSSY, "codec halves(bits=3) cannot be made"),
+    "--exchange=summed(owners=0)=*": (ROUNDED, "exchange summed(owners=0) cannot be made: summed raises RuntimeError"),
+    "--schedule=all_then_all(micro_batches=3)": (STRICT, "schedule all_then_all: twos raises ValueError: want micro-"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_options_that_a_factory_of_the_users_own_refuses_are_refused_in_one_line(own, way, command):
+    text, said = REFUSED[way]
+    (own[1] / "mine.py").write_text(text)
+    ended = face.command(command, own[0] / "plain.py", "--import", "mine.py", way, folder=own[1])
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended
+    assert ended.err.startswith(f"error: {said}") and "mine.py, line " in ended.err
+
+
+def test_a_codec_that_raises_as_it_is_used_is_named_in_one_line(own):
+    (own[1] / "mine.py").write_text(RAISING)
+    way = ("verify", own[0] / "plain.py", "--import", "mine.py", "--exchange", "halves=*")
+    reasons = [one.reason for one in face.command_in_job(2, *way, folder=own[1]) if one.reason]
+    said = "codec halves: <lambda> raises ZeroDivisionError: division by zero ("
+    assert reasons and all(json.loads(one)["message"]["message"].startswith(said) for one in reasons), reasons
+    assert all("Traceback" in json.loads(one)["message"]["extraInfo"]["py_callstack"] for one in reasons)
 
 
 # In a script, in whatever order its imports come.
@@ -205,6 +261,14 @@ def test_a_codec_that_is_imported_after_the_shelves_were_read_is_an_exchange_too
         assert {group.exchange.name for group in planned("thirds").groups} == {"thirds"}
         assert len(dense_exchanges()["thirds"].examples) == len(dense_exchanges()["one_bit"].examples)
     assert "thirds" not in dense_exchanges()
+
+
+@pytest.mark.parametrize("decorator", [codec, dense_exchange, row_exchange])
+def test_a_decorator_without_parentheses_or_with_no_options_is_refused(decorator):
+    with pytest.raises(ValueError, match=rf"@{decorator.__name__} above thirds: .*write @{decorator.__name__}\(\)"):
+        decorator(thirds)
+    with pytest.raises(ValueError, match=rf"@{decorator.__name__}: want sets of options, .*got 8"):
+        decorator(8)
 
 
 def test_a_codec_whose_name_an_exchange_has_is_refused_and_leaves_nothing():

@@ -468,11 +468,17 @@ def test_a_table_that_cannot_be_computed_is_shown_once():
 
 
 @pytest.mark.usefixtures("shelf")
-@pytest.mark.parametrize("times", [0.0, 0.3, 5.0])
-def test_a_pace_in_which_the_work_cannot_be_done_is_told(times):
+@pytest.mark.parametrize(("times", "work"), [(0.0, 24), (0.3, 24), (1.1, 12), (5.0, 24)])
+def test_a_pace_in_which_the_work_cannot_be_done_is_told(times, work):
     SCHEDULES.register("mine", method(pace=lambda options, stages: times * sum(stages) * options.micro_batches))
-    with pytest.raises(ValueError, match=r"work of 24 seconds, of 8 shared by 3 processes; pace says a step of"):
+    with pytest.raises(ValueError, match=rf"work of {work} seconds, of {work // 3} shared by .*; pace says a step of"):
         armillary.check("mine")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_pace_of_turns_as_long_as_the_slowest_stage_is_one(micro_batches):
+    name = f"{gpipe.__name__}(micro_batches={micro_batches})"
+    assert armillary.check(name) == f"schedule {name} on 3 processes keeps its 5 rules"
 
 
 class Deaf(Lowering):

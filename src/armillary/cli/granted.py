@@ -34,7 +34,7 @@ def plan_request_of(asked: AskedPlan, workers: int) -> PlanRequest:
     for pattern, constraint in asked.constraints.items():
         refuse_unknown(pattern, constraint)
     schedule = asked.schedule
-    read(schedule, workers)
+    read(schedule, workers).schedule()  # its table may refuse what its options did not
     return PlanRequest(
         asked.constraints,
         asked.lazy,

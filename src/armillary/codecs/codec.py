@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from armillary.facts.choice import Choice
-from armillary.facts.raised import said_of
-from armillary.facts.registry import Registry
+from armillary.facts.raised import Raised, is_theirs, told
+from armillary.facts.registry import Registry, examples_of
 
 __all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
 
@@ -97,8 +97,10 @@ def codec(
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of codecs under its own name; arguments as in `CodecEntry`."""
 
+    tried = examples_of("codec", examples)
+
     def registered(make: Factory) -> Factory:
-        CODECS.register(make.__name__, CodecEntry(make, examples or ({},), offers, mildness, costs, carries))
+        CODECS.register(make.__name__, CodecEntry(make, tried, offers, mildness, costs, carries))
         return make
 
     return registered
@@ -107,19 +109,25 @@ def codec(
 def build_codec(name: str, **options: Any) -> Codec:
     """
     Raises:
-        ValueError: no such codec, or one that knows no such option; the message lists those that exist. Or its factory
-            makes no codec; the message says in which line.
+        ValueError: no such codec, or one that knows no such option; the message lists those that exist. Or somebody's
+            own factory raises, or makes no codec; the message says in which line. So say the functions that it makes.
     """
-    entry = CODECS[name]
+    make, what = CODECS[name].make, f"codec {Choice(name, options)}"
     try:
-        return entry.make(**options)
+        if not is_theirs(make):
+            return make(**options)
+        made: Any = told(f"{what} cannot be made", make)(**options)
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is None:  # the call itself, not what it called
-            raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
-        raise ValueError(
-            f"codec: {name} cannot be made with options {dict(options)}: {said_of(error)}; a Codec wants "
-            f"{', '.join(WANTED)}, and may have {', '.join(Codec._field_defaults)}"
-        ) from error
+        raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
+    except Raised as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+        fields = f"{', '.join(WANTED)}, and may have {', '.join(Codec._field_defaults)}"
+        raise ValueError(f"{error}; a Codec wants {fields}") from error
+    if not isinstance(made, Codec):
+        raise ValueError(f"{what} cannot be made: {name} gives {type(made).__name__}; want a Codec")
+    heard: Mapping[str, Any] = {field: told(what, one) for field, one in made._asdict().items() if callable(one)}
+    return made._replace(**heard)
 
 
 def codec_of(choice: Choice | str) -> Codec:

@@ -22,10 +22,12 @@ from armillary.exchanges.dense import DenseExchange, exact_sum
 from armillary.exchanges.leg import EarlyLegs, Legs
 from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.rank_info import RankInfo
+from armillary.facts.choice import Choice
 from armillary.facts.collectives import Program
 from armillary.facts.departure import checked
 from armillary.facts.parameter import ParameterFact
-from armillary.facts.registry import Registry
+from armillary.facts.raised import is_theirs, told
+from armillary.facts.registry import Registry, examples_of
 from armillary.facts.topology import Topology
 
 __all__ = [
@@ -192,7 +194,7 @@ def dense_exchange(
     Raises:
         ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
     """
-    fields = (examples or ({},), offers, owner_option, checked(departs), costs, mildness, soon)
+    fields = (examples_of("dense_exchange", examples), offers, owner_option, checked(departs), costs, mildness, soon)
     return partial(_register, DENSE, fields)
 
 
@@ -200,7 +202,8 @@ def row_exchange(
     *examples: Options, offers: Offers = _plain, owner_option: str = "", coded_by: tuple[str, ...] = ()
 ) -> Callable[[Factory], Factory]:
     """Registers a factory of row exchanges under its own name; arguments as in `ExchangeEntry`."""
-    fields: tuple[Any, ...] = (examples or ({},), offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
+    tried = examples_of("row_exchange", examples)
+    fields: tuple[Any, ...] = (tried, offers, owner_option, (), "", 0, MappingProxyType({}), coded_by)
     return partial(_register, ROW, fields)
 
 
@@ -222,10 +225,11 @@ def row_exchanges() -> Mapping[str, ExchangeEntry]:
 def build_dense(name: str, **options: Any) -> DenseExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist. Or it is lossy, and has no oracle.
+        ValueError: no such exchange; the message lists those that exist. Or it is lossy, and has no oracle. Or
+            somebody's own factory raises.
     """
     entry = DENSE[name]
-    made: DenseExchange = entry.make(**options)
+    made: DenseExchange = _made(entry, Choice(name, options))
     if "lossy" in entry.departs and made.oracle is exact_sum:
         raise ValueError(
             f"exchange: {name} is lossy, but has no oracle, so nobody knows what it means; want "
@@ -237,7 +241,12 @@ def build_dense(name: str, **options: Any) -> DenseExchange:
 def build_row(name: str, **options: Any) -> RowExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist.
+        ValueError: no such exchange; the message lists those that exist. Or somebody's own factory raises.
     """
-    made: RowExchange = ROW[name].make(**options)
+    made: RowExchange = _made(ROW[name], Choice(name, options))
     return made
+
+
+def _made(entry: ExchangeEntry, choice: Choice) -> Any:
+    make = told(f"exchange {choice} cannot be made", entry.make) if is_theirs(entry.make) else entry.make
+    return make(**choice.options)

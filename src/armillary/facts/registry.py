@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Registry", "guess", "no_entry"]
+__all__ = ["Registry", "examples_of", "guess", "no_entry"]
 
 Entry = TypeVar("Entry")
 
@@ -91,3 +91,21 @@ def guess(name: str, known: Iterable[str]) -> str:
     """What whoever names a method that is on no shelf may have meant, or left out."""
     near = difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]!r}?" if near else "if it is your own, import its file first (--import FILE)"
+
+
+def examples_of(decorator: str, given: Iterable[Any]) -> tuple[Mapping[str, Any], ...]:
+    """The sets of options that a decorator was given; where there are none, the one without any.
+
+    Raises:
+        ValueError: it was given something else: what it should decorate, if it was written without parentheses.
+    """
+    found = tuple(given)
+    for one in found:
+        if callable(one):
+            name = getattr(one, "__name__", one)
+            raise ValueError(
+                f"@{decorator} above {name}: it lacks its parentheses; write @{decorator}(), or with options"
+            )
+        if not isinstance(one, Mapping):
+            raise ValueError(f"@{decorator}: want sets of options, as in @{decorator}({{'block': 64}}), got {one!r}")
+    return found or ({},)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec
+from armillary.facts.raised import Raised
 
 __all__ = ["CODEC_RULES", "drawn", "is_read_back", "is_within_its_bound", "normal"]
 
@@ -212,7 +213,7 @@ def is_read_from_a_message(codec: Codec) -> str:
     message = torch.cat([torch.zeros(3, dtype=torch.uint8), code, torch.zeros(5, dtype=torch.uint8)])
     try:
         back = codec.decode(message[3:-5], 64, values)
-    except RuntimeError as error:
+    except (RuntimeError, Raised) as error:
         return f"a code from the middle of a message cannot be decoded ({error}); clone it before it is viewed"
     alone = codec.decode(code, 64, values)
     if torch.equal(back, alone):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
+from armillary.facts.raised import is_theirs, told
 from armillary.schedules.by_worker import placed
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
@@ -105,7 +106,8 @@ class ScheduleOptions:
         Raises:
             ValueError: the options make no possible table.
         """
-        return self.method.table(self)
+        table = self.method.table
+        return (told(f"schedule {self.name}", table) if is_theirs(table) else table)(self)
 
     def ranks(self, together: Sequence[int]) -> Ranks:
         """Who runs what, of processes that carry out one table together."""

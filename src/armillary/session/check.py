@@ -11,7 +11,7 @@ from armillary.codecs.codec import CODECS, build_codec
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import DENSE, build_dense
 from armillary.facts.choice import Choice
-from armillary.facts.raised import said_of
+from armillary.facts.raised import Raised, said_of
 from armillary.facts.registry import guess
 from armillary.reference.codec_contract import CODEC_RULES
 from armillary.reference.exchange_contract import EXCHANGE_RULES, NotAsked, is_the_sum
@@ -88,6 +88,8 @@ def _how(broken_by: Callable[[], str]) -> _How:
         return _How(broken_by())
     except NotAsked as error:
         return _How(str(error), is_raised=True)
+    except Raised as error:
+        return _How(said_of(error.__cause__ or error), is_raised=True)
     except Exception as error:
         return _How(said_of(error), is_raised=True)
 
