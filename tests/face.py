@@ -74,7 +74,7 @@ def plan_for(
     exchange: Mapping[str, str] | None = None,
     per_node: int = 0,
     prefetch: bool = False,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     **asked: Any,
 ) -> armillary.Plan:
     """A plan for this model on so many workers, made in this process.
@@ -88,7 +88,7 @@ def plan_for(
     places = machines(workers, per_node)
     nodes = {"workers_per_node": places.workers_per_node}
     seen = armillary.profile(model, batches, loss, workers=workers, **nodes)
-    more = {} if optimizer is None else {"assumptions": armillary.assumptions_of(optimizer)}
+    more = {} if optimizer is None else {"assumptions": armillary.assumptions_of(optimizer, model)}
     way = {"constraints": exchange or {}, "schedule": schedule_named(schedule), "prefetch": prefetch}
     return armillary.plan(seen, places, **way, **asked, **more)
 

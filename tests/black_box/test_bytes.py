@@ -2,7 +2,10 @@
 
 import pytest
 from small_models import OPTIMIZERS, Reader, chain, made, pair_batch, pair_loss, word_batch, word_loss
+from torch import nn
+from torch.optim import SGD
 
+import armillary
 import face
 
 TABLE = "words.weight"
@@ -88,10 +91,19 @@ def test_a_schedule_sends_what_the_plan_says(crew, text):
     assert sum(sent) > 0
 
 
-def held_in_a_ring(rank, world, plan):
+def all_with_momentum(model):
+    return OPTIMIZERS["momentum"](model.parameters())
+
+
+def last_without_momentum(model):
+    *first, last = ({"params": block.parameters()} for block in model)
+    return SGD([*({**group, "momentum": 0.9} for group in first), last], lr=0.1)
+
+
+def held_in_a_ring(rank, world, plan, optimizer_of):
     """Bytes of weights and optimizer state on this rank between two steps."""
     model = chain()
-    run = face.start(plan, model, OPTIMIZERS["momentum"](model.parameters()), pair_loss, pair_batch(0, 0))
+    run = face.start(plan, model, optimizer_of(model), pair_loss, pair_batch(0, 0))
     for step in range(3):
         face.step(run, face.own(run, [pair_batch(step, number) for number in range(world)]))
     held = sum(line.measured.memory_bytes for line in run.run.report().lines)
@@ -99,11 +111,56 @@ def held_in_a_ring(rank, world, plan):
     return held
 
 
-def test_a_ring_holds_what_the_plan_says(crew):
+@pytest.mark.parametrize("optimizer_of", [all_with_momentum, last_without_momentum])
+def test_a_ring_holds_what_the_plan_says(crew, optimizer_of):
     """The plan counts a gradient, too, which is gone between two steps."""
-    optimizer = OPTIMIZERS["momentum"](chain().parameters())
     batches = [pair_batch(0, number) for number in range(2)]
-    plan = face.plan_for(chain(), pair_loss, batches, 2, schedule="ring", optimizer=optimizer)
-    gradient = sum(parameter.nbytes for parameter in chain().parameters())
-    held = crew(2).run(held_in_a_ring, plan)
+    model = chain()
+    plan = face.plan_for(model, pair_loss, batches, 2, schedule="ring", optimizer=optimizer_of(model))
+    gradient = sum(parameter.nbytes for parameter in model.parameters())
+    held = crew(2).run(held_in_a_ring, plan, optimizer_of)
     assert sum(held) / 2 + gradient == pytest.approx(plan.forecast.memory_bytes, rel=1e-9)
+
+
+class LongReader(Reader):
+    """Most of its words are in no batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(4000, self.words.embedding_dim)
+
+
+def each_its_own(model, table):
+    return [OPTIMIZERS[table](model.words.parameters()), OPTIMIZERS["adam"](model.layers.parameters())]
+
+
+def held_by_each(rank, world, plan, table, way):
+    """Bytes of every group, forecast and held between two steps. No plan: the first steps of the loop are watched."""
+    model = made(LongReader)
+    both = each_its_own(model, table)
+    run = armillary.attach(plan, model, both) if plan else armillary.parallelize(model, both, constraints={TABLE: way})
+    for step in range(4):
+        model.zero_grad()
+        word_loss(model, word_batch(rank, step)).backward()
+        for one in both:
+            one.step()
+    lines = [(line.forecast.memory_bytes, line.measured.memory_bytes) for line in run.report().lines]
+    run.close()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("table", "way", "is_watched"),
+    [
+        ("sgd", "all_reduce", False), ("sgd", "owned_rows", False), ("adagrad", "owned_rows", False),
+        ("momentum", "gather_rows", False), ("sgd", "owned_rows", True),
+    ],
+)  # fmt: skip
+def test_of_several_optimizers_every_group_holds_what_its_own_keep(crew, table, way, is_watched):
+    model, batches = made(LongReader), [word_batch(worker, step) for step in range(4) for worker in range(2)]
+    both = each_its_own(model, table)
+    plan = face.plan_for(model, word_loss, batches, 2, exchange={TABLE: way}, optimizer=both)
+    for lines in crew(2).run(held_by_each, None if is_watched else plan, table, way):
+        for forecast, held in lines:
+            assert held == pytest.approx(forecast, rel=0.1)
+        assert max(held for _, held in lines) >= 8 * 4000 * 4 / 2  # at least the rows that a rank owns

@@ -9,6 +9,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.fitting import NothingFits
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD
+from armillary.planning.upkeep import Upkeep
 from planning_cases import dense, machines, model, table
 
 KIB = 1 << 10
@@ -46,6 +47,14 @@ def test_an_optimizer_that_makes_temporaries_may_need_more_than_backward():
     profile = case(20 * KIB, 20 * KIB)
     largest = max(fact.bytes for fact in profile.parameters)
     assert peak(profile, "all_reduce", assumptions=replace(SGD, step_slots=2)) == 2 * largest > 20 * KIB
+
+
+def test_temporaries_are_those_of_the_optimizer_that_steps_the_parameter():
+    profile, own = case(20 * KIB, 20 * KIB), {"t.weight": Upkeep(0, False, step_slots=0.0)}
+    assumed = replace(SGD, step_slots=2, own=own)
+    small = profile.parameter("d.weight").bytes
+    assert small < profile.parameter("t.weight").bytes
+    assert peak(profile, "all_reduce", assumptions=assumed) == 2 * small > 20 * KIB
 
 
 def test_what_a_step_adds_must_fit_beside_what_is_held():

@@ -1,14 +1,26 @@
 """A forecast against what happened: bytes counted in lockstep, memory by hand, seconds of hand-made links."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from armillary.exchanges.exchange import RankInfo, build_row
 from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
 from armillary.facts.plan import Choice, Forecast
+from armillary.facts.processor import Processor, RowRate, UpdateRate
 from armillary.facts.topology import Link
 from armillary.planning.planner import plan
-from armillary.planning.pricing import ADAM, SGD, Case, dense_forecast, idle_round, row_forecast
+from armillary.planning.pricing import (
+    ADAM,
+    SGD,
+    Case,
+    dense_forecast,
+    dense_update_seconds,
+    idle_round,
+    row_forecast,
+)
+from armillary.planning.upkeep import Upkeep
 from armillary.reference import lockstep
 from armillary.runtime.profiling.row_counts import Lookups
 from armillary.runtime.profiling.row_counts import row_facts as count_rows
@@ -206,3 +218,22 @@ def test_a_table_that_is_exchanged_whole_pays_for_filling_its_gradient():
     )
     assert filled.seconds - plain.seconds == pytest.approx(2 * fact.bytes / SGD.memory_bytes_per_second)
     assert (filled.sent_bytes, filled.memory_bytes) == (plain.sent_bytes, plain.memory_bytes)
+
+
+IDLE = RowRate(0.0, 0.0, 0.0)
+BY_STATE = Processor(
+    IDLE, IDLE, IDLE, 1e300, updates=(UpdateRate(1.0, 2.0), UpdateRate(5.0, 7.0), UpdateRate(30.0, 90.0))
+)
+
+
+@pytest.mark.parametrize(
+    ("processor", "sgd", "adam"), [(None, 3 * 40, 7 * 120), (BY_STATE, 1 + 2 * 40, 2 * 30 + 90 * 120)]
+)
+def test_of_a_bucket_each_parameter_is_updated_and_kept_by_its_own_optimizer(processor, sgd, adam):
+    """Seconds of the update alone, at 1 B/s; then bytes: weight and gradient of all, two moments of Adam's."""
+    facts = [dense("a", 10), dense("b", 20), dense("c", 10)]
+    own, others = Upkeep(0, False), replace(ADAM, memory_bytes_per_second=1.0)
+    case = Case(model(*facts), replace(machines(1), processor=processor), replace(others, own={"a": own}))
+    assert dense_update_seconds(160, facts, case) == pytest.approx(sgd + adam)
+    held = dense_forecast(facts, Choice("all_reduce"), case).memory_bytes
+    assert held == pytest.approx(2 * 160 + 2 * 120, rel=0.1)

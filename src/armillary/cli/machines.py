@@ -29,9 +29,10 @@ def assumed(case: Case) -> list[str]:
     measured = case.topology.processor is not None
     row = f"index work {case.row_seconds(1024) * 1e6:.2g} us a row of 1 KiB"
     memory = f"whole tensors at {case.memory_bytes_per_second / 1e9:.3g} GB/s"
+    slots = sorted(case.by_slots(fact for fact in case.profile.parameters if fact.requires_grad))
     return [
         f"{row}, {memory} ({'measured' if measured else 'round figures'}); optimizer with "
-        f"{case.assumptions.optimizer_slots} tensors of state",
+        f"{' or '.join(map(str, slots))} tensors of state",
         f"one request at a time on a link; {case.topology.hidden_share:.0%} of a push can hide behind compute",
         "every worker as busy as the busiest; pulls block, prefetch is not played",
     ]

@@ -53,7 +53,7 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         decided = decide(subject, granted)
         if rank() == 0:
             refuse_uncut(decided.plan, subject.model, subject.loss, next(iter(subject.draw(1))))
-            case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer))
+            case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer, subject.model))
             is_priced = granted.wanted.rule == PRICE and not granted.owns_loop
             found = explain(case, granted.wanted) if is_priced else ()
             whole = _whole_plans(case, granted.wanted) if found else {}

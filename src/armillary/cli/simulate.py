@@ -125,7 +125,7 @@ def _of_workload(
         if profile_file is None
         else read_profile(profile_file)
     )
-    case = Case(found, topology, assumptions_of(subject.optimizer))
+    case = Case(found, topology, assumptions_of(subject.optimizer, subject.model))
     made = make_plan(case, request)
     refuse_uncut(made, subject.model, subject.loss, next(iter(subject.draw(1))))
     return _Scene(task.name, made, case, _said(case, topology, topology_file, profile_file is not None))

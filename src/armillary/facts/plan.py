@@ -71,7 +71,8 @@ class Plan:
             is on its way.
         step_seconds: forecast of one step against a clock, where compute hides what it can; 0: nobody played it.
         all_reduce_seconds: what the data of one step would take if every gradient were all-reduced whole, likewise.
-        priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it.
+        priced_with: what pricing took for granted (optimizer, processor), by name; empty if nobody priced it. "own":
+            parameter -> the same of its optimizer, where it differs.
     """
 
     mesh: Mesh
@@ -86,7 +87,7 @@ class Plan:
     compute_seconds: float = 0.0
     activation_bytes: float = 0.0
     notes: tuple[str, ...] = ()
-    priced_with: Mapping[str, float] = field(default_factory=dict)
+    priced_with: Mapping[str, Any] = field(default_factory=dict)
     step_seconds: float = 0.0
     all_reduce_seconds: float = 0.0
 

@@ -80,7 +80,7 @@ def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True)
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
     push = tuple(_scaled(request, due) for request in _requests(legs, even, topology))
     packing = pack_seconds(layout.joined_bytes, facts, case)
-    update = dense_update_seconds(layout.joined_bytes, len(facts), case)
+    update = dense_update_seconds(layout.joined_bytes, facts, case)
     return Activities((), (), 0.0, packing, push, due * coding_seconds(choice, layout, case), update)
 
 

@@ -107,7 +107,7 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
                 continue
             batches = options_of(plan).total(workers) / parts
             glue = _outside_seconds(case.profile) / (workers if method.is_side_by_side else 1)
-            update = dense_update_seconds(case.profile.parameter_bytes, len(case.profile.parameters), case)
+            update = dense_update_seconds(case.profile.parameter_bytes, case.profile.parameters, case)
             update /= 1 if method.is_side_by_side else workers
             yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue, batches)
 

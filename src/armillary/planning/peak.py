@@ -27,21 +27,22 @@ class PeakPart:
 
     Args of note:
         crossing_bytes: rows on their way and merged. gradient_bytes: a gradient that torch makes whole.
-        stepped_bytes: what the optimizer steps on at once.
+        step_bytes: temporaries of the optimizer's step on it.
     """
 
     crossing_bytes: float
     gradient_bytes: float
-    stepped_bytes: float
+    step_bytes: float
 
 
 def peak_part(fact: ParameterFact, choice: Choice, is_lazy: bool, case: Case) -> PeakPart:
     """Of one way for a parameter; prefetch changes nothing of it."""
+    temporaries = case.assumptions.of(fact.name).step_slots
     if choice.name not in row_exchanges():
-        return PeakPart(0.0, fact.bytes if fact.shardable else 0.0, fact.bytes)
+        return PeakPart(0.0, fact.bytes if fact.shardable else 0.0, temporaries * fact.bytes)
     work = row_work(fact, choice, is_lazy, case)
     stepped = work.touched_bytes if work.has_window else work.copy_bytes
-    return PeakPart(TIMES_HELD * work.handled_rows * work.row_bytes, 0.0, stepped)
+    return PeakPart(TIMES_HELD * work.handled_rows * work.row_bytes, 0.0, temporaries * stepped)
 
 
 def peak_of(parts: Collection[PeakPart], case: Case, batch_share: float = 1.0) -> float:
@@ -54,7 +55,7 @@ def peak_of(parts: Collection[PeakPart], case: Case, batch_share: float = 1.0) -
     spared = (1 - batch_share) * profile.peak_bytes
     by_row = profile.peak_bytes - spared + crossing + max((part.gradient_bytes for part in parts), default=0.0)
     by_whole = max(0.0, max(profile.whole_step_bytes, profile.activation_bytes) - spared)
-    stepped = case.assumptions.step_slots * max((part.stepped_bytes for part in parts), default=0.0)
+    stepped = max((part.step_bytes for part in parts), default=0.0)
     return max(by_row if crossing else by_whole, stepped)
 
 

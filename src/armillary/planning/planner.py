@@ -10,7 +10,7 @@ planner. Departure from the latter: alpha is measured on real batches instead of
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -236,7 +236,7 @@ def _written(chosen: Mapping[str, Candidate], reasons: Mapping[str, str], questi
         mean=mean,
         compute_seconds=sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages),
         notes=_notes(chosen, question),
-        priced_with=asdict(question.case.assumptions),
+        priced_with=question.case.assumptions.as_fields(),
         activation_bytes=peak_bytes(ordered, question.case),
     )
 

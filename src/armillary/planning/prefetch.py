@@ -118,12 +118,16 @@ def _prefetching_plan(plan: Plan, names: Sequence[str], case: Case, may_wait: bo
     """Rows go early and gradients follow late where they may and a step against a clock is shorter for it, else ids
     alone: what goes in two parts is more messages, and on quick links with busy processors a message costs more than
     what it hides."""
-    may_send = {g.name for g in plan.groups if g.is_lazy or not case.assumptions.moves_quiet_rows} & set(names)
+    may_send = {g.name for g in plan.groups if g.is_lazy or not _moves_quiet_rows(g, case)} & set(names)
     waits = {g.name for g in plan.groups if may_wait and g.name in may_send and _exchange(g).part is not None}
     sending: dict[str, PrefetchKind] = dict.fromkeys(may_send, "rows")
     waiting: dict[str, PrefetchKind] = {**sending, **dict.fromkeys(waits, "gradients")}
     choices = [_with_kinds(plan, names, kinds, case) for kinds in (waiting, sending, {})]
     return min(choices, key=lambda choice: simulate(choice, case).step_seconds)
+
+
+def _moves_quiet_rows(group: Group, case: Case) -> bool:
+    return any(case.assumptions.of(name).moves_quiet_rows for name in group.parameters)
 
 
 def _with_kinds(plan: Plan, names: Sequence[str], sending: Mapping[str, PrefetchKind], case: Case) -> Plan:

@@ -8,9 +8,9 @@ Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: ind
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.exchange import DenseExchange, RankInfo, build_dense, build_row
@@ -26,6 +26,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.leg_seconds import leg_seconds
 from armillary.planning.prefetch_legs import Shares, prefetched_legs
 from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+from armillary.planning.upkeep import Upkeep
 
 __all__ = [
     "ADAGRAD",
@@ -67,6 +68,7 @@ class Assumptions:
         row_seconds: index work (unique, gather, segment sum) per row asked for or served. The default is a round
             figure for one CPU core and rows of about a kilobyte.
         memory_bytes_per_second: at which a rank fills, copies and updates whole tensors; a round figure likewise.
+        own: parameter -> what its optimizer keeps and does, where that is not as the first three say.
     """
 
     optimizer_slots: int = 2
@@ -74,6 +76,7 @@ class Assumptions:
     row_seconds: float = 1e-6
     memory_bytes_per_second: float = 5e9
     step_slots: float = 0.0
+    own: Mapping[str, Upkeep] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         least = min(self.optimizer_slots, self.row_seconds, self.step_slots)
@@ -82,6 +85,14 @@ class Assumptions:
                 "pricing: want optimizer_slots, row_seconds and step_slots >= 0, memory_bytes_per_second > 0, got "
                 f"{self.optimizer_slots}, {self.row_seconds}, {self.step_slots}, {self.memory_bytes_per_second}"
             )
+
+    def of(self, parameter: str) -> Upkeep:
+        found = self.own.get(parameter)
+        return found or Upkeep(self.optimizer_slots, self.moves_quiet_rows, self.step_slots)
+
+    def as_fields(self) -> dict[str, Any]:
+        """As `Plan.priced_with` has them."""
+        return {name: value for name, value in asdict(self).items() if name != "own" or value}
 
 
 def assumptions_behind(plan: Plan) -> Assumptions:
@@ -94,7 +105,8 @@ def assumptions_behind(plan: Plan) -> Assumptions:
         raise ValueError("plan: it does not say what optimizer it was priced for; plan again")
     taken = dict(plan.priced_with)
     slots, moves = int(taken.pop("optimizer_slots")), bool(taken.pop("moves_quiet_rows"))
-    return Assumptions(slots, moves, **taken)
+    own = {name: Upkeep(**one) for name, one in taken.pop("own", {}).items()}
+    return Assumptions(slots, moves, own=own, **taken)
 
 
 SGD = Assumptions(optimizer_slots=0, moves_quiet_rows=False)
@@ -114,6 +126,20 @@ class Case:
     def memory_bytes_per_second(self) -> float:
         measured = self.topology.processor
         return self.assumptions.memory_bytes_per_second if measured is None else measured.memory_bytes_per_second
+
+    def by_slots(self, facts: Iterable[ParameterFact]) -> dict[int, list[ParameterFact]]:
+        """The same parameters, by how many tensors of state the optimizer keeps of each."""
+        found: dict[int, list[ParameterFact]] = {}
+        for fact in facts:
+            found.setdefault(self.assumptions.of(fact.name).optimizer_slots, []).append(fact)
+        return found
+
+    def slots_of(self, facts: Sequence[ParameterFact]) -> float:
+        """Tensors of optimizer state per parameter, in the mean over their bytes."""
+        found = self.by_slots(facts)
+        if len(found) < 2:
+            return next(iter(found), self.assumptions.optimizer_slots)
+        return sum(slots * _bytes_of(those) for slots, those in found.items()) / max(1, _bytes_of(facts))
 
     def coding_rate(self, choice: Choice) -> CodingRate | None:
         """As it was timed with these options; else of the exchange with any."""
@@ -143,17 +169,21 @@ class Case:
         return measured.merge.row_seconds + KEY_BYTES * measured.merge.byte_seconds
 
 
+def _bytes_of(facts: Iterable[ParameterFact]) -> int:
+    return sum(fact.bytes for fact in facts)
+
+
 def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, buckets: float = 1.0) -> Forecast:
     """One bucket of these parameters, in the mean over steps. A part of a bucket pays for a part of its latency:
     `buckets` < 1."""
-    slots, exchange = case.assumptions.optimizer_slots, build_dense(choice.name, **choice.options)
+    exchange = build_dense(choice.name, **choice.options)
     layout, share = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
     sent = exchange.sent_bytes(layout, case.topology)
     links = leg_seconds(exchange.legs(layout, case.topology), case.topology, buckets)
     nbytes = layout.joined_bytes
     seconds = share * (links + coding_seconds(choice, layout, case))
-    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, len(facts), case)
-    copies = 2 + slots + (exchange.carries == "weights")  # weights are not sent from where they are
+    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, facts, case)
+    copies = 2 + case.slots_of(facts) + (exchange.carries == "weights")  # weights are not sent from where they are
     memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
     return Forecast(share * sum(sent) / len(sent), memory, seconds)
 
@@ -182,12 +212,19 @@ def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> flo
 
 def fill_seconds(facts: Iterable[ParameterFact], case: Case) -> float:
     """One backward's gradients of whole tables among these parameters, written twice: by the kernel, then by torch."""
-    return 2 * sum(fact.bytes for fact in facts if fact.shardable) / case.memory_bytes_per_second
+    return 2 * _bytes_of(fact for fact in facts if fact.shardable) / case.memory_bytes_per_second
 
 
-def dense_update_seconds(nbytes: int, tensors: int, case: Case) -> float:
-    """The update reads gradient, reads and writes weight and state, and calls a few operations on every tensor."""
-    slots, measured = case.assumptions.optimizer_slots, case.topology.processor
+def dense_update_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
+    """The update reads gradient, reads and writes weight and state, and calls a few operations on every tensor.
+    nbytes: of these parameters together, as they are joined."""
+    whole = max(1, _bytes_of(facts))
+    shares = {slots: (_bytes_of(those) / whole, len(those)) for slots, those in case.by_slots(facts).items()}
+    return sum((_update_seconds(nbytes * share, n, slots, case) for slots, (share, n) in shares.items()), 0.0)
+
+
+def _update_seconds(nbytes: float, tensors: int, slots: int, case: Case) -> float:
+    measured = case.topology.processor
     if measured is None or not measured.updates:
         return (3 + 2 * slots) * nbytes / case.memory_bytes_per_second
     rate = measured.updates[min(slots, len(measured.updates) - 1)]
@@ -200,7 +237,7 @@ def landing_seconds(facts: Sequence[ParameterFact], case: Case) -> float:
     measured = case.topology.processor
     if measured is None or not measured.landing_seconds:
         return fill_seconds(facts, case)
-    added = 3 * sum(fact.bytes for fact in facts) / case.memory_bytes_per_second
+    added = 3 * _bytes_of(facts) / case.memory_bytes_per_second
     return fill_seconds(facts, case) + len(facts) * measured.landing_seconds + added
 
 
@@ -211,7 +248,8 @@ class RowWork(NamedTuple):
         headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
             of what leaves in another step: ids; of rows that go early, masks and these rows; gradients that wait.
         handled_rows: asked for and served, or gathered. prefetched_rows: looked for once more, to prefetch.
-        copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates.
+        copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates. slots: tensors of
+            optimizer state per row.
         has_window: whether the optimizer sees the touched rows only.
         coded_bytes: that coding rows and their gradients reads and writes.
     """
@@ -223,6 +261,7 @@ class RowWork(NamedTuple):
     row_bytes: int
     copy_bytes: float
     touched_bytes: float
+    slots: int
     has_window: bool
     ahead: tuple[Leg, ...] = ()
     even_ahead: tuple[Leg, ...] = ()
@@ -246,7 +285,7 @@ def row_work(
         pays: of prefetched look-ups, whether this table pays the latency of messages that all tables share.
     """
     assert fact.rows is not None, fact
-    rows, topology = fact.rows, case.topology
+    rows, topology, upkeep = fact.rows, case.topology, case.assumptions.of(fact.name)
     exchange = build_row(choice.name, **choice.options)
     owned = exchange.ownership(rows.rows, RankInfo(0, topology.workers, topology.workers_per_node))
     owners = len(owned.owners)
@@ -282,7 +321,8 @@ def row_work(
         row_bytes=rows.row_bytes,
         copy_bytes=owned.capacity * rows.row_bytes,
         touched_bytes=merged_rows(rows, case.profile, topology.workers) / owners * rows.row_bytes,
-        has_window=is_lazy or not case.assumptions.moves_quiet_rows,
+        slots=upkeep.optimizer_slots,
+        has_window=is_lazy or not upkeep.moves_quiet_rows,
         coded_bytes=handled * rows.row_bytes * exchange.codes.work / 2,  # one side encodes, the other decodes
     )
 
@@ -300,9 +340,8 @@ def row_forecast(
     links = leg_seconds([*work.headers, *work.ahead, *work.legs.pull, *work.legs.push], case.topology)
     even = (*work.headers, *work.even_ahead, *work.even_legs.pull, *work.even_legs.push)
     sent = sum(leg.link_bytes for leg in even)
-    memory = _row_memory(work.copy_bytes, work.touched_bytes, work.has_window, case)
     processor = index_seconds(work, case) + predict_seconds_of(work, case) + row_update_seconds(work, case)
-    return Forecast(sent, memory, links + processor)
+    return Forecast(sent, _row_memory(work), links + processor)
 
 
 def predict_seconds_of(work: RowWork, case: Case) -> float:
@@ -317,24 +356,23 @@ def index_seconds(work: RowWork, case: Case) -> float:
     return case.call_seconds + work.handled_rows * case.row_seconds(work.row_bytes) + coding
 
 
-def _row_memory(copy_bytes: float, touched_bytes: float, has_window: bool, case: Case) -> float:
+def _row_memory(work: RowWork) -> float:
     """Weight, state and gradient of the rows a worker holds; a window holds touched rows of all three once more."""
-    slots = case.assumptions.optimizer_slots
-    return (1 + slots) * copy_bytes + ((2 + slots) * touched_bytes if has_window else copy_bytes)
+    more = (2 + work.slots) * work.touched_bytes if work.has_window else work.copy_bytes
+    return (1 + work.slots) * work.copy_bytes + more
 
 
 def row_update_seconds(work: RowWork, case: Case) -> float:
     """The gradient of all rows is filled, then the update passes over all of them. A window's rows are gathered and put
     back, of weight and state, and the update passes over them; where nobody measured rates, that is index work."""
-    slots, measured = case.assumptions.optimizer_slots, case.topology.processor
-    passes = 3 + 2 * slots
+    measured, passes = case.topology.processor, 3 + 2 * work.slots
     if not work.has_window:
         return (passes + 1) * work.copy_bytes / case.memory_bytes_per_second
     if measured is None:
         return 0.0
     rows = work.touched_bytes / work.row_bytes
     moved = sum(rate.seconds(rows, work.row_bytes) for rate in (measured.gather, measured.add))
-    return (1 + slots) * moved + passes * work.touched_bytes / case.memory_bytes_per_second
+    return (1 + work.slots) * moved + passes * work.touched_bytes / case.memory_bytes_per_second
 
 
 def idle_leg(topology: Topology, tables: int = 1, prefetched: int = 0) -> Leg:

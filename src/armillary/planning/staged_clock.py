@@ -345,7 +345,7 @@ def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage
         landing = landing_seconds(facts, case)
         backward = (Piece("", again, None), *_backward_of(part, case), Piece("", landing, None))
         weights, counts = sum(fact.bytes for fact in facts), sum(fact.bytes // max(1, fact.elements) for fact in facts)
-        update = dense_update_seconds(weights, len(facts), case)
+        update = dense_update_seconds(weights, facts, case)
         yield _Stage(forward, backward, update, part[-1], weights, counts, landing)
 
 

@@ -8,7 +8,7 @@ Source: Fournier & Oyallon, 2024; Huang et al., GPipe, 2019; Narayanan et al., 2
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from armillary.facts.group import Layout
@@ -97,7 +97,7 @@ def plan_staged(
             *notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
             *notes_on_edges(options),
         ),
-        priced_with=asdict(case.assumptions),
+        priced_with=case.assumptions.as_fields(),
     )
 
 
@@ -132,9 +132,8 @@ def staged_ways(case: Case) -> Iterator[StagedWay]:
 
 def _held(subject: _Subject, case: Case) -> Iterator[float]:
     """What each worker holds: weights, gradients, state and activations."""
-    slots = case.assumptions.optimizer_slots
     for j, load in enumerate(subject.stages):
-        weights = load.weight_bytes * kept_copies(subject.options, j, 1, slots)
+        weights = load.weight_bytes * kept_copies(subject.options, j, 1, case.slots_of(subject.parameters[j]))
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
@@ -258,7 +257,7 @@ def _forecast(j: int, part: GroupPart, subject: _Subject, case: Case) -> Forecas
     """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
     options, workers = subject.options, case.topology.workers
     across = workers // options.replicas(workers)
-    held = options.method.copies(options, j, across, case.assumptions.optimizer_slots)
+    held = options.method.copies(options, j, across, case.slots_of(part.facts))
     weights = Forecast(memory_bytes=held * sum(fact.bytes for fact in part.facts))
     if part.exchange is None:
         return weights

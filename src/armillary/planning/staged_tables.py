@@ -79,7 +79,7 @@ def table_groups(under: TablePlan, facts: Sequence[ParameterFact], asked: Mappin
 def _forecast(fact: ParameterFact, request: TableRequest, under: TablePlan) -> Forecast:
     """Bytes are the mean over workers, memory is the fullest one's."""
     choice, options, case = request.choice, under.options, under.case
-    topology, slots, rows = case.topology, case.assumptions.optimizer_slots, fact.rows
+    topology, rows = case.topology, fact.rows
     assert rows is not None, fact
     work = row_work(fact, choice, request.is_lazy, case)
     all_read = options.method.axis == DATA  # else only the worker of that stage
@@ -98,7 +98,8 @@ def _forecast(fact: ParameterFact, request: TableRequest, under: TablePlan) -> F
     seconds = links + times * index_seconds(work, case) + row_update_seconds(work, case)
     touched = merged_rows(rows, case.profile, readers * times) / len(owned.owners) * rows.row_bytes
     in_step = touched if work.has_window else work.copy_bytes  # what a step may change
-    memory = (1 + slots) * work.copy_bytes + in_step * (1 + (under.stale > 0)) + (1 + slots) * touched * work.has_window
+    kept = 1 + work.slots
+    memory = kept * work.copy_bytes + in_step * (1 + (under.stale > 0)) + kept * touched * work.has_window
     return Forecast(sent, memory, seconds)
 
 

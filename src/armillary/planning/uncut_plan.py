@@ -3,8 +3,6 @@
 Source: Pipe-SGD (Li et al., 2018); delayed parameter update (ZeRO-Offload, Ren et al., 2021).
 """
 
-from dataclasses import asdict
-
 from armillary.facts.layout import layout_of
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice, Forecast, Group, Plan
@@ -62,7 +60,7 @@ def plan_uncut(case: Case, choice: Choice) -> Plan:
         compute_seconds=forward + backward,
         activation_bytes=peak_bytes(groups, case),
         notes=notes_on(planned),
-        priced_with=asdict(case.assumptions),
+        priced_with=case.assumptions.as_fields(),
     )
 
 

@@ -20,7 +20,7 @@ RING_OPTIONS = frozenset({"slack", "micro_batches", "stages", "points", "costs",
 
 def ring_method(
     messages: Callable[[Schedule, Clip | None], list[Message]],
-    copies: Callable[[ScheduleOptions, int, int, int], float],
+    copies: Callable[[ScheduleOptions, int, int, float], float],
     notes: Callable[[Planned], list[str]],
     examples: tuple[Options, ...] = ({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}),
     lends: bool = False,

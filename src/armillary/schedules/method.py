@@ -238,7 +238,7 @@ def _all_kept(options: ScheduleOptions, stages: Sequence[StageLoad]) -> int:
     return sum(stage.activation_bytes for stage in stages)
 
 
-def _copies_held(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+def _copies_held(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
     return 2.0 + slots
 
 
@@ -296,7 +296,7 @@ class Method:
     refuse_late_norm: Callable[[Schedule, Clip], None] = _no_norm_to_wait_for
     owner: Callable[[ScheduleOptions, int], int] = _first_rank
     traffic: Callable[[ScheduleOptions, int], Traffic] = _no_messages
-    copies: Callable[[ScheduleOptions, int, int, int], float] = _copies_held
+    copies: Callable[[ScheduleOptions, int, int, float], float] = _copies_held
     peak: Callable[[ScheduleOptions, Sequence[StageLoad]], int] = _all_kept
     pace: Callable[[ScheduleOptions, Sequence[float]], float] = _pace_of_one
     objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = _no_objectives

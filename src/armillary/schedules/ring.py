@@ -14,7 +14,7 @@ __all__ = ["DOMINATED_WORKERS"]
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
     """A copy and a gradient everywhere; state at the owner, and an older version where it reads one."""
     schedule = options.schedule()
     return 2 + (schedule.staleness[owner_of(schedule, stage)][stage] + slots) / workers

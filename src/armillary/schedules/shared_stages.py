@@ -39,7 +39,7 @@ def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
     return Traffic(turn, [message for message in found if message.stage == stage])
 
 
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
     """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state.
 
     The owner's gradient goes when it steps, but a copy of its new weights is on its way then. Where all weights are a

@@ -11,7 +11,7 @@ from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.unsharded import lent_messages
 
 
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: int) -> float:
+def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
     """Master weights and state at the owner; elsewhere what is there for its use."""
     return (1 + slots) / workers + mean_copies(options.schedule(), stage, options.clip)
 

@@ -1,7 +1,7 @@
 """Measures the job, profiles a model on real batches and plans its training: on rank 0, for everyone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -17,9 +17,10 @@ from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best,
 from armillary.planning.expected import with_expected
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import make_plan
-from armillary.planning.pricing import ADAM, Assumptions, Case
+from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import refuse_with_rule
+from armillary.planning.upkeep import Upkeep
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, twin_to_try, wants_closure
 from armillary.runtime.measure import measure, workers_per_node
@@ -124,7 +125,7 @@ def _decided(subject: Subject, request: JobRequest, transport: Transport) -> Dec
     found = request.profile or _profiled(subject, topology, transport)
 
     def case() -> Case:
-        return Case(found, topology, assumptions_of(subject.optimizer))
+        return Case(found, topology, assumptions_of(subject.optimizer, subject.model))
 
     owners = timed_owners(transport, request.wanted, case)
     plans = {
@@ -145,7 +146,7 @@ def _planned(
     _refuse_other_model(found, subject.model)
     if request.plan is not None:
         return {CHOSEN: request.plan.to_json()}
-    case, wanted = Case(found, topology, assumptions_of(subject.optimizer)), request.wanted
+    case, wanted = Case(found, topology, assumptions_of(subject.optimizer, subject.model)), request.wanted
     if request.autotune < 2 or request.owns_loop:
         against = _against_by_run(subject, wanted)
         is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
@@ -213,28 +214,45 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
     return [batch for together in zip(*drawn, strict=False) for batch in together]
 
 
-def assumptions_of(optimizer: Optimizer | Sequence[Optimizer]) -> Assumptions:
+def assumptions_of(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module | None = None) -> Assumptions:
     """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
-    found by trying it out; of several, and of groups with other options, the most. One that steps by a closure alone
-    cannot be tried, and counts as Adam."""
-    found = [_of_group(one, options) for one in members(as_one(optimizer)) for options in one.param_groups]
-    return Assumptions(
+    found by trying it out. One that steps by a closure alone cannot be tried, and counts as Adam.
+
+    Args:
+        optimizer: of several, and of groups with other options, the most is assumed of every parameter.
+        model: what they train. Each of its parameters is then assumed to be kept as its own group keeps it.
+
+    Raises:
+        ValueError: the model has none of the optimizer's parameters.
+    """
+    groups = [(options, _of_group(one, options)) for one in members(as_one(optimizer)) for options in one.param_groups]
+    found = [upkeep for _, upkeep in groups]
+    most = Upkeep(
         optimizer_slots=max(one.optimizer_slots for one in found),
         moves_quiet_rows=any(one.moves_quiet_rows for one in found),
         step_slots=max(one.step_slots for one in found),
     )
+    if model is None:
+        return Assumptions(**asdict(most))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = {names[p]: upkeep for options, upkeep in groups for p in options["params"] if p in names}
+    if not kept:
+        raise ValueError(
+            "assumptions_of: no tensor of the optimizer is a parameter of this model; give the model that it trains"
+        )
+    return Assumptions(**asdict(most), own={name: upkeep for name, upkeep in kept.items() if upkeep != most})
 
 
-def _of_group(optimizer: Optimizer, options: dict[str, Any]) -> Assumptions:
+def _of_group(optimizer: Optimizer, options: dict[str, Any]) -> Upkeep:
     if wants_closure(optimizer):
-        return ADAM
+        return Upkeep()  # Adam's
     quiet = leaves_untouched_rows(optimizer, options)
     matrix, tried, temporary_bytes = _tried(optimizer, options)
     kept = ((p, optimizer.state[p]) for p in options["params"] if p.dim() and optimizer.state.get(p))
     parameter, state = next(kept, (matrix, tried))
     slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
     temporaries = float(temporary_bytes // matrix.nbytes)
-    return Assumptions(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
+    return Upkeep(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
 
 
 def _tried(optimizer: Optimizer, options: dict[str, Any]) -> tuple[Tensor, Mapping[str, Any], int]:

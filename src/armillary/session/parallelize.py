@@ -138,7 +138,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
     names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
-    plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer))
+    plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)

@@ -133,7 +133,7 @@ class Watched:
 
     def _case(self, loop: UserLoop, everyones: list[Told]) -> Case:
         found = watched_profile(loop.model, everyones, self.topology.workers_per_node)
-        return Case(found, self.topology, assumptions_of(loop.optimizer))
+        return Case(found, self.topology, assumptions_of(loop.optimizer, loop.model))
 
     def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> tuple[str, str]:
         """The plan and the profile behind it, as JSON, since they cross to the other ranks."""

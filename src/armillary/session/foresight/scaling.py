@@ -78,7 +78,7 @@ def scaling(
     batches = list(subject.draw(PROFILED_WORKERS))
     found = profile(subject.model, batches, subject.loss, workers=PROFILED_WORKERS)
     samples = sum(workload.samples(batch) for batch in batches) / len(batches)
-    taken, machines = assumptions_of(subject.optimizer), replace(topology, memory_bytes=NO_LIMIT)
+    taken, machines = assumptions_of(subject.optimizer, subject.model), replace(topology, memory_bytes=NO_LIMIT)
     curves = []
     for name, constraints in ways.items():
         points = [_point(found, machines.of(count), constraints, taken, samples) for count in counts]

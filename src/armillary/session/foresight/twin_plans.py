@@ -136,7 +136,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
         found = profile(subject.model, subject.draw(seen), subject.loss, workers=seen)
     finally:
         torch.set_num_threads(threads)
-    case = Case(found, asked.topology, assumptions_of(subject.optimizer))
+    case = Case(found, asked.topology, assumptions_of(subject.optimizer, subject.model))
     exactly = {pattern: way for pattern, way in asked.request.constraints.items() if not _departs(way)}
     exact_request = replace(asked.request, constraints=exactly, allow=(), edge=None, edge_back=None)
     plans = tuple(make_plan(case, one) for one in (exact_request, asked.request))
