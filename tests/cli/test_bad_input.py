@@ -263,12 +263,27 @@ def test_a_learning_rate_that_is_given_anew_wins_over_the_saved_one(armillary, t
     assert rates_of_last_checkpoint(tmp_path / "runs/vision") == [0.05]
 
 
-def test_a_plan_without_its_facts_says_which_file_it_lacks(armillary, refused):
-    code, _, err = armillary("plan", *VISION, "--out", "alone.json")
+def test_a_plan_that_was_written_is_played_and_one_without_its_facts_says_how_they_come_beside_it(
+    armillary, refused, tmp_path
+):
+    code, out, err = armillary("plan", *VISION, "--out", "alone.json")
     assert code == 0, err
+    assert "written: alone.json, alone.profile.json, alone.topology.json" in " ".join(out.split())
+    code, out, err = armillary("simulate", "alone.json", "--out", "drawn", "--json")
+    made = Plan.load(tmp_path / "alone.json")
+    assert (code, err) == (0, "") and json.loads(out)["step_seconds"] == pytest.approx(made.step_seconds)
+    (tmp_path / "alone.topology.json").unlink()
     message = refused("simulate", "alone.json")
-    assert "played with its topology, and no topology.json stands beside alone.json" in message
-    assert "pass --topology FILE (armillary measure WORKLOAD --out FOLDER writes it)" in message
+    assert "played with its topology, and no alone.topology.json or topology.json stands beside alone.json" in message
+    assert "armillary plan WORKLOAD --out alone.json writes it, or pass --topology FILE" in message
+
+
+def test_a_plan_printed_as_json_is_played_with_what_stands_beside_it_there(armillary, tmp_path):
+    _, out, _ = armillary("plan", *VISION, "--json")
+    (tmp_path / "whole.json").write_text(out)
+    code, played, err = armillary("simulate", "whole.json", "--out", "drawn", "--json")
+    expected = json.loads(out)["plan"]["step_seconds"]
+    assert (code, err) == (0, "") and json.loads(played)["step_seconds"] == pytest.approx(expected)
 
 
 def test_true_and_false_are_booleans_of_an_option(armillary, tmp_path):

@@ -183,7 +183,7 @@ def test_bad_input_is_answered_with_what_is_wanted(refused, arguments, complaint
     [
         (("--schedule", "ring"), "--exchange, --schedule, --edge, --edge-back: the plan in the file says its own"),
         (("--set", "width=6"), "--set, --small, --corpus, --data: the plan in the file is of its own workload"),
-        (("--gbit", "1"), "--gbit, --latency-us: the links are those of topology.json beside the plan"),
+        (("--gbit", "1"), "--gbit, --latency-us: the links are those that stand beside the plan"),
         (("--latency-us", "5", "--topology", "seen/topology.json"), "the links are those of --topology; drop these"),
     ],
 )
@@ -212,7 +212,8 @@ def test_a_plan_is_made_for_as_many_workers_of_the_machines_as_are_asked_for(arm
 
 def test_a_plan_alone_is_told_what_it_lacks(armillary, refused, planned):
     (planned / "profile.json").unlink()
-    assert "no profile.json stands beside" in refused("simulate", planned / "plan.json")
+    (planned / "plan.profile.json").unlink()
+    assert "no plan.profile.json or profile.json stands beside" in refused("simulate", planned / "plan.json")
     armillary("measure", *SMALL, "--workers", "1", "--set", "width=6", "--out", "other")
     message = refused("simulate", planned / "plan.json", "--profile", "other/profile.json")
     assert "the plan was made for model" in message
@@ -228,4 +229,4 @@ def test_compare_says_of_every_group_how_near_the_forecast_came(armillary, tmp_p
     code, out, _ = armillary("compare", "runs/run", "--sent", "1", "--memory", "1", "--seconds", "1")
     assert code == 0 and "every figure is within its band" in out
     code, out, _ = armillary("compare", "runs/run", "--sent", "0", "--memory", "0", "--seconds", "0")
-    assert code == 3 and "outside its band where named" in out
+    assert code == 3 and "outside their bands; the last column names them." in " ".join(out.split())

@@ -47,7 +47,9 @@ def _page(found: Compared) -> Page:
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
     )
     count = sum(len(line.outside) for line in found.lines)
-    some = f"{count} figure{'s' * (count != 1)} outside its band where named"
+    some = f"{count} figures are outside their bands; the last column names them"
+    if count == 1:
+        some = "1 figure is outside its band; the last column names it"
     verdict = "every figure is within its band" if found.is_within else some
     legend = "" if found.is_within else WHAT_TO_DO
     legend += (

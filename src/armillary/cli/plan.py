@@ -21,7 +21,7 @@ from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
 from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
-from armillary.session.folder import open_folder
+from armillary.session.folder import write_plan
 from armillary.session.workload import Workload
 
 __all__ = ["AskedPrint", "plan_asked"]
@@ -62,9 +62,9 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
             else:
                 considered = (_table(found), *_whole_plans_page(whole)) if found else ()
                 put(console_here(), (*decided_page(decided, told.is_verbose), *considered))
-            if told.out is not None:
-                open_folder(told.out.parent)
-                decided.plan.save(told.out)
+            written = () if told.out is None else write_plan(told.out, decided)
+            if written and not told.is_json:
+                put(console_here(), (f"written: {', '.join(map(str, written))}",))
         return 0
 
     run_in_workers(workers if plan.topology_file is None else 1, prepare, body)

@@ -1,5 +1,6 @@
 """What `armillary simulate` does: plays a step of a plan against a clock, draws it, and how workloads would scale."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,7 +24,7 @@ from armillary.planning.simulator import simulate
 from armillary.runtime.profiling.profiler import profile
 from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import assumptions_of, subject_of
-from armillary.session.folder import open_folder
+from armillary.session.folder import beside_plan, open_folder
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.simulate import Simulated
 from armillary.session.workload import Workload
@@ -102,15 +103,19 @@ def _of_plan(path: Path, workers: int | None, topology_file: Path | None, profil
 
 
 def _beside(path: Path, noun: str) -> Path:
-    """
+    """The plan's file itself, as `plan --json` prints it; a file that `plan --out` wrote; or that of a run's folder.
+
     Raises:
-        ValueError: no such file stands there.
+        ValueError: nothing of the kind stands there.
     """
-    found = path.parent / f"{noun}.json"
-    if not found.exists():
+    if isinstance(json.loads(path.read_text()).get(noun), dict):
+        return path
+    own, of_run = beside_plan(path, noun), path.parent / f"{noun}.json"
+    found = next((one for one in (own, of_run) if one.exists()), None)
+    if found is None:
         raise ValueError(
-            f"simulate: a plan is played with its {noun}, and no {found.name} stands beside {path}; take the plan.json "
-            f"of a run's folder, or pass --{noun} FILE (armillary measure WORKLOAD --out FOLDER writes it)"
+            f"simulate: a plan is played with its {noun}, and no {own.name} or {of_run.name} stands beside {path}; "
+            f"armillary plan WORKLOAD --out {path} writes it, or pass --{noun} FILE"
         )
     return found
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the command line looks at folders before it imports torch
 
 __all__ = [
     "CHECKPOINTS",
+    "beside_plan",
     "claim_folder",
     "forget_after",
     "give_back",
@@ -35,6 +36,7 @@ __all__ = [
     "refuse_not_ended",
     "refuse_unwritable",
     "run_folder",
+    "write_plan",
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -162,6 +164,21 @@ def keep_decision(folder: Path, decided: "Decided") -> None:
     decided.profile.save(folder / "profile.json")
     decided.topology.save(folder / "topology.json")
     decided.plan.save(folder / "plan.json")
+
+
+def beside_plan(plan_file: Path, noun: str) -> Path:
+    """Where the profile or topology stands that a plan in a file of its own was made from, as plan.profile.json."""
+    return plan_file.with_suffix(f".{noun}.json")
+
+
+def write_plan(plan_file: Path, decided: "Decided") -> tuple[Path, ...]:
+    """The files: the plan's, and beside it what it was made from, under names that no other plan's facts have."""
+    open_folder(plan_file.parent)
+    profile_file, topology_file = (beside_plan(plan_file, noun) for noun in ("profile", "topology"))
+    decided.plan.save(plan_file)
+    decided.profile.save(profile_file)
+    decided.topology.save(topology_file)
+    return plan_file, profile_file, topology_file
 
 
 def kept_decision(folder: Path) -> dict[str, str]:

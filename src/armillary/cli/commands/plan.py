@@ -39,7 +39,9 @@ __all__ = ["plan_command"]
 Out = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Write the plan to this file, to edit it or for train --plan.", rich_help_panel=OUTPUT
+        metavar="FILE",
+        help="Write the plan to this file, for train --plan and simulate; what it was made from goes beside it.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 

@@ -36,7 +36,7 @@ Subject = Annotated[
     str | None,
     typer.Argument(
         metavar="PLAN|WORKLOAD",
-        help=f"A plan.json with profile.json beside it; or what to plan for: {', '.join(built_in())}, or a .py file.",
+        help=f"A plan.json as plan --out or a run leaves it; or a workload: {', '.join(built_in())}, or a .py file.",
         autocompletion=lambda: list(built_in()),
     ),
 ]
@@ -86,8 +86,8 @@ def simulate_command(
     """Play one step of a plan, or of the plan made for WORKLOAD, on any number of workers, in this one process.
 
     It writes timeline.json, which Perfetto and chrome://tracing open, and timeline.png; with --scaling it writes
-    scaling.json and scaling.png. The links are those of --topology, else of topology.json beside the plan; of
-    a WORKLOAD they are assumed. A plan needs a profile.json beside it, too, or --profile.
+    scaling.json and scaling.png. The links are those of --topology, else those that stand beside the plan; of
+    a WORKLOAD they are assumed. Beside a plan its profile stands, too, else pass --profile.
     """
     with refusing():
         if subject is None and not scaling:
@@ -126,5 +126,5 @@ def _refuse_beside_plan(names_methods: bool, names_data: bool, assumes_links: bo
         raise ValueError("--set, --small, --corpus, --data: the plan in the file is of its own workload; drop them")
     if assumes_links:
         raise ValueError(
-            "--gbit, --latency-us: the links are those of topology.json beside the plan; pass --topology for others"
+            "--gbit, --latency-us: the links are those that stand beside the plan; pass --topology for others"
         )
