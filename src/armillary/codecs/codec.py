@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.facts.choice import Choice
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.raised import said_of
 from armillary.facts.registry import Registry
 
@@ -111,11 +112,11 @@ def build_codec(name: str, **options: Any) -> Codec:
             makes no codec; the message says in which line.
     """
     entry = CODECS[name]
+    if why := why_not_given(entry.make, options):
+        raise ValueError(f"codec: {name} refuses options {dict(options)}: {why}")
     try:
         return entry.make(**options)
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is None:  # the call itself, not what it called
-            raise ValueError(f"codec: {name} refuses options {dict(options)}: {error}") from error
         raise ValueError(
             f"codec: {name} cannot be made with options {dict(options)}: {said_of(error)}; a Codec wants "
             f"{', '.join(WANTED)}, and may have {', '.join(Codec._field_defaults)}"

@@ -24,6 +24,7 @@ from armillary.exchanges.ownership import Ownership
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.facts.departure import checked
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.registry import Registry
 from armillary.facts.topology import Topology
@@ -222,9 +223,11 @@ def row_exchanges() -> Mapping[str, ExchangeEntry]:
 def build_dense(name: str, **options: Any) -> DenseExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist. Or it is lossy, and has no oracle.
+        ValueError: no such exchange, or no such option; the message lists those that exist. Or it is lossy, and has no
+            oracle.
     """
     entry = DENSE[name]
+    _refuse_options(name, entry, options)
     made: DenseExchange = entry.make(**options)
     if "lossy" in entry.departs and made.oracle is exact_sum:
         raise ValueError(
@@ -237,7 +240,14 @@ def build_dense(name: str, **options: Any) -> DenseExchange:
 def build_row(name: str, **options: Any) -> RowExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist.
+        ValueError: no such exchange, or no such option; the message lists those that exist.
     """
-    made: RowExchange = ROW[name].make(**options)
+    entry = ROW[name]
+    _refuse_options(name, entry, options)
+    made: RowExchange = entry.make(**options)
     return made
+
+
+def _refuse_options(name: str, entry: ExchangeEntry, options: Options) -> None:
+    if why := why_not_given(entry.make, options):
+        raise ValueError(f"exchange: {name} refuses options {dict(options)}: {why}")

@@ -11,6 +11,7 @@ from inspect import signature
 
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.group import Layout
 from armillary.facts.layout import layout_of as flat
 from armillary.facts.parameter import ParameterFact
@@ -111,15 +112,15 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     refuse_unlisted(pattern, constraint, (*dense_exchanges(), *row_exchanges()))
     if not isinstance(constraint, Choice):
         return
-    build = build_row if constraint.name in row_exchanges() else build_dense
-    try:
-        build(constraint.name, **constraint.options)
-    except TypeError as error:
+    is_row = constraint.name in row_exchanges()
+    entry = (row_exchanges() if is_row else dense_exchanges())[constraint.name]
+    if why := why_not_given(entry.make, constraint.options):
         nested = [_coding_rows(value) for value in constraint.options.values() if isinstance(value, Choice)]
         remedy = f"; to code rows, ask for {nested[0]}" if nested and nested[0] else ""
         raise ValueError(
-            f"plan: {pattern!r}: {constraint.name} refuses options {dict(constraint.options)}: {error}{remedy}"
-        ) from error
+            f"plan: {pattern!r}: {constraint.name} refuses options {dict(constraint.options)}: {why}{remedy}"
+        )
+    (build_row if is_row else build_dense)(constraint.name, **constraint.options)
 
 
 def _coding_rows(codec: Choice) -> Choice | None:
