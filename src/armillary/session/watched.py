@@ -97,7 +97,7 @@ class Watched:
         self.watch.take()
         del self.watch.steps[:-WATCHED_STEPS]
 
-    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
+    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> bool:
         """Whether the run has moved to the plan of the checkpoint; rank 0 says so, or why not."""
         plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
         if plan is None or is_provisional(plan):
@@ -107,7 +107,7 @@ class Watched:
             with loop.transport.unrecorded(), self._released(loop):
                 _move(loop, plan)
         if loop.rank == 0:
-            print(f"load: {NOT_TAKEN.format(why_not)}" if why_not else f"load: {TAKEN}")
+            print(f"load: {name}: {NOT_TAKEN.format(why_not) if why_not else TAKEN}")
         return not why_not
 
     def stop(self) -> None:
