@@ -25,6 +25,7 @@ __all__ = [
     "allows",
     "layout_of",
     "names_of",
+    "needs_rows",
     "refuse_unknown",
     "resolve",
     "why_not",
@@ -137,7 +138,7 @@ def _coding_rows(codec: Choice) -> Choice | None:
 def _rows_coded(by_row: Constraint, coded: Constraint) -> Choice | None:
     """What gives a table owners and codes its rows, where the one constraint wants that and the other a codec."""
     named = coded if isinstance(coded, Choice) else Choice(coded)
-    if not _needs_rows(by_row) or named.name not in CODECS.all():
+    if not needs_rows(by_row) or named.name not in CODECS.all():
         return None
     its_own = signature(CODECS[named.name].make).parameters  # others are of the exchange that carries it
     return _coding_rows(Choice(named.name, {key: value for key, value in named.options.items() if key in its_own}))
@@ -160,7 +161,7 @@ def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> l
     Raises:
         ValueError: there is none.
     """
-    if not _needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
+    if not needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
         return meant
     if able := [fact for fact in meant if fact.shardable]:
         return able
@@ -168,7 +169,8 @@ def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> l
     raise ValueError(f"plan: nothing that {pattern!r} means can be {constraint} ({reasons}); drop the constraint")
 
 
-def _needs_rows(constraint: Constraint) -> bool:
+def needs_rows(constraint: Constraint) -> bool:
+    """Whether it can be honoured only for what is read by row."""
     name = constraint.name if isinstance(constraint, Choice) else constraint
     return name == "row_sharded" or name in row_exchanges()
 
@@ -180,7 +182,7 @@ def why_not(fact: ParameterFact, choice: Choice) -> str:
 
 
 def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
-    is_row = _needs_rows(constraint)
+    is_row = needs_rows(constraint)
     reason = why_not(fact, constraint) if isinstance(constraint, Choice) and not is_row else ""
     if reason:
         raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")
