@@ -129,6 +129,8 @@ def test_a_checkpoint_of_another_model_or_optimizer_says_what_is_missing(crew, t
     for model, optimizer in crew(2).run(of_others, [words_plan(), words_plan(kind=Idle)], str(tmp_path)):
         assert "another model" in model and "rare" in model and "never" in model and "rank 0" in model
         assert "it was saved from Adam, this run has Adagrad" in optimizer
+        for said in (model, optimizer):
+            assert f"load: rank 0: {tmp_path / 'step-00000001'} (step 1): it was saved from" in said
 
 
 def out_of_range(rank, world, plan):

@@ -54,7 +54,7 @@ def test_named_for_a_table_it_keeps_the_table_whole_also_by_a_star():
 
 REFUSED = {
     "quantize(bits=3)": "knows 8, 4 and 2 bits, got 3",
-    "quantize(bit=8)": "refuses options {'bit': 8}",
+    "quantize(bit=8)": "refuses options {'bit': 8}: it has no bit; it may have bits, tile, wire, feedback",
     "quantize(feedback=no)": "want feedback True or False, got 'no'",
     "low_rank(alternate=false)": "wants alternate=True or alternate=False, got 'false'",
     "owned_dense(local_aggregation=false)": "wants local_aggregation=True or local_aggregation=False, got 'false'",

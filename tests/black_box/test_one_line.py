@@ -437,3 +437,34 @@ def test_a_plan_is_made_of_what_the_loop_read(capsys):
         assert run.plan.compute_seconds > 0 and run.plan.activation_bytes > 0
         assert any("the fullest moment too small" in note for note in run.plan.notes)
     assert spread_by(run.plan) == set()  # nothing crosses
+
+
+def unheld_table(rank, world, constraints):
+    """An optimizer that was not given `words`; what is said, and by what the table goes."""
+    model = made()
+    held = [parameter for name, parameter in model.named_parameters() if name != "words.weight"]
+    optimizer = OPTIMIZERS["momentum"](held)
+    try:
+        run = armillary.parallelize(model, optimizer, constraints=constraints)
+    except ValueError as error:
+        return str(error)
+    for step in range(3):
+        step_of(model, optimizer, rank, step)
+    plan = run.plan
+    run.close()
+    return spread_by(plan), [note for note in plan.notes if "in vain" in note]
+
+
+@pytest.mark.parametrize("pattern", ["words.weight", "words*"])
+def test_rows_asked_for_of_a_table_that_no_optimizer_holds_are_refused_at_the_call(crew, pattern):
+    for said in crew(2).run(unheld_table, {pattern: "row_sharded"}):
+        assert said == (
+            f"parallelize: words.weight cannot be row_sharded, as {pattern!r} asks: the optimizer does not hold it; "
+            "freeze it, or add it"
+        )
+
+
+def test_a_table_that_no_optimizer_holds_stays_whole_and_the_plan_says_so(crew):
+    for spread, notes in crew(2).run(unheld_table, SPREAD):
+        assert spread == {"out"}
+        assert notes == ["gradients of words.weight travel in vain: no optimizer holds them; freeze them, or add them"]

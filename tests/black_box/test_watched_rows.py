@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import armillary
+from forked import Job
 
 ROWS, WIDTH, WIDE, STEPS, WATCHED = 120_000, 4, 1200, 5, 2
 MADE_OF = {
@@ -137,3 +138,16 @@ def test_where_rows_do_not_serve_the_gradient_is_whole(crew, habit, optimizer, l
     for state, seen, _ in crew(2).run(watched, habit, optimizer):
         assert differ(state, one_process(habit, optimizer), 1e-12) == {}
         assert seen == listed
+
+
+def begins(rank, ranks):
+    model = made()
+    optimizer = MADE_OF["adagrad"](model.parameters())
+    run = armillary.parallelize(model, optimizer)
+    loss_of(model, "", rank, 0).backward()
+    optimizer.step()
+    run.close()
+
+
+def test_a_start_with_adagrad_leaves_no_warning_of_torch_behind():
+    assert [(one.code, one.err) for one in Job(2, begins).ended()] == [(0, "")] * 2

@@ -67,6 +67,11 @@ def test_what_is_no_choice_is_quoted_with_the_place(text, said):
     assert repr(text) in str(refused.value)
 
 
+def test_options_given_as_arguments_are_refused_with_the_way_to_give_them():
+    with pytest.raises(TypeError, match=r"together, as in Choice\('quantize', {'bits': 8}\)"):
+        Choice("quantize", bits=8)
+
+
 @pytest.mark.parametrize(
     ("asked", "found", "is_allowed"),
     [

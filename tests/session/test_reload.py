@@ -1,5 +1,7 @@
 """What does not fit a run whose schedule owns the loop is refused before anything is overwritten."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -58,7 +60,7 @@ def refused(rank, world, made, path):
         _, run = begun(made)
         trained(run, range(2))
         if is_given:
-            with pytest.raises(ValueError, match="load: rank 0") as error:
+            with pytest.raises(ValueError, match=f"load: rank 0: {re.escape(str(path))}: ") as error:
                 run.load(path)
             said = str(error.value)
         trained(run, range(2, 4))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.facts.choice import Choice
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.raised import Raised, is_theirs, told
 from armillary.facts.registry import Registry, examples_of
 
@@ -113,6 +114,8 @@ def build_codec(name: str, **options: Any) -> Codec:
             own factory raises, or makes no codec; the message says in which line. So say the functions that it makes.
     """
     make, what = CODECS[name].make, f"codec {Choice(name, options)}"
+    if why := why_not_given(make, options):
+        raise ValueError(f"codec: {name} refuses options {dict(options)}: {why}")
     try:
         if not is_theirs(make):
             return make(**options)

@@ -11,6 +11,7 @@ owner's second coding leaves out goes to the owner's own residual: half the stat
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -253,10 +254,14 @@ def why_not_numbers(layout: Layout) -> str:
     return "" if is_real else f"codecs are for real floating numbers, {', '.join(layout.names)} holds {layout.dtype}"
 
 
-def _factory(name: str) -> Callable[..., DenseExchange]:
+def _factory(name: str, entry: CodecEntry) -> Callable[..., DenseExchange]:
     def make(wire: str = "", feedback: bool = True, **options: Any) -> DenseExchange:
         return coded(build_codec(name, **options), wire, feedback)
 
+    own, more = signature(make), signature(entry.make)
+    ours = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    both = sorted((*more.parameters.values(), *ours), key=lambda one: one.default is not one.empty)
+    make.__signature__ = own.replace(parameters=both)  # type: ignore[attr-defined]
     return make
 
 
@@ -270,7 +275,7 @@ def _entry_of(name: str, entry: CodecEntry) -> ExchangeEntry | None:
         return None
     first = entry.examples[0]
     examples = (*({**first, "wire": wire} for wire in WIRES), {**first, "feedback": False})
-    return ExchangeEntry(_factory(name), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
+    return ExchangeEntry(_factory(name, entry), examples, _offers(entry), "", ("lossy",), entry.costs, entry.mildness)
 
 
 DENSE.follow(CODECS, _entry_of)

@@ -25,6 +25,7 @@ from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.choice import Choice
 from armillary.facts.collectives import Program
 from armillary.facts.departure import checked
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.raised import is_theirs, told
 from armillary.facts.registry import Registry, examples_of
@@ -225,8 +226,8 @@ def row_exchanges() -> Mapping[str, ExchangeEntry]:
 def build_dense(name: str, **options: Any) -> DenseExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist. Or it is lossy, and has no oracle. Or
-            somebody's own factory raises.
+        ValueError: no such exchange, or no such option; the message lists those that exist. Or it is lossy, and has no
+            oracle. Or somebody's own factory raises.
     """
     entry = DENSE[name]
     made: DenseExchange = _made(entry, Choice(name, options))
@@ -241,12 +242,15 @@ def build_dense(name: str, **options: Any) -> DenseExchange:
 def build_row(name: str, **options: Any) -> RowExchange:
     """
     Raises:
-        ValueError: no such exchange; the message lists those that exist. Or somebody's own factory raises.
+        ValueError: no such exchange, or no such option; the message lists those that exist. Or somebody's own factory
+            raises.
     """
     made: RowExchange = _made(ROW[name], Choice(name, options))
     return made
 
 
 def _made(entry: ExchangeEntry, choice: Choice) -> Any:
+    if why := why_not_given(entry.make, choice.options):
+        raise ValueError(f"exchange: {choice.name} refuses options {dict(choice.options)}: {why}")
     make = told(f"exchange {choice} cannot be made", entry.make) if is_theirs(entry.make) else entry.make
     return make(**choice.options)

@@ -23,6 +23,12 @@ class Choice:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __new__(cls, *named: Any, **given: Any) -> "Choice":
+        if strange := {key: value for key, value in given.items() if key not in ("name", "options")}:
+            name = named[0] if named else given.get("name", "NAME")
+            raise TypeError(f"Choice: options are given together, as in Choice({name!r}, {strange!r})")
+        return super().__new__(cls)
+
     def __str__(self) -> str:
         inner = ", ".join(_option(key, value) for key, value in self.options.items())
         return f"{self.name}({inner})" if inner else self.name

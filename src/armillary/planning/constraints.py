@@ -11,6 +11,7 @@ from inspect import signature
 
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.group import Layout
 from armillary.facts.layout import layout_of as flat
 from armillary.facts.parameter import ParameterFact
@@ -24,6 +25,7 @@ __all__ = [
     "allows",
     "layout_of",
     "names_of",
+    "needs_rows",
     "refuse_unknown",
     "resolve",
     "why_not",
@@ -111,15 +113,15 @@ def refuse_unknown(pattern: str, constraint: Constraint) -> None:
     refuse_unlisted(pattern, constraint, (*dense_exchanges(), *row_exchanges()))
     if not isinstance(constraint, Choice):
         return
-    build = build_row if constraint.name in row_exchanges() else build_dense
-    try:
-        build(constraint.name, **constraint.options)
-    except TypeError as error:
+    is_row = constraint.name in row_exchanges()
+    entry = (row_exchanges() if is_row else dense_exchanges())[constraint.name]
+    if why := why_not_given(entry.make, constraint.options):
         nested = [_coding_rows(value) for value in constraint.options.values() if isinstance(value, Choice)]
         remedy = f"; to code rows, ask for {nested[0]}" if nested and nested[0] else ""
         raise ValueError(
-            f"plan: {pattern!r}: {constraint.name} refuses options {dict(constraint.options)}: {error}{remedy}"
-        ) from error
+            f"plan: {pattern!r}: {constraint.name} refuses options {dict(constraint.options)}: {why}{remedy}"
+        )
+    (build_row if is_row else build_dense)(constraint.name, **constraint.options)
 
 
 def _coding_rows(codec: Choice) -> Choice | None:
@@ -136,7 +138,7 @@ def _coding_rows(codec: Choice) -> Choice | None:
 def _rows_coded(by_row: Constraint, coded: Constraint) -> Choice | None:
     """What gives a table owners and codes its rows, where the one constraint wants that and the other a codec."""
     named = coded if isinstance(coded, Choice) else Choice(coded)
-    if not _needs_rows(by_row) or named.name not in CODECS.all():
+    if not needs_rows(by_row) or named.name not in CODECS.all():
         return None
     its_own = signature(CODECS[named.name].make).parameters  # others are of the exchange that carries it
     return _coding_rows(Choice(named.name, {key: value for key, value in named.options.items() if key in its_own}))
@@ -159,7 +161,7 @@ def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> l
     Raises:
         ValueError: there is none.
     """
-    if not _needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
+    if not needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
         return meant
     if able := [fact for fact in meant if fact.shardable]:
         return able
@@ -167,7 +169,8 @@ def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> l
     raise ValueError(f"plan: nothing that {pattern!r} means can be {constraint} ({reasons}); drop the constraint")
 
 
-def _needs_rows(constraint: Constraint) -> bool:
+def needs_rows(constraint: Constraint) -> bool:
+    """Whether it can be honoured only for what is read by row."""
     name = constraint.name if isinstance(constraint, Choice) else constraint
     return name == "row_sharded" or name in row_exchanges()
 
@@ -179,7 +182,7 @@ def why_not(fact: ParameterFact, choice: Choice) -> str:
 
 
 def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
-    is_row = _needs_rows(constraint)
+    is_row = needs_rows(constraint)
     reason = why_not(fact, constraint) if isinstance(constraint, Choice) and not is_row else ""
     if reason:
         raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")

@@ -15,10 +15,11 @@ __all__ = ["FirstError"]
 
 @dataclass(eq=False)
 class FirstError:
-    """The first error since it was made; `what` is being done, for the message."""
+    """The first error since it was made; for the message, `what` is being done, and what it is `about` once known."""
 
     what: str
     error: Exception | None = None
+    about: str = ""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -36,10 +37,11 @@ class FirstError:
             RuntimeError: the same, for any other error.
         """
         mine: tuple[type[Exception], str] | None = None
+        about = self.about and f"{self.about}: "
         if isinstance(self.error, ValueError):
-            mine = (ValueError, str(self.error))
+            mine = (ValueError, f"{about}{self.error}")
         elif self.error is not None:
-            mine = (RuntimeError, f"{type(self.error).__name__}: {self.error}")
+            mine = (RuntimeError, f"{about}{type(self.error).__name__}: {self.error}")
         for rank, fault in enumerate(transport.share(mine)):
             if fault is not None:
                 kind, text = fault

@@ -53,13 +53,15 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     saved: SavedState | None = None
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)
+        trouble.about = saved.name
         _refuse_other_model(run, saved.model)
         named = _optimizer_by_name(run, saved)
     trouble.agree(transport)
     assert saved is not None
     digests = transport.share(saved.digest)
     if len(set(digests)) > 1:
-        listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        names = transport.share(saved.name)
+        listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
         raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
     with torch.no_grad():
         _drop_gradients(run)
@@ -73,7 +75,7 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     run.forget_step()
     run.executor.norms.forget()
     run.executor.look_ups.samples.forget()  # their steps will come again
-    run.loaded(saved.plan)  # perhaps to that plan, whose exchanges take up what theirs had kept
+    run.loaded(saved.plan, saved.name)  # perhaps to that plan, whose exchanges take up what theirs had kept
     with torch.no_grad():
         fill_ranks(run, saved, trouble)
     trouble.agree(transport, HALF)

@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.facts.exact_keywords import exact_keywords
+from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.planning.constraints import names_of, refuse_unknown
+from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.provisional import blank_profile, provisional_plan
@@ -30,7 +31,7 @@ from armillary.session.plain_loader import is_plain_loader
 from armillary.session.room import with_room_of
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
-from armillary.session.validation import handed_in, refuse_unfit
+from armillary.session.validation import NOT_HELD, handed_in, refuse_unfit, unheld
 from armillary.session.watched import Watched, parameter_facts
 
 __all__ = ["auto_plan", "measure", "parallelize"]
@@ -138,6 +139,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
     names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
+    _refuse_unheld(job, wanted.constraints, seen.parameters)
     plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
     patience, check_order, process_group = connecting
@@ -150,6 +152,16 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
     run._engine.first.only_plain = wanted.prefetch is None  # nobody asked to look ahead in others
     watch.begin()
     return run
+
+
+def _refuse_unheld(job: TrainJob, constraints: Mapping[str, Constraint], parameters: Sequence[ParameterFact]) -> None:
+    """Rows that nobody would step are asked for. Others may be given to an optimizer later."""
+    lacking = unheld(job.model, job.optimizer)
+    for pattern, constraint in constraints.items():
+        if needs_rows(constraint) and (meant := names_of([pattern], parameters)) <= {*lacking}:
+            raise ValueError(
+                f"parallelize: {', '.join(sorted(meant))} cannot be {constraint}, as {pattern!r} asks: {NOT_HELD}"
+            )
 
 
 def _refuse_unwatched(model: nn.Module, request: JobRequest) -> None:

@@ -34,12 +34,14 @@ def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     saved: SavedState | None = None
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)
+        trouble.about = saved.name
         _refuse_misfit(run, saved)
     trouble.agree(transport)
     assert saved is not None
     digests = transport.share(saved.digest)
     if len(set(digests)) > 1:
-        listing = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
+        names = transport.share(saved.name)
+        listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
         raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
     run.undo(gather=True)
     run.losses()  # of steps that are behind the training which is loaded now: nobody is told

@@ -27,8 +27,12 @@ class Watcher(Protocol):
             is_complete: every optimizer has stepped, and every rank is after the same step.
         """
 
-    def loaded(self, loop: Any, saved_plan: Mapping[str, Any]) -> bool:
-        """The same, after a checkpoint was loaded that was saved under this plan (as JSON; empty if nobody knows)."""
+    def loaded(self, loop: Any, saved_plan: Mapping[str, Any], name: str) -> bool:
+        """The same, after a checkpoint was loaded that was saved under this plan (as JSON; empty if nobody knows).
+
+        Args:
+            name: of the checkpoint, for the user.
+        """
 
     def stop(self) -> None:
         """At once; nothing of it is left."""

@@ -19,15 +19,18 @@ from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_o
 from armillary.runtime.transport import Transport
 from armillary.runtime.unfit_model import unfit_model
 
+NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
 NO_OPTIONS: Mapping[str, Any] = {}
 
 __all__ = [
+    "NOT_HELD",
     "handed_in",
     "other_job",
     "other_workers",
     "refuse_on_every_rank",
     "refuse_unfit",
     "row_complaints",
+    "unheld",
     "why_unfit",
 ]
 
@@ -55,6 +58,12 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         if parameter in seen:
             yield f"{kind} holds {names[parameter]!r} twice, and would step it twice; give it each parameter once"
         seen.add(parameter)
+
+
+def unheld(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Trainable parameters that no optimizer steps: one may be given them later, but until then none goes by row."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, one in model.named_parameters() if one.requires_grad and one not in held]
 
 
 def refuse_unfit(who: str, complaint: str, transport: Transport) -> None:
@@ -172,7 +181,7 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
         yield f"group {group.name!r}: {group.exchange} takes one table, got {group.parameters}; make a group of each"
     options = options_of(optimizer, parameter)
     if options is None:
-        yield f"{name!r} is exchanged by row but the optimizer does not hold it; freeze it, or add it"
+        yield f"{name!r} is exchanged by row but {NOT_HELD}"
         return
     if fixed := why_fixed(parameter):
         yield (

@@ -42,7 +42,7 @@ from armillary.session.engines.user_loop import UserLoop
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.units import units_of
-from armillary.session.validation import refuse_on_every_rank, why_unfit
+from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_unfit
 
 __all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
 
@@ -82,7 +82,7 @@ class Watched:
             return False
         here = loop.transport.within("the planning after the first steps")
         with here, loop.transport.unrecorded(), self._released(loop):
-            everyones = loop.transport.share(self._told(loop.model))
+            everyones = loop.transport.share(self._told(loop))
             case = partial(self._case, loop, everyones)
             timed = timed_owners(loop.transport, self.request, case)
             plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
@@ -97,7 +97,7 @@ class Watched:
         self.watch.take()
         del self.watch.steps[:-WATCHED_STEPS]
 
-    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any]) -> bool:
+    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> bool:
         """Whether the run has moved to the plan of the checkpoint; rank 0 says so, or why not."""
         plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
         if plan is None or is_provisional(plan):
@@ -107,7 +107,7 @@ class Watched:
             with loop.transport.unrecorded(), self._released(loop):
                 _move(loop, plan)
         if loop.rank == 0:
-            print(f"load: {NOT_TAKEN.format(why_not)}" if why_not else f"load: {TAKEN}")
+            print(f"load: {name}: {NOT_TAKEN.format(why_not) if why_not else TAKEN}")
         return not why_not
 
     def stop(self) -> None:
@@ -124,10 +124,10 @@ class Watched:
             loop.begin(loop.plan, units_of(loop.plan, loop.job, loop.transport, loop.first))
             raise
 
-    def _told(self, model: nn.Module) -> Told:
-        told, seen = self.watch.told(), {}
-        for parameter, (name, *_) in profiler.names_of(model).items():
-            fixed, one = why_fixed(parameter), told.seen[name]
+    def _told(self, loop: UserLoop) -> Told:
+        told, seen, lacking = self.watch.told(), {}, unheld(loop.model, loop.optimizer)
+        for parameter, (name, *_) in profiler.names_of(loop.model).items():
+            fixed, one = NOT_HELD if name in lacking else why_fixed(parameter), told.seen[name]
             seen[name] = replace(one, refusals=(*one.refusals, fixed)) if fixed else one
         return replace(told, seen=seen)
 
@@ -139,7 +139,13 @@ class Watched:
         """The plan and the profile behind it, as JSON, since they cross to the other ranks."""
         prefetch = self.request.prefetch if self.request.prefetch is not None or loop.first.is_plain else False
         made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
-        return replace(made, notes=(*made.notes, NOTE)).to_json(), case.profile.to_json()
+        lacking = unheld(loop.model, loop.optimizer)
+        vain = (
+            [f"gradients of {', '.join(lacking)} travel in vain: no optimizer holds them; freeze them, or add them"]
+            if lacking
+            else []
+        )
+        return replace(made, notes=(*made.notes, NOTE, *vain)).to_json(), case.profile.to_json()
 
     def _why_unfit(self, plan: Plan, loop: UserLoop) -> str:
         """What speaks against it on any rank, our own hooks apart."""

@@ -36,6 +36,7 @@ class SavedAverage(NamedTuple):
 @dataclass(frozen=True)
 class SavedState:
     """Args of note:
+    name: where it is and of which step, for messages.
     model: state_dict keys -> tensors (or other things that modules keep).
     optimizer: None if absent; "state" and "param_groups" by parameter name, or by number where `is_numbered`.
     loops: what each worker's loop gave to `save`, in rank order; of a plain file one, of what stands beside the model.
@@ -47,6 +48,7 @@ class SavedState:
     averages: moving ones, by their keys.
     """
 
+    name: str
     step: int
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any] | None
@@ -103,6 +105,7 @@ def _open_folder(folder: Path, rank: int, workers: int) -> SavedState:
                 raise ValueError(f"checkpoint: {folder} holds rows of {path!r}; this version knows no such thing")
     model.update({alias: model[name] for alias, name in marker.aliases.items()})
     return SavedState(
+        f"{folder} (step {marker.step})",
         marker.step, model, rest["optimizer"], rest["optimizer_class"], False, tuple(rest["loops"]),
         f"step {marker.step}, save {marker.serial}, {[record.sha256[:12] for record in marker.files]}",
         marker.workers, by_rank["exchange"], by_rank["replicas"], tuple(rest.get("present", ())),
@@ -130,7 +133,7 @@ def _open_plain(path: Path) -> SavedState:
     if isinstance(optimizer, list):  # of several
         optimizer = numbered_through(optimizer)
     digest = f"{path.stat().st_size} bytes, {len(model)} entries"
-    return SavedState(0, model, optimizer, "", True, (loop,), digest)
+    return SavedState(str(path), 0, model, optimizer, "", True, (loop,), digest)
 
 
 def _load(path: Path) -> Any:

@@ -359,9 +359,9 @@ class UserLoop:
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
 
-    def loaded(self, saved_plan: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded, which had been saved under this plan."""
-        if self.watcher is not None and self.watcher.loaded(self, saved_plan):
+    def loaded(self, saved_plan: Mapping[str, Any], name: str) -> None:
+        """A checkpoint of this name was loaded, which had been saved under this plan."""
+        if self.watcher is not None and self.watcher.loaded(self, saved_plan, name):
             self.watcher = None
 
     def _refuse_strangers(self) -> None:
