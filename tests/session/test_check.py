@@ -228,6 +228,18 @@ def test_a_claim_of_no_bias_is_held_of_what_changes_nothing_too_and_is_not_made_
         assert armillary.check("unsaid") == "codec unsaid keeps its 8 rules"
 
 
+@pytest.mark.parametrize("said", [{"is_fixed": False}, {"align": 0}, {"is_fixed": False, "align": 0}])
+def test_a_codec_that_no_exchange_can_carry_is_told_by_what_it_says(said):
+    def unfit():
+        return signs()._replace(**said)
+
+    named = " and ".join(f"{name}={value}" for name, value in said.items())
+    with registered(codec(), unfit), pytest.raises(ValueError, match=f"the codec says {named};.*carries=False"):
+        armillary.check("unfit")
+    with registered(codec(carries=False), unfit):
+        assert armillary.check("unfit") == "codec unfit keeps its 8 rules"
+
+
 def test_a_constructor_that_is_called_wrongly_is_told_with_its_line_and_the_fields():
     def boundless():
         return Codec(encode=None, decode=None, meaning=None, coded_bytes=None)

@@ -58,12 +58,16 @@ def coded(codec: Codec, wire: str = "", feedback: bool = True) -> DenseExchange:
         feedback: whether what a code leaves out is sent later; else it is lost.
 
     Raises:
-        ValueError: another wire, or a codec whose codes have no fixed length.
+        ValueError: another wire, or a codec whose codes have no fixed length, or cannot be cut.
     """
     if wire and wire not in WIRES:
         raise ValueError(f"exchange: wire {wire!r} is none of {', '.join(WIRES)}")
     if not codec.is_fixed or codec.align < 1:
-        raise ValueError("exchange: a coded exchange wants a codec whose codes have a fixed length")
+        misfit = " and ".join(["is_fixed=False"] * (not codec.is_fixed) + ["align=0"] * (codec.align < 1))
+        raise ValueError(
+            f"exchange: the codec says {misfit}; an exchange wants codes of a fixed length, cut between tiles: "
+            "is_fixed=True and align=1 or more. Else register it by @codec(..., carries=False), for edges alone"
+        )
     if not isinstance(feedback, bool):
         raise ValueError(f"exchange: want feedback True or False, got {feedback!r}")
     way = _Way(codec, wire, feedback)
