@@ -59,6 +59,13 @@ def test_the_expected_step_is_held_against_the_sum_of_the_table(step_ms, said):
     assert said in str(replace(PLAN, step_seconds=step_ms / 1e3)).replace("\n  ", " ")
 
 
+def test_a_step_that_prints_as_the_sum_of_the_table_is_not_held_against_it():
+    alike = replace(PLAN, step_seconds=PLAN.forecast.seconds + 1e-6, all_reduce_seconds=PLAN.forecast.seconds + 9e-6)
+    assert "than the sum" not in str(alike)
+    near = replace(PLAN, step_seconds=0.02540, all_reduce_seconds=0.02544)
+    assert "25.4 ms a step (plain all-reduce: the same)" in " ".join(str(near).split())
+
+
 def test_the_table_adds_up():
     """Sums of what is shown, compute included, are what the plan forecasts."""
     totals = next(line for line in str(PLAN).splitlines() if line.startswith("step"))

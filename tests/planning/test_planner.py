@@ -270,3 +270,27 @@ def test_what_goes_to_an_owner_alone_pays_all_of_its_latency():
     (chosen,) = [verdict.candidate for verdict in verdicts if verdict.is_chosen]
     facts = [profile.parameter(chosen.parameter)]
     assert chosen.forecast == dense_forecast(facts, Choice("owned_dense"), Case(profile, topology))
+
+
+def test_a_bucket_says_a_reason_that_its_parameters_share_once_with_their_number():
+    few = model(*(dense(f"layer{n}", 10, n) for n in range(62)))
+    (bucket,) = plan(few, machines(), constraints={"*": "quantize(bits=8)"}).groups
+    assert bucket.reason == "62 parameters: by constraint quantize(bits=8)"
+
+
+def test_a_plan_slower_than_plain_all_reduce_says_why():
+    profile = model(table("t", alpha=0.5, rows=1_000_000), dense("head"))
+    quick = machines(megabits=1e5)
+    made = plan(profile, quick, constraints={"t": "row_sharded"}, assumptions=ADAM)
+    (note,) = slower_notes(made)
+    assert made.step_seconds > made.all_reduce_seconds and "constraints (--exchange, --replicate) ask for it" in note
+    needed = made.forecast.memory_bytes + made.forecast.peak_bytes
+    (note,) = slower_notes(plan(profile, replace(quick, memory_bytes=int(needed)), assumptions=ADAM))
+    assert "would not fit in memory" in note
+    (note,) = slower_notes(plan(profile, quick, assumptions=ADAM))  # priced alone, owners take about as long
+    assert "less memory" in note
+    assert slower_notes(plan(model(dense("head")), quick, assumptions=ADAM)) == []
+
+
+def slower_notes(made):
+    return [note for note in made.notes if note.startswith("slower than plain all-reduce (")]

@@ -8,7 +8,7 @@ from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.facts.plan import Choice, Plan
 from armillary.facts.profile_table import seconds_text
 from armillary.planning.planner import plan
-from armillary.planning.prefetch import NOTE, PROSPECT, prefetching, with_announcements
+from armillary.planning.prefetch import NO_TABLE, NOTE, PROSPECT, prefetching, with_announcements
 from armillary.planning.pricing import ADAM, SGD, Case
 from armillary.planning.simulator import simulate
 from planning_cases import LINKS_ONLY, dense, machines, model, table
@@ -47,7 +47,7 @@ def test_a_plan_with_prefetch_and_one_without_both_say_what_it_brings():
     plain, case = made(), Case(PROFILE, machines(), SGD)
     ahead = prefetching(plain, PROFILE, machines())
     before, after = (seconds_text(simulate(one, case).step_seconds) for one in (plain, ahead))
-    gain = f"simulated step {after} with it, {before} without; rows that may go before the step: "
+    gain = f"simulated step {after} with prefetch, {before} without; rows that may go before the step: "
     (prospect,) = (note for note in plain.notes if note.startswith(PROSPECT))
     assert gain in prospect and "of one, " in prospect and prospect.endswith("of two")
     assert ahead.notes[-1].startswith(gain)
@@ -59,6 +59,17 @@ def test_a_plan_with_prefetch_and_one_without_both_say_what_it_brings():
 def test_prefetch_that_brings_nothing_is_no_note():
     slow = made(links=machines(latency=0.0, megabits=1e6))
     assert "owned_rows" in str(slow) and not any(note.startswith(PROSPECT) for note in slow.notes)
+
+
+def test_prefetch_that_was_asked_for_or_offered_and_is_not_taken_says_why():
+    whole = plan(PROFILE, machines(), constraints={"*": "all_reduce"}, prefetch=True)
+    assert NO_TABLE in whole.notes and not whole.looks_ahead
+    offered = plan(PROFILE, machines(latency=0.0, megabits=1e6), constraints=OWNED, assumptions=SGD, prefetch=None)
+    (note,) = (note for note in offered.notes if note.startswith(PROSPECT))
+    assert "prefetch is off, as it brings too little: simulated step " in note and not offered.looks_ahead
+    assert not any(
+        note == NO_TABLE or note.startswith(PROSPECT) for note in plan(PROFILE, machines(1), prefetch=None).notes
+    )
 
 
 def test_a_plan_without_tables_to_foresee_promises_nothing():

@@ -8,6 +8,7 @@ import face
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import dense_exchanges
 from armillary.facts.choice import Choice
+from armillary.facts.profile_table import seconds_text
 from armillary.planning.alternatives import EXACT, alternatives
 from armillary.planning.planner import bucketings, plan
 from armillary.planning.pricing import SGD, Case
@@ -37,7 +38,9 @@ def test_on_slow_links_one_note_says_what_would_be_saved_and_how_to_ask():
     ratio, name = float(note.split("x")[0].removeprefix("would save ")), note.split("NOT exact: ")[1].split(":")[0]
     taken = plan(PROFILE, SLOW, constraints={"*": Choice.parse(name)})
     assert ratio == pytest.approx(seconds(made) / seconds(taken), abs=0.06) and ratio > 3
-    assert "plan with allow=('lossy',)" in note and f"Choice.parse({name!r})" in note
+    assert (
+        "allow=('lossy',) (--allow lossy), or constraints={'*': '" + name + "'} (--exchange '" + name + "=*')" in note
+    )
     assert dense_exchanges()[Choice.parse(name).name].costs in note
 
 
@@ -46,6 +49,28 @@ def test_where_links_are_not_the_matter_it_says_that_nothing_lossy_helps():
     assert said(made).startswith("nothing lossy helps at these links: the quickest would be ")
     assert "NOT exact" not in str(made)
     assert plan(PROFILE, FAST, allow=("lossy",)).departures == ()
+
+
+def test_a_lossy_way_that_was_named_and_is_slower_than_the_exact_one_is_told_so():
+    named = {"*": Choice.parse("quantize(bits=8)")}
+    slower, exact, quicker = (
+        plan(PROFILE, FAST, constraints=named),
+        plan(PROFILE, FAST),
+        plan(PROFILE, SLOW, constraints=named),
+    )
+    (note,) = (note for note in slower.notes if "exact: all_reduce" in note)
+    steps = f"{seconds_text(seconds(exact, FAST))} instead of {seconds_text(seconds(slower, FAST))}"
+    assert seconds(exact, FAST) < seconds(slower, FAST) and steps in note
+    assert "drop quantize(bits=8) from constraints (--exchange)" in note
+    assert not any(note.startswith("quicker at these links") for note in (*exact.notes, *quicker.notes))
+
+
+def test_no_note_has_two_figures_that_print_alike():
+    """A small model's step is as long by the best lossy way; one that is coded as long in one bucket as in three."""
+    note = said(plan(model(dense("w", 1000), seconds=0.1), FAST))
+    assert "the simulated step as long" in note and "instead of" not in note
+    coded = plan(PROFILE, FAST, constraints={"*": Choice.parse("quantize(bits=8)")})
+    assert len(coded.groups) == 3 and not any("in 1 bucket" in note for note in coded.notes)
 
 
 def test_on_one_worker_nothing_crosses_and_nothing_is_said():

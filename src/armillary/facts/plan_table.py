@@ -57,7 +57,7 @@ def plan_page(
 
 def _beside(sum_seconds: float, step_seconds: float) -> str:
     """What a step against a clock takes more or less than what stands in the table."""
-    if not step_seconds:
+    if not step_seconds or _ms(abs(sum_seconds - step_seconds)) == _ms(0.0):
         return ""
     if step_seconds < sum_seconds:
         return f"; the expected step takes {_ms(sum_seconds - step_seconds)} ms less than the sum, which are hidden"

@@ -41,8 +41,10 @@ def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: flo
         seconds = f"{seconds_text(total.seconds)} a step if nothing of it hides behind compute"
     against = ""
     if step_seconds and all_reduce_seconds:
+        plain = seconds_text(all_reduce_seconds)
         is_same = abs(step_seconds - all_reduce_seconds) <= SAME * all_reduce_seconds
-        against = " (plain all-reduce: " + ("the same)" if is_same else f"{seconds_text(all_reduce_seconds)})")
+        is_same = is_same or seconds_text(step_seconds) == plain
+        against = f" (plain all-reduce: {'the same' if is_same else plain})"
     sent, held = _bytes(total.sent_bytes), _mib(total.memory_bytes)
     peak = f", {_mib(total.memory_bytes + total.peak_bytes)} at most" if total.peak_bytes else ""
     return f"Expected: {seconds}{against}; a worker sends {sent} in it and holds {held} between steps{peak}."

@@ -81,8 +81,11 @@ def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Ch
 
 
 def _bucket(members: Sequence[ParameterFact], choice: Choice, reasons: Mapping[str, str], question: Question) -> Group:
-    said = list(dict.fromkeys(_said(fact, reasons[fact.name], len(members)) for fact in members))
     names = tuple(fact.name for fact in members)
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(reasons[name], []).append(name)
+    said = [_said(those, reason, len(members)) for reason, those in alike.items()]
     return dense_group("bucket", names, choice, dense_forecast(members, choice, question.case), "; ".join(said))
 
 
@@ -102,8 +105,11 @@ def consensus_of(ordered: Iterable[Group]) -> Consensus:
     return "same" if alike else "mean"
 
 
-def _said(fact: ParameterFact, reason: str, members: int) -> str:
-    return reason if members == 1 or reason == WHOLE else f"{fact.name}: {reason}"
+def _said(names: Sequence[str], reason: str, members: int) -> str:
+    """A reason once, with the parameter that it is of, or how many."""
+    if members == 1 or reason == WHOLE:
+        return reason
+    return f"{names[0] if len(names) == 1 else f'{len(names)} parameters'}: {reason}"
 
 
 def _numbered(ordered: Sequence[Group]) -> list[Group]:

@@ -31,7 +31,8 @@ def sizes(backend: str) -> tuple[BucketLimits, ...]:
 
 
 def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
-    """The first of them whose simulated step is about as short as any, with a note of it, then the others, each once.
+    """The first of them whose simulated step is about as short as any, then the others, each once. It has a note of
+    it, if their steps differ in what is printed.
 
     Args:
         plans: the same in buckets of several sizes, smallest first.
@@ -44,10 +45,13 @@ def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
         return tuple(ordered)
     seconds = [simulate(plan, case).step_seconds for plan in ordered]
     taken = next(place for place, spent in enumerate(seconds) if spent <= (1 + CLOSE) * min(seconds))
+    others = *ordered[:taken], *ordered[taken + 1 :]
+    if len(set(map(seconds_text, seconds))) == 1:
+        return ordered[taken], *others
     steps = (f"in {counted(plan)} {seconds_text(spent)}" for plan, spent in zip(ordered, seconds, strict=True))
     note = f"whole parameters travel in {counted(ordered[taken])}; simulated step {', '.join(steps)}"
     first = replace(ordered[taken], notes=(*ordered[taken].notes, note))
-    return first, *ordered[:taken], *ordered[taken + 1 :]
+    return first, *others
 
 
 def counted(plan: Plan) -> str:

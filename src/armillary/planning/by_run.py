@@ -65,12 +65,12 @@ def noted(plain: Plan, case: Case, micro_batches: int | None) -> Plan:
     if way is None or mine < WORTH * way.seconds:
         return plain
     gain = f"schedule {way.plan.schedule} would take {seconds_text(way.seconds)} a batch, not {seconds_text(mine)}"
-    splits = case.profile.splits
+    splits, typed = case.profile.splits, f"train --schedule '{way.plan.schedule}'"
     if micro_batches is None and splits != "exact":
         why = "nobody tried whether a batch is the mean of its parts" if splits == "untried" else splits
-        said = f"{gain}, but not by price: {why}. Cut micro-batches yourself and name the schedule"
+        said = f"{gain}, but not by price: {why}. Cut micro-batches yourself and name the schedule ({typed})"
     else:
-        said = f"{gain} and equals one process with the same micro-batches: {HOW}"
+        said = f"{gain} and equals one process with the same micro-batches: {HOW} ({typed})"
     return replace(plain, notes=(*plain.notes, said))
 
 

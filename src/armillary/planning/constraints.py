@@ -23,6 +23,7 @@ from armillary.planning.parallax import PLAIN
 
 __all__ = [
     "allows",
+    "departs",
     "layout_of",
     "names_of",
     "needs_rows",
@@ -46,6 +47,14 @@ def allows(constraint: Constraint | None, choice: Choice) -> bool:
     if isinstance(constraint, Choice):
         return constraint == choice
     return constraint == (layout_of(choice) if constraint in LAYOUTS else choice.name)
+
+
+def departs(constraint: Constraint) -> bool:
+    """Whether what is demanded is not exact."""
+    choice, entries = Choice(constraint) if isinstance(constraint, str) else constraint, dense_exchanges()
+    if choice.name in row_exchanges():
+        return bool(build_row(choice.name, **choice.options).codes.departs)
+    return choice.name in entries and bool(entries[choice.name].departs)
 
 
 def matching(pattern: str, parameters: Sequence[ParameterFact]) -> list[ParameterFact]:

@@ -7,15 +7,20 @@ will last, and what the plan brings over the way that needs no plan.
 from dataclasses import replace
 
 from armillary.facts.plan import SIMULTANEOUS, Plan
+from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.planning.assembly import groups
 from armillary.planning.bucket_sizes import sizes
 from armillary.planning.candidates import Question, candidate
+from armillary.planning.fitting import needed_bytes
 from armillary.planning.parallax import PLAIN
+from armillary.planning.peak import peak_bytes
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.schedules.registry import options_of, owns_loop
 
-__all__ = ["all_reduce_seconds", "with_expected"]
+__all__ = ["all_reduce_seconds", "with_expected", "with_slower_said"]
+
+SLOWER = 1.02  # times: forecasts do not tell less apart
 
 
 def with_expected(plan: Plan, case: Case) -> Plan:
@@ -38,10 +43,42 @@ def with_expected(plan: Plan, case: Case) -> Plan:
 def all_reduce_seconds(plan: Plan, case: Case) -> float:
     """A step that takes one batch a worker and sends every gradient whole, in buckets of the best size; whether it fits
     in memory or not."""
+    return min(simulate(one, case).step_seconds for one in _all_reducing(plan, case))
+
+
+def with_slower_said(plan: Plan, case: Case, is_constrained: bool) -> Plan:
+    """The plan with the reason, if its step is expected to take longer than plain all-reduce.
+
+    Args:
+        plan: with what is expected. is_constrained: whether something in it is demanded.
+    """
+    mine, other = seconds_text(plan.step_seconds), seconds_text(plan.all_reduce_seconds)
+    if plan.step_seconds <= SLOWER * plan.all_reduce_seconds or mine == other:
+        return plan
+    note = f"slower than plain all-reduce ({mine}, not {other}): {_why_slower(plan, case, is_constrained)}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _why_slower(plan: Plan, case: Case, is_constrained: bool) -> str:
+    needed = min(needed_bytes(one, case) for one in _all_reducing(plan, case))
+    if needed > case.topology.memory_bytes:
+        return f"that would not fit in memory, as it needs {bytes_text(needed)}"
+    if is_constrained:
+        return "constraints (--exchange, --replicate) ask for it"
+    less = needed - needed_bytes(plan, case)
+    if less > 0:
+        return f"it needs {bytes_text(less)} less memory, and alone its exchanges are priced about as low"
+    return "prices of exchanges hide nothing behind compute; autotune=4 (train --autotune 4) times both"
+
+
+def _all_reducing(plan: Plan, case: Case) -> list[Plan]:
+    """A plan for the same that sends every gradient whole, in buckets of every size."""
     found = []
     for limits in sizes(case.topology.backend):
         question = Question(case, {}, frozenset(), limits)
         ways = {fact.name: candidate(fact, PLAIN["replicated"], question) for fact in question.trained}
         buckets = groups(ways, dict.fromkeys(ways, ""), question)
-        found.append(replace(plan, groups=buckets, schedule=SIMULTANEOUS, stages=(), consensus="same"))
-    return min(simulate(one, case).step_seconds for one in found)
+        peak = peak_bytes(buckets, case)
+        whole = replace(plan, groups=buckets, schedule=SIMULTANEOUS, stages=(), consensus="same", activation_bytes=peak)
+        found.append(whole)
+    return found

@@ -26,20 +26,20 @@ from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
 from armillary.planning.choosing import cheapest
-from armillary.planning.constraints import allows, names_of, resolve
+from armillary.planning.constraints import allows, departs, names_of, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
-from armillary.planning.expected import with_expected
+from armillary.planning.expected import with_expected, with_slower_said
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_too_large
 from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
-from armillary.planning.prefetch import prefetching, prefetching_by_price, with_prospect
+from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
 from armillary.planning.rule import PRICE
-from armillary.planning.savings import with_edges_weighed, with_savings, with_taken
+from armillary.planning.savings import with_edges_weighed, with_named_weighed, with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
 from armillary.planning.staged_request import staged_request
 from armillary.planning.uncut_plan import plan_uncut
@@ -131,7 +131,7 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
         if not ways:
             raise
         return ways[0].told(case)
-    plain = with_expected(_prefetched(plain, request, case), case)
+    plain = _weighed(with_expected(_prefetched(plain, request, case), case), request, case)
     if not is_free or topology.workers == 1:
         return plain
     way = quickest(case, micro_batches) if may_take else None
@@ -143,12 +143,31 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
 def _prefetched(made: Plan, request: PlanRequest, case: Case) -> Plan:
     if request.prefetch is False:
         return made
-    ahead = prefetching if request.prefetch else prefetching_by_price
+    ahead = prefetching_as_asked if request.prefetch else prefetching_by_price
     return ahead(made, case.profile, case.topology)
+
+
+def _weighed(made: Plan, request: PlanRequest, case: Case) -> Plan:
+    """The plan with a note where an exact one would be quicker than what is named, or else plain all-reduce."""
+    exactly = {pattern: way for pattern, way in request.constraints.items() if not departs(way)}
+    if made.departures and len(exactly) < len(request.constraints) and made.workers > 1:
+        asked = replace(request, constraints=exactly, allow=())
+        try:
+            exact = _bucketings(case, asked)[0]
+        except NothingFits:
+            return made
+        return with_named_weighed(made, with_expected(_prefetched(exact, asked, case), case))
+    return with_slower_said(made, case, bool(request.constraints))
 
 
 def bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
     """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first."""
+    first, *others = _bucketings(case, request)
+    return with_savings(first, _question(case, request), request.allow), *others
+
+
+def _bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
+    """Without a word of what is not exact."""
     question, topology = _question(case, request), case.topology
     options = menu(question)
     free = cheapest(options, topology)
@@ -156,8 +175,7 @@ def bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
     made = by_clock([_written(chosen, reasons, one, request.mean) for one in sized], case)
-    first, *others = (with_prospect(one, case) for one in made)
-    return with_savings(first, question, request.allow), *others
+    return tuple(with_prospect(one, case) for one in made)
 
 
 def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerSearch] = NONE_SEARCHED) -> Plan:

@@ -23,11 +23,19 @@ from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_f
 from armillary.planning.simulator import simulate
 from armillary.planning.traffic import staying_share
 
-__all__ = ["prefetchable", "prefetching", "prefetching_by_price", "with_announcements", "with_prospect"]
+__all__ = [
+    "prefetchable",
+    "prefetching",
+    "prefetching_as_asked",
+    "prefetching_by_price",
+    "with_announcements",
+    "with_prospect",
+]
 
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that prefetch is prefetched"
 PROSPECT = "prefetch is off"
 BY_PRICE = "prefetch was taken by price, since the loader is torch's own; prefetch=False leaves it"
+NO_TABLE = "prefetch was asked for and is not taken: no table of this plan is dealt out by row"
 WORTH = 1.02  # a gain below it is none: the clock knows neither waits nor crowds
 
 
@@ -55,16 +63,27 @@ def prefetching(plan: Plan, profile: Profile, topology: Topology, *, may_wait: b
     return replace(ahead, notes=(*notes, NOTE, _gain(before_seconds, ahead, case)))
 
 
+def prefetching_as_asked(plan: Plan, profile: Profile, topology: Topology) -> Plan:
+    """The same plan looking ahead; or with a note why nothing does."""
+    ahead = prefetching(plan, profile, topology)
+    return replace(plan, notes=(*plan.notes, NO_TABLE)) if ahead is plan else ahead
+
+
 def prefetching_by_price(plan: Plan, profile: Profile, topology: Topology) -> Plan:
-    """The same plan looking ahead if a step against a clock is shorter for it, else the plan itself; arguments as
-    `prefetching`'s. No gradient waits: nobody asked for what that demands of the loop."""
+    """The same plan looking ahead if a step against a clock is shorter for it, else with a note of what it would be;
+    arguments as `prefetching`'s. No gradient waits: nobody asked for what that demands of the loop."""
     ahead = prefetching(plan, profile, topology, may_wait=False)
     if ahead is plan or plan.workers == 1:
         return plan
     case = Case(profile, topology, assumptions_behind(plan))
-    if simulate(plan, case).step_seconds < WORTH * simulate(ahead, case).step_seconds:
+    before_seconds = simulate(plan, case).step_seconds
+    if before_seconds >= WORTH * simulate(ahead, case).step_seconds:
+        return replace(ahead, notes=(*ahead.notes, BY_PRICE))
+    if any(note.startswith(PROSPECT) for note in plan.notes):  # which says how it would pay
         return plan
-    return replace(ahead, notes=(*ahead.notes, BY_PRICE))
+    return replace(
+        plan, notes=(*plan.notes, f"{PROSPECT}, as it brings too little: {_steps(before_seconds, ahead, case)}")
+    )
 
 
 def with_prospect(plan: Plan, case: Case) -> Plan:
@@ -75,19 +94,25 @@ def with_prospect(plan: Plan, case: Case) -> Plan:
     before_seconds, ahead = simulate(plan, case).step_seconds, _prefetching_plan(plan, names, case)
     if before_seconds < WORTH * simulate(ahead, case).step_seconds:
         return plan
-    how = "parallelize(..., prefetch=True), for loops over run.batches"
+    how = "parallelize(..., prefetch=True) or train --autotune 4, for loops over run.batches"
     return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {_gain(before_seconds, ahead, case)}"))
 
 
 def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:
     """What a step takes against a clock, and what that rests on."""
-    after, before = seconds_text(simulate(ahead, case).step_seconds), seconds_text(before_seconds)
     rows = {"rows": 1, "gradients": 2}
     stays = _shares(ahead, rows, case)
     early = f"; rows that may go before the step: {stays}" if stays else ""
     rests = _shares(ahead, {"gradients": 1}, case)
     waiting = f"; gradients that may follow it: {rests}" if rests else ""
-    return f"simulated step {after} with it, {before} without{early}{waiting}"
+    return f"{_steps(before_seconds, ahead, case)}{early}{waiting}"
+
+
+def _steps(before_seconds: float, ahead: Plan, case: Case) -> str:
+    after, before = seconds_text(simulate(ahead, case).step_seconds), seconds_text(before_seconds)
+    if after == before:
+        return f"simulated step {after} with prefetch and without"
+    return f"simulated step {after} with prefetch, {before} without"
 
 
 def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:

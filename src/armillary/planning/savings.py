@@ -21,9 +21,10 @@ from armillary.planning.fitting import needed_bytes
 from armillary.planning.pricing import Case, dense_forecast
 from armillary.planning.simulator import simulate
 
-__all__ = ["with_edges_weighed", "with_savings", "with_taken"]
+__all__ = ["with_edges_weighed", "with_named_weighed", "with_savings", "with_taken"]
 
 WORTH_SAYING = 1.15
+WORTH_CHANGING = 0.02  # of a step: forecasts do not tell less apart
 NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
 CODED_ROWS = (
     "rows are rounded or thinned where they travel; what a code leaves out is lost, the owner's row is as it was"
@@ -74,10 +75,30 @@ def with_edges_weighed(plan: Plan, uncoded: Plan) -> Plan:
     coded, bare = plan.step_seconds, uncoded.step_seconds
     if not coded or not bare or bare / coded >= WORTH_SAYING:
         return plan
+    mine, plain = seconds_text(coded), seconds_text(bare)
+    steps = f"simulated step {mine}, without them {plain}, exactly"
+    if mine == plain:
+        steps = f"simulated step {mine}, and without them the same, exactly"
+    less = f"; less than {WORTH_SAYING - 1:.0%} is no help" if coded < bare and mine != plain else ""
+    return replace(plan, notes=(*plan.notes, f"coded edges do not help at these links: {steps}{less}"))
+
+
+def with_named_weighed(plan: Plan, exact: Plan) -> Plan:
+    """The plan with a note where it is slower than the exact one by what it names that departs.
+
+    Args:
+        exact: the same without what is named; both with what a step is expected to take.
+    """
+    saved = 1 - exact.step_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    mine, other = seconds_text(plan.step_seconds), seconds_text(exact.step_seconds)
+    if saved < WORTH_CHANGING or mine == other:
+        return plan
+    named = [*_taken(plan), *_coded_rows(plan)]
+    departing = {name for group in plan.groups if group.exchange in named for name in group.parameters}
+    ways = dict.fromkeys(str(group.exchange) for group in exact.groups if departing.intersection(group.parameters))
     note = (
-        f"coded edges do not help at these links: simulated step {seconds_text(coded)}, without them "
-        f"{seconds_text(bare)}, exactly"
-        f"{f'; less than {WORTH_SAYING - 1:.0%} is no help' if coded < bare else ''}"
+        f"quicker at these links, and exact: {', '.join(ways)}, simulated step {other} instead of {mine} ({saved:.0%} "
+        f"less). To take it, drop {', '.join(map(str, named))} from constraints (--exchange)"
     )
     return replace(plan, notes=(*plan.notes, note))
 
@@ -112,8 +133,9 @@ def _note(ways: Sequence[_Way], now: float) -> str:
     if now / best.seconds < WORTH_SAYING:
         quickest = min(ways, key=lambda way: way.seconds)
         return f"nothing {words} helps at these links: the quickest would be {quickest.choice}, {_steps(quickest, now)}"
-    demand = f"name it: constraints={{'*': Choice.parse({str(best.choice)!r})}}"
-    ask = f"plan with allow={best.departs!r}, or {demand}" if set(best.departs) <= set(MAY_BE_ALLOWED) else demand
+    ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
+    if set(best.departs) <= set(MAY_BE_ALLOWED):
+        ask = f"allow={best.departs!r} (--allow {' --allow '.join(best.departs)}), or {ask}"
     more = "".join(
         f"; {way.choice} {now / way.seconds:.1f}x" for way in sorted(others, key=lambda way: way.seconds)[:1]
     )
@@ -124,7 +146,8 @@ def _note(ways: Sequence[_Way], now: float) -> str:
 
 
 def _steps(way: _Way, now: float) -> str:
-    return f"simulated step {seconds_text(way.seconds)} instead of {seconds_text(now)}"
+    mine, before = seconds_text(way.seconds), seconds_text(now)
+    return "the simulated step as long" if mine == before else f"simulated step {mine} instead of {before}"
 
 
 def _taken(plan: Plan) -> list[Choice]:

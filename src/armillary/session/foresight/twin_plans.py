@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.rows import RowCode
-from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_dense, build_row, row_exchanges
 from armillary.facts.choice import Choice
 from armillary.facts.departure import DEPARTURES
 from armillary.facts.plan import Plan
 from armillary.facts.topology import Topology
-from armillary.planning.demand import Constraint
+from armillary.planning.constraints import departs
 from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
@@ -137,7 +137,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     finally:
         torch.set_num_threads(threads)
     case = Case(found, asked.topology, assumptions_of(subject.optimizer, subject.model))
-    exactly = {pattern: way for pattern, way in asked.request.constraints.items() if not _departs(way)}
+    exactly = {pattern: way for pattern, way in asked.request.constraints.items() if not departs(way)}
     exact_request = replace(asked.request, constraints=exactly, allow=(), edge=None, edge_back=None)
     plans = tuple(make_plan(case, one) for one in (exact_request, asked.request))
     shared = tuple(_departing(plans[1]))
@@ -155,13 +155,6 @@ def _side(plan: Plan, case: Case) -> Side:
         coded = (("edge", stage.edge), ("edge back", stage.edge_back))
         ways += [f"{name} {choice}" for name, choice in coded if choice is not None]
     return Side(", ".join(dict.fromkeys(ways)), played.step_seconds, sum(played.sent_bytes.values()))
-
-
-def _departs(way: Constraint) -> bool:
-    choice, entries = Choice(way) if isinstance(way, str) else way, dense_exchanges()
-    if choice.name in row_exchanges():
-        return bool(build_row(choice.name, **choice.options).codes.departs)
-    return choice.name in entries and bool(entries[choice.name].departs)
 
 
 def _departing(plan: Plan) -> list[SharedGroup]:
