@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 import armillary
 import face
 from armillary.cli.main import app
+from armillary.cli.show import ProgressLine
+from armillary.session.events import Evaluated, Progress
 
 PAGE, TERMINAL = 100, 80
 DRAWN = {"COLUMNS": str(TERMINAL), "FORCE_COLOR": "1", "TERM": "xterm"}
@@ -130,6 +132,23 @@ def test_in_a_file_progress_is_one_line_each_time_and_the_last_comes_once(here, 
     assert max(map(len, lines)) > PAGE and "\r" not in run
     (saved,) = [line for line in run.splitlines() if line.startswith("saved step 30: ")]
     assert saved.endswith("/checkpoints/step-00000030")
+
+
+def test_the_time_left_is_of_steps_and_evaluations_to_come_each_at_its_own_pace():
+    """100 steps of a second, a look at held-out data of 30 after every 10; planning took 500."""
+    now = [0.0]
+    line = ProgressLine(100, "samples", lambda: now[0])
+    now[0] += 500.0
+    line.passed()
+    now[0] += 10.0
+    line.take(Progress(10, 1.0, 1.0, 1.0))
+    assert "| 1:30 left |" in line.text()  # nobody knows yet how long a look takes
+    now[0] += 30.0
+    line.take(Evaluated(10, {"loss": 1.0}, is_whole=False))
+    assert "| 6:00 left |" in line.text()
+    now[0] += 10.0
+    line.take(Progress(20, 1.0, 1.0, 1.0))
+    assert "| 5:50 left |" in line.text()
 
 
 def test_the_first_lines_say_what_will_be_done_and_what_it_takes_beside_plain_all_reduce(here):

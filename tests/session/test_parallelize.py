@@ -1,6 +1,7 @@
 """One call plans for the job and attaches; what the user wishes is in the plan."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -170,3 +171,10 @@ def step_by_closure(rank, workers, has_batches):
 @pytest.mark.parametrize("has_batches", [True, False])
 def test_one_call_plans_for_an_optimizer_that_steps_by_a_closure(crew, has_batches):
     assert max(crew(2).run(step_by_closure, has_batches)) < 1e-10
+
+
+def test_help_has_a_line_for_every_argument():
+    lines = inspect.getdoc(parallelize).splitlines()
+    told = {name.strip() for line in lines if ": " in line for name in line.split(": ")[0].split(",")}
+    assert set(inspect.signature(parallelize).parameters) - {"optimizer"} <= told
+    assert any(" optimizer: " in line for line in lines)  # beside the model

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from armillary.session.events import (
 )
 from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
+from armillary.session.settings import glance_steps
 
 __all__ = ["ProgressLine", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
 
@@ -66,6 +67,8 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
 
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for event in events:
+            if not isinstance(event, Progress | Evaluated):
+                line.passed()  # planning and saving are no part of a step
             match event:
                 case Decided():
                     put(console, decided_page(event, is_verbose))
@@ -93,30 +96,39 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
 class ProgressLine:
     """The line that moves: the latest of everything."""
 
-    def __init__(self, steps: int, unit: str):
-        self.steps, self.unit = steps, unit
-        self.step = self.first = 0
-        self.began_seconds = self.said_seconds = time.monotonic()
+    def __init__(self, steps: int, unit: str, clock: Callable[[], float] = time.monotonic):
+        self.steps, self.unit, self.clock = steps, unit, clock
+        self.step = self.first = self.looks = 0
+        self.seen_seconds = self.said_seconds = clock()
+        self.training_seconds = self.looking_seconds = 0.0
         self.parts: dict[str, str] = {}
 
     def begin(self, step: int) -> None:
         self.step = self.first = step
 
+    def passed(self) -> float:
+        """Seconds since it was last asked; between two events the run did what the second tells of."""
+        before, self.seen_seconds = self.seen_seconds, self.clock()
+        return self.seen_seconds - before
+
     def take(self, event: Progress | Evaluated) -> None:
         self.step = event.step
         if isinstance(event, Evaluated):
+            self.looking_seconds += self.passed()
+            self.looks += 1
             name, value = list(event.metrics.items())[-1]
             self.parts["held out"] = (
                 f"held-out {name.replace('_', ' ')} {value:.4g}{'' if event.is_whole else ' (sample)'}"
             )
         else:
+            self.training_seconds += self.passed()
             self.parts["rate"] = f"{count_text(event.samples_per_second)} {self.unit}/s"
             self.parts["loss"] = f"loss {event.loss:.3f}"
             self.parts["sent"] = f"{event.sent_bytes / 1e6:.2f} MB sent/step"
 
     def is_due(self) -> bool:
         """Whether it is time for another line where lines do not move. The last one is left to the end of the run."""
-        now = time.monotonic()
+        now = self.clock()
         if self.step == self.steps or now - self.said_seconds < LINE_SECONDS:
             return False
         self.said_seconds = now
@@ -134,9 +146,13 @@ class ProgressLine:
         return row
 
     def _left(self) -> str:
-        spent = time.monotonic() - self.began_seconds
-        done = self.step - self.first
-        seconds = round(spent * (self.steps - self.step) / done) if done else 0
+        """Of the steps and the short evaluations that are still to come, each as long as those before."""
+        done, more = self.step - self.first, self.steps - self.step
+        to_train = self.training_seconds * more / done if done else 0.0
+        each = glance_steps(self.steps)
+        looks_to_come = -(-self.steps // each) - self.first // each - self.looks
+        to_look = self.looking_seconds * looks_to_come / self.looks if self.looks else 0.0
+        seconds = round(to_train + to_look) if more else 0
         return f"{seconds // 60}:{seconds % 60:02}"
 
 

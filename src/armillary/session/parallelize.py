@@ -84,11 +84,26 @@ def parallelize(
     With them, the plan is made before the first step, and nothing is trained on the batches. Models on the meta device,
     those that do not fit whole, schedules that own the loop and `autotune` need it.
 
-    Args:
-        batches, loss, and all up to edge_back: as in `auto_plan`. `micro_batches`, `autotune`, `steps_by_run` and a
-            `schedule` go with batches and loss.
-        scaler, report_after, timeout, check_order, check_data, check_finite, broadcast_buffers, process_group: as in
-            `attach`.
+    Args (more in `auto_plan`, and from scaler on in `attach`):
+        model: an ordinary module on this rank. optimizer: over its parameters, or several, each parameter in one.
+        batches, loss: as one worker sees them, and loss(model, batch) -> scalar tensor; both, or none.
+        constraints: name, alias or glob pattern -> layout, exchange name, or a `Choice` with options.
+        lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
+        mean: over "workers", or over the "weights" that the loop declares by `run.weigh`.
+        schedule: by its registry name, as in Choice("ring", {"slack": 1}); with batches and loss.
+        prefetch: whether look-ups of the next batches leave early in a loop over `run.batches`; None: by price.
+        autotune: how many of the best plans are timed in this job; with batches and loss.
+        steps_by_run: steps are taken by `run.step`, so a schedule may be chosen by price; with batches and loss.
+        micro_batches: of a step, where the caller cuts them; with batches and loss.
+        allow: departures from exact among which price may choose: ("lossy",) or none.
+        rule: "price", or "parallax": tables read by row go by their owners, the rest by all-reduce.
+        edge, edge_back: codecs of what stages of a pipeline hand on and get back (NOT exact).
+        scaler: the loop's GradScaler: ranks then agree on skipped steps.
+        report_after, timeout: seconds of one wait until it is told who stands where, and until it is an error.
+        check_order, check_data: compare across ranks every request before it is made (slow), and the first batches.
+        check_finite: a gradient that is not finite ends the backward, and the error names rank and parameters.
+        broadcast_buffers: rank 0's buffers reach all ranks after every step.
+        process_group: the ranks that train; None: all of the job.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
@@ -97,13 +112,13 @@ def parallelize(
     request = PlanRequest(
         constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
-    patience = Patience(report_after, timeout)
+    connecting = Connecting(Patience(report_after, timeout), check_order, process_group)
     job = TrainJob(
         model, as_one(optimizer), scaler=scaler, check_data=check_data, check_finite=check_finite,
         broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     if batches is None and loss is None:
-        return _watched(job, JobRequest(request, autotune=autotune), Connecting(patience, check_order, process_group))
+        return _watched(job, JobRequest(request, autotune=autotune), connecting)
     if batches is None or loss is None:
         there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
         raise ValueError(
@@ -111,13 +126,7 @@ def parallelize(
             "plan from the first two steps of the loop"
         )
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
-    decided = decide(subject, JobRequest(_over(request, batches), autotune=autotune), process_group, patience)
-    return attach(
-        decided.plan, model, optimizer, loss=loss, example=next(iter(subject.draw(1))), topology=decided.topology,
-        profile=decided.profile,
-        scaler=scaler, report_after=report_after, timeout=timeout, check_order=check_order, check_data=check_data,
-        check_finite=check_finite, broadcast_buffers=broadcast_buffers, process_group=process_group,
-    )  # fmt: skip
+    return _planned(job, subject, JobRequest(_over(request, batches), autotune=autotune), connecting)
 
 
 class Connecting(NamedTuple):
@@ -126,6 +135,18 @@ class Connecting(NamedTuple):
     patience: Patience
     check_order: bool
     process_group: Any
+
+
+def _planned(job: TrainJob, subject: Subject, request: JobRequest, connecting: Connecting) -> Run:
+    """Under a plan that is made before the first step."""
+    patience, check_order, process_group = connecting
+    decided = decide(subject, request, process_group, patience)
+    return attach(
+        decided.plan, subject.model, subject.optimizer, loss=subject.loss, example=next(iter(subject.draw(1))),
+        topology=decided.topology, profile=decided.profile, scaler=job.scaler, report_after=patience.report_after,
+        timeout=patience.timeout, check_order=check_order, check_data=job.check_data, check_finite=job.check_finite,
+        broadcast_buffers=job.broadcast_buffers, process_group=process_group,
+    )  # fmt: skip
 
 
 def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:

@@ -20,7 +20,9 @@ from armillary.session.traced import everyones_trace
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 
-IN_FLIGHT = "time: of a group in flight, since the last rank had asked; the plan's own is of the group alone"
+LEGEND = """under ":" what was measured, left of it the forecast; sent, memory: per worker and step, the mean over
+workers in all steps of this plan; time: of a group in flight, since the last rank had asked, the
+median of the last steps; the plan's own is of the group alone"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Report:
         if self.step_seconds and self.forecast_seconds:
             rest = _left(self.forecast_seconds - forecast.seconds), _left(self.step_seconds - measured.seconds)
             table = replace(table, rows=[*table.rows, ("rest of the step", *[""] * 5, *rest)])
-        text = f"after {self.steps} steps{self._step_words()}\n{table}\n{IN_FLIGHT}"
+        text = f"after {self.steps} steps{self._step_words()}\n{table}\n{LEGEND}"
         parts = [_edge_table(self.edges)] if self.edges else []
         parts += [health_table(self.health)] if self.health else []
         return "\n\n".join(map(str, (text, *parts)))

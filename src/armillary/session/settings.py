@@ -6,12 +6,17 @@ from pathlib import Path
 from armillary.session.decide import JobRequest
 from armillary.session.folder import CHECKPOINTS
 
-__all__ = ["GLANCES", "GLANCE_BATCHES", "PROGRESS_STEPS", "WATCHED_STEP", "Settings"]
+__all__ = ["GLANCE_BATCHES", "PROGRESS_STEPS", "WATCHED_STEP", "Settings", "glance_steps"]
 
 PROGRESS_STEPS = 10
 WATCHED_STEP = 5  # under a plan, or its last: late enough that all state is there and prefetch is under way
 GLANCES = 10  # short evaluations during a run, of this many batches per rank
 GLANCE_BATCHES = 2
+
+
+def glance_steps(steps: int) -> int:
+    """From one short evaluation to the next; one more follows the last step."""
+    return max(PROGRESS_STEPS, steps // GLANCES)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from armillary.session.rebalance import owners_of, restore_owners
 from armillary.session.report import compare
 from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
-from armillary.session.settings import GLANCE_BATCHES, GLANCES, PROGRESS_STEPS, WATCHED_STEP, Settings
+from armillary.session.settings import GLANCE_BATCHES, PROGRESS_STEPS, WATCHED_STEP, Settings, glance_steps
 from armillary.session.tally import Tally
 from armillary.session.traced import everyones_trace
 from armillary.session.workload import Batch, Workload, baseline
@@ -237,8 +237,8 @@ class Training:
             self._learn_of(self.job.drained())
         if self.step % PROGRESS_STEPS == 0 or is_last:
             yield self._told(self._progress())
-        glance_steps = max(PROGRESS_STEPS, self.settings.steps // GLANCES)
-        if self.step % glance_steps == 0 or is_last:  # beside all of the split, of which a glance is an estimate
+        is_due = self.step % glance_steps(self.settings.steps) == 0
+        if is_due or is_last:  # beside all of the split, of which a glance is an estimate
             yield self._told(Evaluated(self.step, self._evaluate(is_whole=False), is_whole=False))
         if not is_last and self._is_save_due():
             self.saves += 1

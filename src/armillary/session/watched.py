@@ -52,6 +52,7 @@ NOTE = (
     "too small; parallelize(model, optimizer, batches, loss) profiles both before the first step"
 )
 
+IN_VAIN = "gradients of {} travel in vain: no optimizer holds them; freeze them, or add them"
 TAKEN = "the run goes on under the plan of the checkpoint, at once"
 NOT_TAKEN = "the plan of the checkpoint is not gone on with: {}; the first steps are watched, and a plan is made anew"
 
@@ -140,11 +141,7 @@ class Watched:
         prefetch = self.request.prefetch if self.request.prefetch is not None or loop.first.is_plain else False
         made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
         lacking = unheld(loop.model, loop.optimizer)
-        vain = (
-            [f"gradients of {', '.join(lacking)} travel in vain: no optimizer holds them; freeze them, or add them"]
-            if lacking
-            else []
-        )
+        vain = [IN_VAIN.format(", ".join(lacking))] if lacking else []
         return replace(made, notes=(*made.notes, NOTE, *vain)).to_json(), case.profile.to_json()
 
     def _why_unfit(self, plan: Plan, loop: UserLoop) -> str:
