@@ -138,7 +138,7 @@ def said_of_fixed(rank, world, deeds, plan):
 def test_what_keeps_a_table_from_becoming_a_handle_is_refused_by_name_and_works_when_it_is_gone(crew):
     for said in crew(2).run(said_of_fixed, list(FIXED), plan_of(Reader, "owned_rows")):
         for one, word in zip(said, FIXED.values(), strict=True):
-            assert "rank 1" in one and TABLE in one and word in one and "replicated" in one, one
+            assert "rank 1" in one and TABLE in one and word in one and "all_reduce" in one, one
 
 
 @pytest.mark.parametrize("deed", FIXED)

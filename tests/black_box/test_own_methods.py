@@ -219,15 +219,15 @@ REFUSED = {
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_options_that_a_factory_of_the_users_own_refuses_are_refused_in_one_line(own, way, command):
     text, said = REFUSED[way]
-    (own[1] / "mine.py").write_text(text)
-    ended = face.command(command, own[0] / "plain.py", "--import", "mine.py", way, folder=own[1])
+    (own[1] / "of_users_own.py").write_text(text)
+    ended = face.command(command, own[0] / "plain.py", "--import", "of_users_own.py", way, folder=own[1])
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended
-    assert ended.err.startswith(f"error: {said}") and "mine.py, line " in ended.err
+    assert ended.err.startswith(f"error: {said}") and "of_users_own.py, line " in ended.err
 
 
 def test_a_codec_that_raises_as_it_is_used_is_named_in_one_line(own):
-    (own[1] / "mine.py").write_text(RAISING)
-    way = ("verify", own[0] / "plain.py", "--import", "mine.py", "--exchange", "halves=*")
+    (own[1] / "of_users_own.py").write_text(RAISING)
+    way = ("verify", own[0] / "plain.py", "--import", "of_users_own.py", "--exchange", "halves=*")
     reasons = [one.reason for one in face.command_in_job(2, *way, folder=own[1]) if one.reason]
     said = "codec halves: <lambda> raises ZeroDivisionError: division by zero ("
     assert reasons and all(json.loads(one)["message"]["message"].startswith(said) for one in reasons), reasons

@@ -174,7 +174,9 @@ def test_a_script_leaves_a_folder_that_compare_reads_and_a_wrong_forecast_is_fou
     told = face.command("compare", "mine", "--json", *loose, folder=tmp_path)
     assert told.code == 0, told
     lines = {line["group"]: line for line in json.loads(told.out)["lines"]}
-    all_, rest = (line.split()[-2:] for line in str(report).splitlines()[-3:-1])
+    said = str(report).splitlines()
+    last = next(place for place, line in enumerate(said) if line.startswith("rest of the step"))
+    all_, rest = (line.split()[-2:] for line in said[last - 1 : last + 1])
     for whole, flown, left_over in zip((report.forecast_seconds, report.step_seconds), all_, rest, strict=True):
         assert left_over == "-" or float(flown) + float(left_over) == pytest.approx(whole * 1e3, abs=0.011)
     other = next(line for line in report.lines if line.group == "other requests")

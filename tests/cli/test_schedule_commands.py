@@ -42,7 +42,8 @@ def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_
     assert (code, err) == (0, "")
     made = Plan.load(out_file)
     picture = options_of(made).picture()
-    assert parse(out[out.index("cyclic: 3 workers, 3 stages, 3 micro-batches") :]) == parse(picture)
+    drawn, _, written = out[out.index("cyclic: 3 workers, 3 stages, 3 micro-batches") :].partition("written: ")
+    assert parse(drawn) == parse(picture) and out_file.name in written
     assert "NOT exact: 67% of the pairs" in out and "gradient accumulation" in out
     assert (made.workers, made.schedule.options["slack"]) == (1, 1)
     code, out, err = armillary("train", *VISION, "--plan", out_file, "--workers", "1", "--steps", "2")

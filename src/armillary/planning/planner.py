@@ -153,7 +153,7 @@ def _weighed(made: Plan, request: PlanRequest, case: Case) -> Plan:
     if made.departures and len(exactly) < len(request.constraints) and made.workers > 1:
         asked = replace(request, constraints=exactly, allow=())
         try:
-            exact = _bucketings(case, asked)[0]
+            exact = _bucketings(_question(case, asked), asked.mean)[0]
         except NothingFits:
             return made
         return with_named_weighed(made, with_expected(_prefetched(exact, asked, case), case))
@@ -162,19 +162,20 @@ def _weighed(made: Plan, request: PlanRequest, case: Case) -> Plan:
 
 def bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
     """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first."""
-    first, *others = _bucketings(case, request)
-    return with_savings(first, _question(case, request), request.allow), *others
+    question = _question(case, request)
+    first, *others = _bucketings(question, request.mean)
+    return with_savings(first, question, request.allow), *others
 
 
-def _bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
+def _bucketings(question: Question, mean: Mean) -> tuple[Plan, ...]:
     """Without a word of what is not exact."""
-    question, topology = _question(case, request), case.topology
+    case, topology = question.case, question.case.topology
     options = menu(question)
     free = cheapest(options, topology)
     chosen = fit(free, options, question)
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
-    made = by_clock([_written(chosen, reasons, one, request.mean) for one in sized], case)
+    made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
     return tuple(with_prospect(one, case) for one in made)
 
 

@@ -102,8 +102,7 @@ def parallelize(
         report_after, timeout: seconds of one wait until it is told who stands where, and until it is an error.
         check_order, check_data: compare across ranks every request before it is made (slow), and the first batches.
         check_finite: a gradient that is not finite ends the backward, and the error names rank and parameters.
-        broadcast_buffers: rank 0's buffers reach all ranks after every step.
-        process_group: the ranks that train; None: all of the job.
+        broadcast_buffers: rank 0's reach all ranks after every step. process_group: those that train; None: all.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
@@ -126,7 +125,8 @@ def parallelize(
             "plan from the first two steps of the loop"
         )
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
-    return _planned(job, subject, JobRequest(_over(request, batches), autotune=autotune), connecting)
+    asked = JobRequest(_over(request, batches), autotune=autotune)
+    return _begun(job, subject, decide(subject, asked, process_group, connecting.patience), connecting)
 
 
 class Connecting(NamedTuple):
@@ -137,10 +137,9 @@ class Connecting(NamedTuple):
     process_group: Any
 
 
-def _planned(job: TrainJob, subject: Subject, request: JobRequest, connecting: Connecting) -> Run:
-    """Under a plan that is made before the first step."""
+def _begun(job: TrainJob, subject: Subject, decided: Decided, connecting: Connecting) -> Run:
+    """Under a plan that was made before the first step."""
     patience, check_order, process_group = connecting
-    decided = decide(subject, request, process_group, patience)
     return attach(
         decided.plan, subject.model, subject.optimizer, loss=subject.loss, example=next(iter(subject.draw(1))),
         topology=decided.topology, profile=decided.profile, scaler=job.scaler, report_after=patience.report_after,
