@@ -102,7 +102,7 @@ def parallelize(
         report_after, timeout: seconds of one wait until it is told who stands where, and until it is an error.
         check_order, check_data: compare across ranks every request before it is made (slow), and the first batches.
         check_finite: a gradient that is not finite ends the backward, and the error names rank and parameters.
-        broadcast_buffers: rank 0's reach all ranks after every step. process_group: those that train; None: all.
+        broadcast_buffers, process_group: rank 0's reach all ranks after every step; the ranks that train, None: all.
 
     Raises:
         ValueError: too few batches, a constraint that cannot be honoured, or a model or optimizer that does not fit.
