@@ -32,10 +32,11 @@ PRELOADED = (
     *(".".join(path.relative_to(OURS.parent).with_suffix("").parts) for path in sorted(OURS.rglob("[a-z]*.py"))),
 )  # fmt: skip
 NUMBERED = range(10_000, 31_997)
+MOST_HELD = 100
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _asked = count()
-_held: deque[socket.socket] = deque(maxlen=100)  # the oldest are closed: their jobs have begun
+_held: deque[socket.socket] = deque()
 
 
 class Ended(NamedTuple):
@@ -67,6 +68,8 @@ def free_port() -> int:
             held.close()
             continue
         _held.append(held)
+        if len(_held) > MOST_HELD:
+            _held.popleft().close()  # its job has begun
         return port
     raise RuntimeError(f"no port of {NUMBERED} is free")
 
