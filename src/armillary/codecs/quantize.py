@@ -49,26 +49,27 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
     levels = (1 << (bits - 1)) - 1
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
-        tops, numbers = list[Tensor](), list[Tensor]()
-        for some in in_blocks(tiled(values, tile), tile):
+        blocks, tops = in_blocks(values, tile), list[Tensor]()
+        rows = [len(some) for some in blocks]
+        numbers = values.new_empty(sum(rows), tile, dtype=torch.int8)  # thrice as fast to make as unsigned ones
+        for some, number in zip(blocks, numbers.split(rows), strict=True):
             exact = some.to(working(values.dtype))
-            top = exact.abs().amax(1, keepdim=True)
-            steps = (exact / torch.where(top > 0, top, 1)).mul_(levels).round_().nan_to_num_(0.0)
-            tops.append(top)
-            numbers.append(steps.to(torch.int8))  # torch makes signed bytes thrice as fast as unsigned ones
-        counted = torch.cat(numbers).view(torch.uint8).add_(levels).view(-1)[: len(values)]
-        return torch.cat([as_bytes(torch.cat(tops).view(-1)), packed(counted, bits)])
+            tops.append(exact.abs().amax(1, keepdim=True))
+            steps = exact / torch.where(tops[-1] > 0, tops[-1], 1)
+            number.copy_(steps.mul_(levels).round_().nan_to_num_(0.0))
+        counted = numbers.view(torch.uint8).view(-1)[: len(values)].add_(levels)
+        return torch.cat([*(as_bytes(top.view(-1)) for top in tops), packed(counted, bits)])
 
     def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
         dtype = working(like.dtype)
         at = -(-n // tile) * dtype.itemsize
-        tops = in_blocks(from_bytes(code[:at], dtype).view(-1, 1), tile)
-        numbers = in_blocks(tiled(unpacked(code[at:], n, bits), tile), tile)
-        found = [
-            some.to(dtype).sub_(levels).div_(levels).mul_(top).to(like.dtype)
-            for some, top in zip(numbers, tops, strict=True)
-        ]
-        return torch.cat(found).view(-1)[:n]
+        blocks = in_blocks(unpacked(code[at:], n, bits), tile)
+        rows = [len(some) for some in blocks]
+        tops = from_bytes(code[:at], dtype).view(-1, 1)
+        found = code.new_empty(sum(rows), tile, dtype=dtype)
+        for some, top, block in zip(blocks, tops.split(rows), found.split(rows), strict=True):
+            block.copy_(some).sub_(levels).div_(levels).mul_(top)
+        return found.view(-1)[:n].to(like.dtype)
 
     def meaning(values: Tensor, draw: Draw) -> Tensor:
         exact, found = values.to(working(values.dtype)), []

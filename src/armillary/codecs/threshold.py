@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import as_bytes, from_bytes, packed, packed_bytes, unpacked
+from armillary.codecs.tiles import as_bytes, from_bytes, packed_bytes, unpacked
 
 __all__ = [
     "add_sparse", "from_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",
@@ -67,9 +67,8 @@ def sparse(values: Tensor, places: Tensor) -> Tensor:
     if form == PLACES:
         parts.append(as_bytes(places.to(torch.int32)))
     elif form == BITMAP:
-        is_kept = torch.zeros(n, dtype=torch.uint8, device=values.device)
-        is_kept[places] = 1
-        parts.append(packed(is_kept, 1))
+        bits = torch.ones((), dtype=torch.uint8, device=values.device) << (places & 7).to(torch.uint8)
+        parts.append(bits.new_zeros(packed_bytes(n, 1)).index_add_(0, places >> 3, bits))
     else:
         kept = torch.zeros_like(values).index_put_((places,), kept)
     return torch.cat([*parts, as_bytes(kept)])
@@ -86,14 +85,14 @@ def add_sparse(total: Tensor, code: Tensor) -> bool:
         return True
     if form == PLACES and len(rest) % (4 + item_bytes) == 0:
         at = 4 * (len(rest) // (4 + item_bytes))
-        places = from_bytes(rest[:at], torch.int32).long()
+        places = from_bytes(rest[:at], torch.int32)
     elif form == BITMAP and len(rest) >= (at := packed_bytes(n, 1)):
         places = unpacked(rest[:at], n, 1).nonzero().view(-1)
         if len(rest) != at + item_bytes * len(places):
             return False
     else:
         return False
-    total[places] += from_bytes(rest[at:], total.dtype)
+    total.index_add_(0, places, from_bytes(rest[at:], total.dtype))
     return True
 
 

@@ -4,7 +4,7 @@ A tile never takes part of its scale from another: so pieces cut between tiles a
 Scales of 16-bit numbers are taken in float32, or they would be as coarse as the numbers.
 """
 
-from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ __all__ = [
     "working",
 ]
 
-BLOCK = 1 << 16  # numbers
+BLOCK = 1 << 18  # numbers: of fewer, slow cores spend more on calls than they save on memory
 Tiles = Tensor  # (tiles, tile): the numbers, and zeros behind them where they do not fill the last tile
 
 
@@ -47,19 +47,18 @@ def within(values: Tensor, dtype: torch.dtype) -> Tensor:
 def tiled(values: Tensor, tile: int) -> Tiles:
     """(n,) -> (ceil(n / tile), tile), the dtype kept."""
     missing = -len(values) % tile
-    return torch.nn.functional.pad(values, (0, missing)).view(-1, tile)
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, tile)
 
 
-def in_blocks(rows: Tensor, tile: int) -> Sequence[Tensor]:
-    """(tiles, any) -> the same rows, those of as many tiles together as a core's cache holds through several passes.
+def in_blocks(values: Tensor, tile: int) -> list[Tiles]:
+    """(n,) -> the same numbers in tiles, of as many together as a core's cache holds through several passes.
 
     Of two million numbers that saves a third of the time: memory is read once, and no large tensor comes and goes.
-
-    Args:
-        rows: one for each tile: its numbers, or what belongs to them. tile: numbers of a tile.
+    Whole tiles are views.
     """
-    found: Sequence[Tensor] = rows.split(max(1, BLOCK // tile))
-    return found
+    whole = len(values) // tile * tile
+    found = list(values[:whole].view(-1, tile).split(max(1, BLOCK // tile))) if whole else []
+    return [*found, tiled(values[whole:], tile)] if whole < len(values) else found
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -78,6 +77,8 @@ def packed_bytes(n: int, bits: int) -> int:
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
     """(n,) uint8 below 2 ** bits -> bytes, the first number in the lowest bits; bits: 1, 2, 4 or 8."""
+    if bits == 8:
+        return numbers
     each = 8 // bits
     columns = tiled(numbers, each)
     code = columns[:, 0].clone()
@@ -88,5 +89,16 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
 
 def unpacked(code: Tensor, n: int, bits: int) -> Tensor:
     """Undoes it: -> (n,) uint8."""
-    shifted = [code >> (place * bits) for place in range(8 // bits)]
-    return torch.stack(shifted, 1).bitwise_and_((1 << bits) - 1).view(-1)[:n]
+    if bits == 8:
+        return code[:n]
+    return _held(bits).to(code.device).index_select(0, code.int()).view(torch.uint8)[:n]
+
+
+@cache
+def _held(bits: int) -> Tensor:
+    """(256,): the numbers in each byte, a byte for each of them, together one whole number: to look it up takes a fifth
+    of the time of shifting."""
+    shifts = torch.arange(0, 8, bits)
+    numbers = torch.arange(256).unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1)
+    wide = {2: torch.int16, 4: torch.int32, 8: torch.int64}[len(shifts)]
+    return numbers.to(torch.uint8).view(wide).view(-1)
