@@ -176,7 +176,7 @@ def verified(rank, workers, plants, schedule=SIMULTANEOUS, tables=("embedding.we
     for plant in (PLANTS.get(name, nullcontext) for name in plants):
         with plant():
             task = find("language_model", small("language_model"))
-            found.append(verify_workload(task, steps=3, exchanges=(), request=request))
+            found.append(verify_workload(task, steps=2, exchanges=(), request=request))
     return found
 
 

@@ -197,3 +197,19 @@ def test_a_restarted_job_does_not_read_the_addresses_of_the_one_that_died():
 def test_a_split_that_does_not_fit_its_tensor_is_refused(send, receive, complaint):
     with pytest.raises(ValueError, match=complaint):
         AllToAll(torch.ones(3), send, receive)
+
+
+def opened_again(rank, world):
+    """By turns one of them comes late, whose connections of before are closed."""
+    group, patience = dist.new_group(range(world)), Patience(report_after=10.0, timeout=15.0)
+    sums = []
+    for turn in range(3):
+        time.sleep(0.3 * (turn % world == rank))
+        transport = Transport(process_group=group, patience=patience)
+        sums.append(float(transport.start(AllReduce(torch.tensor([rank + 1.0])), "sum")()))
+        transport.close()
+    return sums
+
+
+def test_ranks_of_a_process_group_open_connections_again_and_again(crew):
+    assert crew(2).run(opened_again) == [[3.0] * 3] * 2

@@ -23,8 +23,7 @@ BYTES = Band(memory_bytes=1, seconds=1)  # what a busy machine cannot change
 PIPELINES = {
     "pipeline(micro_batches=4)": 2,
     "gpipe(micro_batches=4)": 2,
-    "one_f_one_b(micro_batches=4)": 2,
-    "gpipe(micro_batches=2, stages=2)": 4,
+    "one_f_one_b(micro_batches=2, stages=2)": 4,
 }
 EDGES = ["activation of stage 0", "activation gradient of stage 1"]
 
@@ -98,7 +97,7 @@ ON_THE_WAY = {
 
 @pytest.mark.parametrize("text", ON_THE_WAY)
 def test_every_group_and_edge_of_stages_on_several_ranks_has_a_line_and_wrong_bytes_are_found(crew, tmp_path, text):
-    steps = 80 if text == "zero_ring" else 6  # weights that are lent ahead at the end of a run are thrown away
+    steps = 40 if text == "zero_ring" else 6  # weights that are lent ahead at the end of a run are thrown away
     crew(3 if text == "shared_stages" else 2).run(trained, text, str(tmp_path), steps)
     found = compare_run(tmp_path, BYTES)
     assert found.is_within, [line for line in found.lines if line.outside]
