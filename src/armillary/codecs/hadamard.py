@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec, codec_of
-from armillary.codecs.tiles import Tiles, tiled, within, working
+from armillary.codecs.tiles import BLOCK, Tiles, bounded, tiled, within, working
 from armillary.facts.choice import Choice
 
 __all__ = ["hadamard", "rotated"]
@@ -28,13 +28,21 @@ def _signs(like: Tensor) -> Tensor:
 def rotated(tiles: Tiles) -> Tiles:
     """Every tile times H / 8. Divided by 64 first, which is exact, so that no sum overflows; what is beyond the largest
     number in the end becomes that."""
-    width, found = 1, tiles / TILE
+    found = [_rotated(some) for some in tiles.split(BLOCK // TILE)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _rotated(tiles: Tiles) -> Tiles:
+    """Numbers of one place in all tiles lie side by side meanwhile: so every pass goes through memory in order."""
+    width, found = 1, (tiles / TILE).t().contiguous()
     while width < TILE:
-        pairs = found.view(-1, TILE // (2 * width), 2, width)
-        found = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, TILE)
+        upper, lower = found.view(TILE // (2 * width), 2, width, -1).unbind(1)
+        difference = upper - lower
+        upper.add_(lower)
+        lower.copy_(difference)
         width *= 2
-    limits = torch.finfo(found.dtype)
-    return torch.where(found.isfinite(), (found * 8).clamp(limits.min, limits.max), found)
+    most = torch.finfo(found.dtype).max / 8
+    return bounded(found, most).mul_(8).t().contiguous()
 
 
 @codec(
@@ -95,7 +103,7 @@ def hadamard(of: Choice | str) -> Codec:
     align = 0 if inner.align == 0 else math.lcm(TILE, inner.align)
     return inner._replace(
         encode=encode, decode=decode, meaning=meaning, coded_bytes=coded_bytes, bound=bound, align=align,
-        work=inner.work + 50.0,
+        work=inner.work + 25.0,
         keeps=inner.keeps,
         places=None,
         likely_bytes=likely_bytes,

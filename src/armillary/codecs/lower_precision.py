@@ -50,4 +50,4 @@ def lower_precision(dtype: str = "bfloat16") -> Codec:
         rounding = size.clamp(min=limits.smallest_normal) * (limits.eps / 2)
         return rounding + (size - limits.max).clamp(min=0)
 
-    return Codec(encode, decode, meaning, coded_bytes, bound, work=6.0)
+    return Codec(encode, decode, meaning, coded_bytes, bound, work=3.0)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BLOCK",
     "Tiles",
     "as_bytes",
+    "bounded",
     "from_bytes",
     "in_blocks",
     "packed",
@@ -38,10 +40,18 @@ def scale_bytes(item_bytes: int) -> int:
 
 
 def within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In that dtype; what is finite but beyond its largest number becomes that, with its sign."""
+    """In that dtype; what is finite but beyond its largest number becomes that, with its sign; what is infinite, not a
+    number."""
+    if torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
+        return values.to(dtype)
     exact = values.to(working(values.dtype))
-    most = min(torch.finfo(dtype).max, torch.finfo(exact.dtype).max)
-    return torch.where(exact.isfinite(), exact.clamp(-most, most), exact).to(dtype)
+    return bounded(exact, torch.finfo(dtype).max).to(dtype)
+
+
+def bounded(values: Tensor, most: float) -> Tensor:
+    """None larger than `most`; what is infinite is not a number then: to look for it and leave it takes ten times as
+    long."""
+    return (values * 0).add_(values.clamp(-most, most))
 
 
 def tiled(values: Tensor, tile: int) -> Tiles:
