@@ -200,7 +200,9 @@ def test_a_split_that_does_not_fit_its_tensor_is_refused(send, receive, complain
 
 
 def opened_again(rank, world):
-    """By turns one of them comes late, whose connections of before are closed."""
+    """By turns one of them comes late, whose connections of before are closed. One has another group besides."""
+    if rank:
+        dist.new_group([rank], use_local_synchronization=True)
     group, patience = dist.new_group(range(world)), Patience(report_after=10.0, timeout=15.0)
     sums = []
     for turn in range(3):

@@ -1,9 +1,5 @@
 """The process groups of one transport: opened for it, given back with it, and given up where nobody can be waited for.
 
-Among some of the ranks of a job, a group that was given back is kept, and taken by the next transport of these ranks.
-torch names it by its ranks, so another one would have the same name: a rank that is early would read, from the job's
-store, where a late one listened before, and wait for it there.
-
 Gloo frees a group only when its collectives are over, however long a peer takes. A group that is given up in the middle
 of one is therefore never freed: it costs its few threads until the process ends.
 """
@@ -11,7 +7,9 @@ of one is therefore never freed: it costs its few threads until the process ends
 import atexit
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,16 +30,8 @@ class Clients(NamedTuple):
     asking: Any
 
 
-class Asked(NamedTuple):
-    """What two groups must have in common, for one to stand for the other. ranks: of the job."""
-
-    ranks: tuple[int, ...]
-    backend: str
-    timeout: timedelta
-
-
 _CLIENTS: "weakref.WeakKeyDictionary[Any, Clients]" = weakref.WeakKeyDictionary()  # by the store, while it is there
-_KEPT: "weakref.WeakKeyDictionary[Any, dict[Asked, list[Any]]]" = weakref.WeakKeyDictionary()  # by those that take part
+_MADE: "weakref.WeakKeyDictionary[Any, Counter[str]]" = weakref.WeakKeyDictionary()  # groups, by their ranks
 
 
 class OpenGroups:
@@ -55,7 +45,7 @@ class OpenGroups:
         self.parent: Any = process_group or dist.group.WORLD
         self.timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.workers = dist.get_rank(self.parent), dist.get_world_size(self.parent)
-        self._open: list[tuple[Asked, Any]] = []
+        self._open: list[Any] = []
         self._works: set[Any] = set()  # collectives that may be under way; each keeps its tensors
         self._at_exit = _giving_up(weakref.ref(self))
         atexit.register(self._at_exit)
@@ -64,20 +54,12 @@ class OpenGroups:
         """A group of these of the ranks; all of them must call it. Ranks of the job that do not take part are not
         asked."""
         everyone = dist.get_process_group_ranks(self.parent)
-        asked = Asked(tuple(everyone[rank] for rank in ranks), backend, self.timeout)
-        kept = _KEPT.get(self.parent, {}).get(asked)
-        group = kept.pop() if kept else self._made(asked)
+        members, are_all = [everyone[rank] for rank in ranks], self.parent is dist.group.WORLD
+        with nullcontext() if are_all else _named_anew(members):
+            group = dist.new_group(members, self.timeout, backend, use_local_synchronization=not are_all)
         if self.rank in ranks:
-            self._open.append((asked, group))
+            self._open.append(group)
         return group
-
-    def _made(self, asked: Asked) -> Any:
-        return dist.new_group(list(asked.ranks), asked.timeout, asked.backend, use_local_synchronization=self.is_part)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether ranks of the job do not take part."""
-        return self.parent is not dist.group.WORLD
 
     def noted(self, work: Any) -> Callable[[], Any]:
         """The wait for a collective of one of these groups."""
@@ -94,25 +76,20 @@ class OpenGroups:
 
     def close(self) -> None:
         """Nothing may be under way."""
-        self._end(is_kept=self.is_part)
+        atexit.unregister(self._at_exit)
+        while self._open:
+            group = self._open.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._works.clear()
 
     def give_up(self) -> None:
         """Likewise whatever is under way. Ranks that wait for this one then hear at once that it has gone; where a
         collective is under way, when this process ends."""
         if any(not work.is_completed() for work in tuple(self._works)):
-            for _, group in self._open:
+            for group in self._open:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._end(is_kept=False)
-
-    def _end(self, is_kept: bool) -> None:
-        atexit.unregister(self._at_exit)
-        while self._open:
-            asked, group = self._open.pop()
-            if dist.is_initialized() and is_kept:
-                _KEPT.setdefault(self.parent, {}).setdefault(asked, []).append(group)
-            elif dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._works.clear()
+        self.close()
 
     @property
     def clients(self) -> Clients:
@@ -124,6 +101,25 @@ class OpenGroups:
         if store not in _CLIENTS:
             _CLIENTS[store] = Clients(store.clone(), store.clone())
         return _CLIENTS[store]
+
+
+@contextmanager
+def _named_anew(ranks: Sequence[int]) -> Iterator[None]:
+    """A group of some ranks that is made meanwhile has a name that none before it had.
+
+    torch names it by its ranks and by how many groups are open here. So one that is made after another was closed would
+    have that one's name. A rank that is early would find in the store where a late one listened before, and wait there.
+    Ranks that have other groups besides would find no common name at all.
+    """
+    made, members = _MADE.setdefault(dist.distributed_c10d._get_default_store(), Counter()), "_".join(map(str, ranks))
+    made[members] += 1
+    name = f"armillary_{members}_{made[members]}"
+    torchs_own = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._hash_ranks_to_str = torchs_own
 
 
 def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:
