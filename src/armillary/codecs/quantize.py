@@ -47,6 +47,7 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
     if not isinstance(tile, int) or tile < 8 or tile & (tile - 1):
         raise ValueError(f"codec: quantize wants tiles of 8, 16, 32, ... numbers, got {tile!r}")
     levels = (1 << (bits - 1)) - 1
+    lowest = levels if bits < 8 else 0  # what makes whole numbers positive, to be packed; a byte has a sign of its own
 
     def encode(values: Tensor, draw: Draw) -> Tensor:
         blocks, tops = in_blocks(values, tile), list[Tensor]()
@@ -57,18 +58,22 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
             tops.append(exact.abs().amax(1, keepdim=True))
             steps = exact / torch.where(tops[-1] > 0, tops[-1], 1)
             number.copy_(steps.mul_(levels).round_().nan_to_num_(0.0))
-        counted = numbers.view(torch.uint8).view(-1)[: len(values)].add_(levels)
-        return torch.cat([*(as_bytes(top.view(-1)) for top in tops), packed(counted, bits)])
+        counted = numbers.view(-1)[: len(values)]
+        counted = counted.add_(lowest) if lowest else counted
+        return torch.cat([*(as_bytes(top.view(-1)) for top in tops), packed(counted.view(torch.uint8), bits)])
 
     def decode(code: Tensor, n: int, like: Tensor) -> Tensor:
         dtype = working(like.dtype)
         at = -(-n // tile) * dtype.itemsize
-        blocks = in_blocks(unpacked(code[at:], n, bits), tile)
+        blocks = in_blocks(unpacked(code[at:], n, bits).view(torch.int8), tile)
         rows = [len(some) for some in blocks]
         tops = from_bytes(code[:at], dtype).view(-1, 1)
         found = code.new_empty(sum(rows), tile, dtype=dtype)
         for some, top, block in zip(blocks, tops.split(rows), found.split(rows), strict=True):
-            block.copy_(some).sub_(levels).div_(levels).mul_(top)
+            block.copy_(some)
+            if lowest:
+                block.sub_(lowest)
+            block.div_(levels).mul_(top)
         return found.view(-1)[:n].to(like.dtype)
 
     def meaning(values: Tensor, draw: Draw) -> Tensor:

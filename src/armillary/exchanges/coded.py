@@ -9,7 +9,7 @@ Source: error feedback as in 1-bit SGD (Seide et al., 2014) and DoubleSqueeze (T
 owner's second coding leaves out goes to the owner's own residual: half the state, and it can be dealt to other workers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import pairwise
@@ -128,9 +128,11 @@ class _Way:
                     "numbers; start all ranks with one version and one plan"
                 )
 
-    def decoded(self, codes: Sequence[Tensor], spans: Sequence[Span], like: Tensor) -> Tensor:
-        pieces = [(code, b - a) for code, (a, b) in zip(codes, spans, strict=True) if b > a]
-        return torch.cat([like[:0], *(self.codec.decode(code, n, like) for code, n in pieces)])
+    def decoded(self, codes: Sequence[Tensor], spans: Sequence[Span], like: Tensor) -> Iterator[tuple[Span, Tensor]]:
+        """What each code means, and where; one after another, so that it is used while a cache holds it."""
+        for code, (a, b) in zip(codes, spans, strict=True):
+            if b > a:
+                yield (a, b), self.codec.decode(code, b - a, like)
 
     def meant(self, values: Tensor, spans: Sequence[Span], state: State) -> Tensor:
         """The same as decoding the codes, without bytes."""
@@ -152,22 +154,28 @@ class _Way:
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)
         sent = full.to(parcel.values.dtype)
         codes = [self.encoded(sent[a:b], state, piece) for piece, (a, b) in enumerate(spans)]
-        lost, tail = full - self.decoded(codes, spans, sent), parcel.tail.view(torch.uint8).to(full.device)
+        tail = parcel.tail.view(torch.uint8).to(full.device)
+        message = torch.cat([part for code in codes for part in (tail, code)])  # a copy: codes may be views of numbers
+        for (a, b), gone in self.decoded(codes, spans, sent) if self.feedback else ():
+            full[a:b].sub_(gone)  # what is left out stays
         if not self.is_scattered(parcel.layout, place.workers):
-            everyones = yield AllGather(torch.cat([tail, codes[0]]))
+            everyones = yield AllGather(message)
             total, tails = self.added(list(everyones), len(full), parcel)
-            return parcel.answered(total, tails), self.after(state, kept_back(parcel, lost))
-        a, b = spans[place.rank]
+            return parcel.answered(total, tails), self.after(state, kept_back(parcel, full) if self.feedback else full)
+        own = slice(*spans[place.rank])
         send = tuple(len(tail) + len(code) for code in codes)
         receive = (send[place.rank],) * place.workers
-        arrived = yield AllToAll(torch.cat([part for code in codes for part in (tail, code)]), send, receive)
-        total, tails = self.added(cut(arrived, receive), b - a, parcel)
-        total = without_gaps(total, gaps_of(parcel.layout), a)
+        arrived = yield AllToAll(message, send, receive)
+        total, tails = self.added(cut(arrived, receive), own.stop - own.start, parcel)
+        total = without_gaps(total, gaps_of(parcel.layout), own.start)
         again, lengths = self.encoded(total, state, place.rank), tuple(len(code) for code in codes)
         answer = yield AllToAll(again.repeat(place.workers), (len(again),) * place.workers, lengths)
-        result = self.decoded(cut(answer, lengths), spans, sent)
-        lost[a:b] += total.to(lost.dtype) - result[a:b]
-        return parcel.answered(result, tails), self.after(state, kept_back(parcel, lost))
+        result = parcel.room()
+        for (a, b), found in self.decoded(cut(answer, lengths), spans, sent):
+            result[a:b] = found
+        if self.feedback:
+            full[own].add_(total.to(full.dtype) - result[own])
+        return parcel.answered(result, tails), self.after(state, kept_back(parcel, full) if self.feedback else full)
 
     def added(self, messages: Sequence[Tensor], n: int, parcel: Parcel) -> tuple[Tensor, Tensor]:
         """What the messages mean, added up in the order of ranks: values, and tails."""
@@ -176,7 +184,7 @@ class _Way:
         tails = torch.stack([message[:at] for message in messages]).view(torch.float64).sum(0)
         for place, message in enumerate(messages if n else ()):
             found = self.codec.decode(message[at:], n, parcel.values)
-            total = total + found if place else found
+            total = total.add_(found) if place else found
         return total, tails
 
     def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:

@@ -73,7 +73,8 @@ class DenseExchange(NamedTuple):
     """How the parcels of one group become what every worker goes on with. Exact and without state but for what it says.
 
     push(parcel, state, place): program that returns (result, next state). It changes no state in place: the runtime
-        takes the next one when the result has landed, and leaves it where some rank's numbers are not finite.
+        takes the next one when the result has landed, and leaves it where some rank's numbers are not finite. Values
+        it overwrites only in `Parcel.room`, once it needs them no more.
     requests: how many requests a push makes at most, the same on every rank; the runtime orders launches by it.
     sent_bytes(layout, topology): payload bytes per rank of one push, one number per rank, as expected.
     legs(layout, topology): the same for the busiest link, request by request, with the messages that each waits for.

@@ -198,7 +198,7 @@ class _Way:
         parts = [*(factor.reshape(-1) for factor in left), *(full[a:b].to(dtype) for a, b in spans), tail]
         total = yield AllReduce(torch.cat(parts))
         sums = list(total.split([len(part) for part in parts]))
-        result = torch.zeros(full.shape, dtype=dtype, device=full.device)
+        result = parcel.room().zero_() if parcel.values.dtype == dtype else torch.zeros_like(full, dtype=dtype)
         lost = full.to(dtype)  # what is owed, less what of it was sent: in place, it is as large as the model
         for (a, b), summed in zip(spans, sums[len(left) : -1], strict=True):
             result[a:b], lost[a:b] = summed, 0

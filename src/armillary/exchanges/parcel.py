@@ -41,7 +41,8 @@ class Parcel:
         values: (layout.numel,) in the parameters' dtype: this rank's parts of the mean gradient, or its weights; as a
             result, what takes their place.
         tail: (layout.tail,) float64, whole numbers; as a result, their sums over ranks.
-        whole: (layout.numel + layout.tail,): values and tail in the dtype of the values, where they lie so already.
+        whole: (layout.numel + layout.tail,): values and tail in the dtype of the values, where they lie so already. It
+            is given away: the result may take its place.
         scale: by which a GradScaler multiplied the values, the same on every rank; states are kept without it.
         rows: of tensors that are known by their rows, by number; `values` are zero there. Only for an exchange that
             `takes_rows`.
@@ -71,6 +72,11 @@ class Parcel:
         count may be rounded, but it is zero only where every rank has zero, and nobody asks more of it.
         """
         return torch.cat([self.values, self.tail.to(self.values)]) if self.whole is None else self.whole
+
+    def room(self) -> Tensor:
+        """(layout.numel,) in the dtype of the values, for a result, holding anything: the values' own place if they are
+        given away, since pages of new memory take longer to come than numbers to be written."""
+        return torch.empty_like(self.values) if self.whole is None else self.values
 
     def answered(self, values: Tensor, tail: Tensor, rows: Mapping[int, Rows] | None = None) -> "Parcel":
         """A result."""

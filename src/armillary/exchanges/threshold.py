@@ -145,14 +145,14 @@ class _Rule:
         everyones = yield AllGather(torch.cat([torch.tensor([len(code)], dtype=torch.float64), parcel.tail]))
         sizes = tuple(int(size) for size in everyones[:, 0])
         arrived = yield AllToAll(code.repeat(place.workers), (len(code),) * place.workers, sizes)
-        total = torch.zeros_like(values)
+        total = parcel.room().zero_()
         for rank, theirs in enumerate(cut(arrived, sizes)):
             if not add_sparse(total, theirs):
                 raise ValueError(
                     f"exchange: the code of rank {rank} has {len(theirs)} bytes, which is no code of {len(full)} "
                     "numbers; start all ranks with one version and one plan"
                 )
-        full[places] = 0  # how 16-bit numbers round as they leave is not kept, or all would seem to wait
+        full.index_fill_(0, places, 0)  # how 16-bit numbers round as they leave is not kept, or all would seem to wait
         after = {RESIDUAL: kept_back(parcel, full), LIMIT: limits / parcel.scale, AGE: state[AGE] + 1}
         return parcel.answered(total, everyones[:, 1:].sum(0)), after
 

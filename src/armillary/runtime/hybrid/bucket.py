@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from armillary.codecs.finite import all_finite
 from armillary.exchanges.parcel import Parcel, Rows
+from armillary.exchanges.residual import gaps_of, without_gaps
 from armillary.facts.layout import Layout
 
 __all__ = ["Bucket", "layout_beside"]
@@ -173,6 +174,7 @@ class Bucket:
     def _keep(self, result: Parcel) -> None:
         """Between tensors stay zeros, whatever an exchange makes of them."""
         if result.values.data_ptr() == self.flat.data_ptr():
+            without_gaps(self.values, gaps_of(self.layout))
             return
         for begin, end in self.layout.spans if self.layout.align > 1 else [(0, self.layout.numel)]:
             self.values[begin:end] = result.values[begin:end]
