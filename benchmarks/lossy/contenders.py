@@ -18,7 +18,17 @@ from armillary.session.workload import Batch, Workload
 from benchmarks.lossy.tasks import Task
 from benchmarks.measuring.workloads import start
 
-__all__ = ["EXACT", "OURS", "PEERS", "TO_THE_END", "WHOLE_AT_FIRST", "Contender", "built", "same_training"]
+__all__ = [
+    "EXACT",
+    "OURS",
+    "PEERS",
+    "SETTLED_AFTER",
+    "TO_THE_END",
+    "WHOLE_AT_FIRST",
+    "Contender",
+    "built",
+    "same_training",
+]
 
 RANK, START = 4, 10  # of low-rank sums: of their factors, and the steps before that go whole
 EXACT = "exact"
@@ -33,6 +43,9 @@ OURS = {
 }
 TO_THE_END = (EXACT, "threshold", "threshold_98", "threshold_97")  # trained until nothing is gained any more, too
 PEERS = ("ddp_25mb", "ddp_2mb", "ddp_fp16_25mb", "ddp_fp16_2mb", "ddp_powersgd")
+# Steps of a training before it is timed: thresholds are taken anew after 1, 2, 4, ... pushes, and let two to six times
+# as much pass in the first fifty as in the thousands that follow.
+SETTLED_AFTER = dict.fromkeys(("threshold", "threshold_98", "threshold_97"), 100)
 WHOLE_AT_FIRST = {"low_rank": EXACT, "ddp_powersgd": "ddp_25mb"}  # for START steps they take as long as that one
 
 

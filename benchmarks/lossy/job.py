@@ -1,7 +1,8 @@
 """What every rank runs: contenders by turns, timed in paired rounds; or one contender trained, live.
 
 A turn is warm steps, untimed, and timed steps; its seconds are the slowest rank's. All contenders of a round run one
-after another, another one first in every round, so that a drift of the machine meets all of them.
+after another, another one first in every round, so that a drift of the machine meets all of them. Every round has
+batches of its own, as in training. A contender whose code is not settled at the start trains until it is, untimed.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import armillary
 from armillary.session.feed import Feed
-from benchmarks.lossy.contenders import Contender, built
+from benchmarks.lossy.contenders import SETTLED_AFTER, Contender, built
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import TASKS
 from benchmarks.measuring.record import machine
@@ -44,12 +45,15 @@ def main() -> None:
 
 def _timed(asked: argparse.Namespace, workload: Any, decided: Any) -> dict[str, Any]:
     feed = Feed(workload, (dist.get_rank(), dist.get_world_size()), asked.seed)
-    batches = list(islice(feed, WARM_STEPS + asked.steps))
+    before = list(islice(feed, 2 if asked.small else max(SETTLED_AFTER.values())))
     running = {name: built(name, TASKS[asked.task], workload, asked.seed, decided) for name in asked.contenders}
+    for name in filter(SETTLED_AFTER.__contains__, running):
+        for batch in before[-SETTLED_AFTER[name] :]:
+            running[name].step(batch)
     turns = []
     for number in range(-1, asked.rounds):  # the first is not kept: it opens connections
         names = list(running)
-        first = number % len(names)
+        batches, first = list(islice(feed, WARM_STEPS + asked.steps)), number % len(names)
         for name in names[first:] + names[:first]:
             turn = _turn(running[name], batches)
             if number >= 0:
