@@ -52,8 +52,8 @@ def _timed(asked: argparse.Namespace, workload: Any, decided: Any) -> dict[str, 
             running[name].step(batch)
     turns = []
     for number in range(-1, asked.rounds):  # the first is not kept: it opens connections
-        names = list(running)
-        batches, first = list(islice(feed, WARM_STEPS + asked.steps)), number % len(names)
+        names, batches = list(running), list(islice(feed, WARM_STEPS + asked.steps))
+        first = number % len(names)
         for name in names[first:] + names[:first]:
             turn = _turn(running[name], batches)
             if number >= 0:
