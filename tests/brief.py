@@ -1,13 +1,16 @@
 """The measurement at the start of a job, in a tenth of its processor seconds: for tests of all that comes after it.
 
 Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
-library's own and runs whole, on smaller messages, in fewer rows and rounds. Tests of measurement itself call it in its
-own file, `armillary.runtime.measure` or `armillary.session.at_once`. Commands that start Python anew measure in full.
+library's own and runs whole, on smaller messages, in fewer rows and rounds. A process measures the links of the same
+ranks once: a crew runs many jobs, all on the same machine. Tests of measurement itself call it in its own file,
+`armillary.runtime.measure` or `armillary.session.at_once`. Commands that start Python anew measure in full.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
@@ -31,6 +34,8 @@ SHORTER = {
     (at_once, "ENOUGH_STEPS"): 2,
 }
 
+_measured: dict[tuple[tuple[int, int], ...], Topology] = {}
+
 
 def measure_briefly() -> None:
     """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
@@ -39,8 +44,12 @@ def measure_briefly() -> None:
 
 
 def _brief(transport: Transport) -> Topology:
-    with _shorter():
-        return measure.measure(transport, EFFORT)
+    """Every rank has it of the same ranks, or none has: all of them measured together."""
+    ranks = tuple(transport.share((dist.get_rank() if dist.is_initialized() else 0, transport.place.workers_per_node)))
+    if ranks not in _measured:
+        with _shorter():
+            _measured[ranks] = measure.measure(transport, EFFORT)
+    return _measured[ranks]
 
 
 def _brief_at_once(*whose: Any) -> Profile:

@@ -115,8 +115,8 @@ def unlike(workers, truth):
     return found
 
 
-def trained(text, count, dtype, optimizer="momentum", weights=None, scales=(), fault=None, steps=6):
-    """Workers beside their replicas; what differs in any bit after any step."""
+def trained(text, count, dtype, optimizer="momentum", weights=None, scales=(), fault=None, steps=5):
+    """Workers beside their replicas, one step beyond that which overflows; what differs in any bit after any step."""
     exchange, make = built(text), OPTIMIZERS[optimizer]
     groups = [SharedGroup(names, exchange) for names in GROUPS]
     truth = Replicas(net(dtype), lambda model: make(model.parameters()), count, groups)

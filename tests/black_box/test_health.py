@@ -9,13 +9,13 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import face
 from armillary import Choice
-from armillary.cli.find import find, small
 from armillary.cli.show import ended_page
 from armillary.facts.table import page_text
 from armillary.planning.request import PlanRequest
 from armillary.session.decide import JobRequest
 from armillary.session.settings import Settings
 from armillary.session.train import train
+from contracts.journey import of_few_tensors
 
 
 def begun(plan):
@@ -63,7 +63,7 @@ def test_a_report_says_how_much_is_sent_how_much_waits_and_what_was_skipped(crew
 def ended_by(rank, workers, folder, text):
     request = JobRequest(PlanRequest(constraints={"*": Choice.parse(text)} if text else {}))
     settings = Settings(Path(folder), steps=3, every_seconds=0, request=request)
-    *_, ended = train(find("vision", small("vision")), settings)
+    *_, ended = train(of_few_tensors(), settings)
     return page_text(ended_page(ended, "images", Path(folder)))
 
 

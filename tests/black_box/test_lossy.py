@@ -264,7 +264,8 @@ def test_what_is_not_to_be_had_together_is_refused_in_a_sentence(schedule, text)
 
 
 def test_the_command_line_takes_what_the_plan_prints_and_verifies_it(tmp_path):
-    asked = ("vision", "--small", "--exchange", "quantize(bits=8)=*")
+    few = ("--set", "architecture=vit", "--set", "width=16", "--set", "depth=1")
+    asked = ("vision", "--small", *few, "--exchange", "quantize(bits=8)=*")
     for ended in face.command_in_job(2, "verify", *asked, "--steps", "2", folder=tmp_path):
         assert ended.code == 0, ended
     said = face.command("plan", *asked, "--workers", "1", folder=tmp_path)

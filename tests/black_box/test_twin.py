@@ -64,6 +64,12 @@ def told(tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take most of a small twin's time."""
+    monkeypatch.setattr("armillary.session.foresight.twin_page.can_draw", lambda picture: False)
+
+
 def script(steps=12, workers=4):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -239,6 +245,7 @@ def test_the_command_prints_a_page_and_writes_losses_and_a_picture(told, tmp_pat
     assert len(kept["twin"]["losses"]) == 2 and (tmp_path / "twin.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_goes_on_after_the_seeds_it_has_and_refuses_another_training(told, tmp_path):
     asked = ("line.py", "--exchange", "one_bit=*", "--steps", 4)
     assert told(*asked, "--seeds", 1)[0] == 0
@@ -251,6 +258,7 @@ def test_the_command_goes_on_after_the_seeds_it_has_and_refuses_another_training
     assert told(*asked, "--resume", "--out", "empty")[0] == 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_does_not_go_on_with_seeds_of_an_exchange_that_it_would_not_choose_now(told, tmp_path):
     asked = ("line.py", "--allow", "lossy", "--steps", 2, "--gbit", 0.001)
     assert told(*asked, "--seeds", 1)[0] == 0
@@ -475,6 +483,7 @@ def test_tables_by_row_under_a_schedule_are_refused_with_a_remedy_that_works(sch
     assert asked(whole).sides.exact.losses
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_codes_edges_and_knows_the_training_again(told, tmp_path):
     asked = ("line.py", "--workers", 2, "--schedule", "gpipe(micro_batches=2)",
              "--edge", "hadamard(quantize(bits=4))=0", "--edge-back", "quantize(bits=8)",

@@ -26,6 +26,7 @@ from armillary.session.run import Run
 from armillary.session.settings import Settings
 from armillary.session.train import train
 from armillary.session.verify import verify_workload
+from armillary.session.workload import Workload
 from planning_cases import machines, model
 
 
@@ -212,10 +213,15 @@ def moved(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -> t
         return weights, states
 
 
+def of_few_tensors() -> Workload:
+    """A transformer of one block: plans of few tensors are made in a moment."""
+    return find("vision", {**small("vision"), "architecture": "vit", "width": 16, "depth": 1})
+
+
 def verified(rank: int, workers: int, shelf: Any, choice: Choice) -> tuple[bool, str]:
     with shelf():
         found = verify_workload(
-            find("vision", small("vision")),
+            of_few_tensors(),
             steps=4,
             exchanges=(),
             request=JobRequest(PlanRequest(constraints={"*": choice})),
@@ -230,7 +236,7 @@ def compared(rank: int, workers: int, shelf: Any, choice: Choice, folder: str) -
         settings = Settings(
             Path(folder), steps=4, every_seconds=0, request=JobRequest(PlanRequest(constraints={"*": choice}))
         )
-        for _ in train(find("vision", small("vision")), settings):
+        for _ in train(of_few_tensors(), settings):
             pass
         found = compare_run(Path(folder), Band(memory_bytes=1, seconds=1))
         sent = [line.measured.sent_bytes for line in found.lines if choice.name in line.exchange]

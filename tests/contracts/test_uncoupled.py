@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 from typer.testing import CliRunner
 
-from armillary.cli.find import find, small
 from armillary.cli.main import app
 from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
@@ -23,6 +22,7 @@ from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, parse
 from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
+from contracts.journey import of_few_tensors
 
 RULES = ("nccl", "gloo")
 
@@ -100,7 +100,7 @@ def verified(rank, workers, more, is_blind):
             Reference.objectives = property(lambda self: {}, lambda self, given: None)
         try:
             request = JobRequest(PlanRequest(schedule=Choice.parse(CHOICE.format(more))))
-            found = verify_workload(find("vision", small("vision")), steps=4, request=request)
+            found = verify_workload(of_few_tensors(), steps=4, request=request)
         finally:
             if is_blind:
                 del Reference.objectives

@@ -145,7 +145,8 @@ def test_every_codec_that_is_an_exchange_is_as_mild_there_as_it_says():
 
 def test_the_command_line_takes_the_permission(tmp_path):
     SLOW.save(tmp_path / "slow.json")
-    asked = ("vision", "--small", "--topology", "slow.json")
+    few = ("--set", "architecture=vit", "--set", "width=16", "--set", "depth=1")
+    asked = ("vision", "--small", *few, "--topology", "slow.json")
     exact, allowed = (face.command("plan", *asked, *more, folder=tmp_path) for more in ((), ("--allow", "lossy")))
     assert exact.code == 0 and "allowed lossy" not in exact.out, exact
     assert allowed.code == 0 and "allowed lossy: simulated step" in allowed.out, allowed

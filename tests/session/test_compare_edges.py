@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from armillary.cli.find import find, small
 from armillary.cli.main import app
 from armillary.cli.refusal import UNEQUAL
 from armillary.facts.plan import Choice, Plan
@@ -18,6 +17,7 @@ from armillary.session.foresight.compare import Band, compare_run
 from armillary.session.settings import Settings
 from armillary.session.tally import OTHER, STEP
 from armillary.session.train import train
+from contracts.journey import of_few_tensors
 
 BYTES = Band(memory_bytes=1, seconds=1)  # what a busy machine cannot change
 PIPELINES = {
@@ -32,7 +32,7 @@ def trained(rank, workers, text, folder, steps=5):
     settings = Settings(
         Path(folder), steps=steps, every_seconds=0, request=JobRequest(PlanRequest(schedule=Choice.parse(text)))
     )
-    for _ in train(find("vision", small("vision")), settings):
+    for _ in train(of_few_tensors(), settings):
         pass
 
 

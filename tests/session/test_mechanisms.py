@@ -13,13 +13,15 @@ from armillary.exchanges import low_rank as low_rank_file
 from armillary.planning.request import PlanRequest
 from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
+from contracts.journey import of_few_tensors
 
 
-def verify_by(rank, workers, exchange, steps=5, workload="vision", plant=None):
+def verify_by(rank, workers, exchange, steps=5, workload="", plant=None):
     torch.set_num_threads(1)
     request = JobRequest(PlanRequest(constraints={"*": Choice.parse(exchange)} if exchange else {}))
     with plant() if plant else nullcontext():
-        return verify_workload(find(workload, small(workload)), steps=steps, exchanges=(), request=request)
+        task = find(workload, small(workload)) if workload else of_few_tensors()
+        return verify_workload(task, steps=steps, exchanges=(), request=request)
 
 
 def times_of(found, plan="planned"):
@@ -84,5 +86,5 @@ def residuals_dropped():
 
 
 def test_a_fault_in_runtime_and_oracle_alike_shows_in_the_count(crew):
-    found = crew(2).run(verify_by, "low_rank(rank=1)", 5, "vision", residuals_dropped)[0]
+    found = crew(2).run(verify_by, "low_rank(rank=1)", 5, "", residuals_dropped)[0]
     assert found.is_equal and [one.mechanism for one in found.idle] == ["residuals sent"]

@@ -15,6 +15,7 @@ from armillary.facts.plan import Choice, Group, Plan
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.reference.rows import Meanings
 from armillary.reference.serial import train_step
+from armillary.schedules.random_stream import seed_streams
 from armillary.session.feed import Feed, stream_seed
 from armillary.session.workload import Batch, Workload
 
@@ -98,7 +99,7 @@ class SeededBatch(NamedTuple):
 
 
 def seeded_loss(workload: Workload, model: nn.Module, seeded: SeededBatch) -> Tensor:
-    torch.manual_seed(seeded.seed)
+    seed_streams(seeded.seed, next(model.parameters()).device)
     return workload.loss(model, seeded.batch)
 
 
