@@ -90,7 +90,7 @@ def faulty(rank, world, fault, kind):
 
     kept = []
 
-    def not_waited_for(self):
+    def not_waited_for(self, is_lone):
         kept.append(self.begin())
 
     def half_a_piece(self, peers):
@@ -160,6 +160,53 @@ def test_what_the_link_makes_short_takes_no_turns(crew, turn_bytes, seen):
     for rank, (threads, answer) in enumerate(crew(3).run(told_how_long, turn_bytes)):
         assert threads == seen
         assert torch.equal(answer, truth[rank])
+
+
+class Unanswered:
+    """A group whose messages come when they are let through."""
+
+    def __init__(self):
+        self.sent, self.through = [], threading.Event()
+
+    def send(self, tensors, peer, tag):
+        self.sent.append((tag, peer))
+        return self
+
+    def recv(self, *_):
+        return self
+
+    def wait(self):
+        assert self.through.wait(30.0)
+
+
+def soon(happens):
+    until = time.monotonic() + 30.0
+    while not happens() and time.monotonic() < until:
+        time.sleep(0.001)
+    return happens()
+
+
+def test_turns_are_kept_by_a_lone_request_and_by_none_beside_another():
+    one, group, request = pairwise.Pairwise(), Unanswered(), request_of(0, 6, "large")
+    asked = request.tensor, request.send, request.receive, group, transport.RankInfo(0, 6)
+    first, _ = one.all_to_all(*asked)
+    assert soon(lambda: len(group.sent) == 3)
+    time.sleep(0.05)
+    assert group.sent == [(1, 1), (1, 2), (1, 3)]  # half of the ranks' turns, while nothing answers
+    second, _ = one.all_to_all(*asked)
+    assert group.sent[3:] == [(2, peer) for peer in (1, 2, 3, 4, 5)]
+    group.through.set()
+    first()
+    second()
+    assert soon(lambda: len(group.sent) == 10)
+    group.through.clear()
+    third, _ = one.all_to_all(*asked)
+    assert soon(lambda: len(group.sent) == 13)
+    time.sleep(0.05)
+    assert group.sent[10:] == [(3, 1), (3, 2), (3, 3)], "the others are over"
+    group.through.set()
+    third()
+    one.close()
 
 
 class Broken:
