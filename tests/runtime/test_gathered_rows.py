@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from armillary.facts.stage_paths import OUTSIDE
 from armillary.runtime.profiling.gathered_rows import gathering
 from armillary.runtime.profiling.probe import timed_step
 from armillary.runtime.profiling.profiler import profile
-from armillary.runtime.profiling.stage_paths import OUTSIDE
 from scenes import TABLES, Mixed, batch_of, loss
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from armillary.facts.choice import Choice
 from armillary.facts.collectives import Send
+from armillary.facts.live_bytes import LiveBytes
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat
 from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import NORM_BYTES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from armillary.facts.stage_paths import OUTSIDE
 from armillary.runtime.profiling.profiler import profile
-from armillary.runtime.profiling.stage_paths import OUTSIDE
 from armillary.session.at_once import timed_at_once
 from armillary.session.decide import open_transport
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from armillary.facts.profile import Profile
+from armillary.facts.stage_paths import OUTSIDE
 from armillary.runtime.profiling.probe import Loss, StageTimes, timed_step
-from armillary.runtime.profiling.stage_paths import OUTSIDE
 from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.transport import Transport
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RankInfo
+from armillary.facts.live_bytes import LiveBytes
 from armillary.facts.plan import Plan, Trainable, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
@@ -25,7 +26,6 @@ from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, twin_to_try, wants_closure
 from armillary.runtime.measure import measure, workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
-from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.profiler import profile
 from armillary.runtime.transport import Transport

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from armillary.facts.collectives import summed
+from armillary.facts.live_bytes import LiveBytes
 from armillary.facts.mesh import DATA, STAGE
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.schedules.random_stream import seed_streams
 from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.as_before import as_before

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.exchanges.parcel import touched_rows
+from armillary.facts.live_bytes import LiveBytes
+from armillary.facts.stage_paths import OUTSIDE, following
 from armillary.runtime.profiling.gathered_rows import gathering
-from armillary.runtime.profiling.live_bytes import LiveBytes
 from armillary.runtime.profiling.reads import Reading, WatchReads
 from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups
 from armillary.runtime.profiling.stage_clock import StageClock
 from armillary.runtime.profiling.stage_costs import Activations, CountOperations
-from armillary.runtime.profiling.stage_paths import OUTSIDE, following
 
 __all__ = [
     "UNSEEN", "Loss", "StageTimes", "has_unseen_reader", "probe", "rows_of", "scalar_loss", "stage_seconds",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from armillary.runtime.profiling.stage_paths import OUTSIDE
+from armillary.facts.stage_paths import OUTSIDE
 
 __all__ = ["StageClock"]
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from armillary.facts.stage import Numbers
-from armillary.runtime.profiling.stage_paths import OUTSIDE
+from armillary.facts.stage_paths import OUTSIDE
 from armillary.schedules.edge import is_codable
 
 __all__ = ["Activations", "CountOperations"]

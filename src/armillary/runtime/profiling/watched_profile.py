@@ -10,11 +10,11 @@ from torch import nn
 
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
+from armillary.facts.stage_paths import OUTSIDE
 from armillary.runtime.profiling.loop_watch import SeenStep, Told
 from armillary.runtime.profiling.profiler import fact_of, names_of, rows_of, running_modules
 from armillary.runtime.profiling.reads import Reading
 from armillary.runtime.profiling.row_counts import NO_LOOKUPS
-from armillary.runtime.profiling.stage_paths import OUTSIDE
 
 __all__ = ["watched_profile"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.profiling.live_bytes import LiveBytes
+from armillary.facts.live_bytes import LiveBytes
 from armillary.runtime.profiling.probe import step_bytes
 
 MIB = 1 << 20
