@@ -36,9 +36,7 @@ ANSWERED_AT_ONCE = {
     ("--help",): "Workloads: language_model",
     ("--version",): "armillary 0.",
     ("trian",): "Did you mean 'train'",
-    **{
-        (name, "--help"): "Exit codes" for name in ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
-    },
+    **dict.fromkeys(zip(COMMANDS, ("--help", "-h") * 4), "Exit codes"),
     (): "Plan, run and check the training of an ordinary PyTorch model",
     ("train", "--stepz", "3"): "--steps",
     ("train", "--step", "3"): "Possible options:",
@@ -56,6 +54,9 @@ ANSWERED_AT_ONCE = {
     ("plan", "vision", "--rule", "paralax"): "no rule 'paralax'; there are price, parallax",
     ("train", "vision", "--allow", "stale"): "want some of ('lossy',)",
     ("verify", "vision", "--workers", "0"): "--workers: want at least 1, got 0",
+    ("twin", "vision", "-w", "0"): "--workers: want at least 1, got 0",
+    ("verify", "vision", "-n", "0"): "--steps: want at least 1, got 0",
+    ("train", "vision", "--schedule", "1f2b"): "no schedule '1f2b'; there are accumulation, delayed_all_reduce",
     ("train", "vision", "--steps", "0"): "--steps: want at least 1, got 0",
     ("train", "vision", "--every-seconds", "-1"): "--every-seconds: want 0 or more, got -1.0",
     ("twin", "vision", "--seeds", "0"): "--seeds: want at least 1, got 0",
@@ -102,9 +103,10 @@ from armillary.schedules.registry import SCHEDULES
 print(shelves.schedules() == tuple(SCHEDULES.all()), shelves.codecs() == tuple(CODECS.all()))
 print(shelves.exchanges() == tuple(sorted({*dense_exchanges(), *row_exchanges()})))
 print(shelves.EDGES_ONLY == (REMEMBERS, SAME.name))
+print(shelves.aliases() == tuple(sorted({**SCHEDULES._aliases, **CODECS._aliases})))
 """
     said, _ = imported_by(program)
-    assert said.split() == ["True"] * 4
+    assert said.split() == ["True"] * 5
 
 
 def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():

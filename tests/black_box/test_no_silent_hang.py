@@ -370,7 +370,7 @@ def test_who_is_away_for_longer_than_a_report_is_told_of_and_training_goes_on():
         ({"timeout": float("inf")}, "timeout: want a positive number of seconds, got inf"),
         ({"report_after": -1.0}, "report_after: want a positive number of seconds, or None for no reports, got -1.0"),
         ({"report_after": "60"}, "report_after: want a positive number of seconds, or None for no reports, got '60'"),
-        ({"timeout": 30.0}, "report_after=60: a wait ends after timeout=30 seconds, before it is reported; give a sm"),
+        ({"report_after": 30.0, "timeout": 30.0}, "report_after=30: a wait ends after timeout=30 seconds, before it"),
     ],
 )
 def test_waits_that_mean_nothing_are_refused_before_anything_happens(asked, complaint):
@@ -381,6 +381,14 @@ def test_waits_that_mean_nothing_are_refused_before_anything_happens(asked, comp
     with pytest.raises(ValueError, match=re.escape(complaint)):
         armillary.parallelize(model, optimizer, [word_batch(0, 0)], word_loss, **asked)
     assert not dist.is_initialized()
+
+
+def test_a_timeout_alone_is_never_refused_and_a_long_wait_is_reported_before_its_end():
+    model = made(Reader)
+    run = armillary.attach(plan_of(DENSE, 1), model, OPTIMIZERS["sgd"](model.parameters()), timeout=30)
+    patience = run._engine.transport.watchdog.patience
+    assert (patience.timeout, patience.report_after) == (30, 15)
+    run.close()
 
 
 SCRIPT = """

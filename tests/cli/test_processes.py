@@ -82,6 +82,23 @@ def test_two_workers_train_and_print_one_object(tmp_path):
     assert latest_checkpoint(tmp_path / told["folder"] / "checkpoints").name == "step-00000030"
 
 
+def test_a_run_one_of_whose_workers_was_killed_says_how_to_go_on(tmp_path):
+    killed = FAULTY.replace(
+        "return super()",
+        "if get_rank() == 1 and len(weights_seen) == 8: os.kill(os.getpid(), 9)\n        return super()",
+    )
+    (tmp_path / "killed.py").write_text("import os\n" + killed)
+    arguments = ("train", "killed.py", "--workers", 2, "--every-steps", 5, *unmeasured(tmp_path))
+    ((code, _, err, _),) = command(arguments, tmp_path)
+    assert code == 1
+    first, second = err.splitlines()
+    assert first == "error: rank 1: ended by signal 9; the machine may be out of memory"
+    assert second.startswith(
+        "The last checkpoint is runs/killed/checkpoints/step-00000005; go on with: armillary train"
+    )
+    assert second.endswith(" --resume --name killed")
+
+
 def test_the_first_error_is_shown_once_with_its_rank_and_the_last_checkpoint(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
     arguments = ("train", "faulty.py", "--workers", 2, "--every-steps", 5, *unmeasured(tmp_path))

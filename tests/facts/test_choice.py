@@ -28,6 +28,7 @@ def test_any_choice_reads_back_from_what_it_prints(choice):
     [
         ("ring", Choice("ring")),
         ("ring()", Choice("ring")),
+        ("1f1b", Choice("1f1b")),
         (" ring ( slack = 1 ) ", Choice("ring", {"slack": 1})),
         ("pipeline(points=[features.1,layers.2], clip_norm=0.5)",
          Choice("pipeline", {"points": ["features.1", "layers.2"], "clip_norm": 0.5})),

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+from armillary.facts.choice import Choice
 from armillary.facts.registry import Registry
 
 
@@ -39,6 +40,17 @@ def test_entries_are_found_when_somebody_first_looks_in_the_order_of_names(shelf
     assert not any(name.endswith("_file") for name in sys.modules if name.startswith("shelf_for_a_test"))
     assert dict(shelf.all()) == {"apple": "APPLE", "pear": "PEAR"} and list(shelf.all()) == ["apple", "pear"]
     assert shelf["pear"] == "PEAR" and "apple" in shelf and "plum" not in shelf
+
+
+def test_an_alias_stands_for_a_name_with_options_and_a_registered_name_outweighs_it(shelf):
+    shelf.register("plum", "PLUM", aliases={"prune": {"is_dry": True, "grams": 5}, "pear": {}})
+    assert shelf.named("prune") == Choice("plum", {"is_dry": True, "grams": 5})
+    assert shelf.named("prune(grams=9)") == Choice("plum", {"is_dry": True, "grams": 9})
+    assert shelf.named(Choice("pear", {"is_dry": True})) == Choice("pear", {"is_dry": True})
+    assert shelf.named("fig") == Choice("fig") and "prune" not in shelf
+    baskets = Registry("basket", "shelf_for_a_test")
+    baskets.follow(shelf, lambda name, entry: f"a basket of {entry}")
+    assert baskets.named("prune") == shelf.named("prune")
 
 
 def test_a_wrong_name_is_answered_with_those_there_are_and_a_guess(shelf):

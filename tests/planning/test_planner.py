@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.facts.plan import Choice, Plan, model_fingerprint
+from armillary.facts.topology import Topology
 from armillary.planning.choosing import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
@@ -31,6 +32,15 @@ def one_table(alpha, workers=4, **of_rows):
 
 def exchange_at(alpha, topology, assumptions=SGD, **of_rows):
     return plan(one_table(alpha, **of_rows), topology, assumptions=assumptions).group_of("t").exchange
+
+
+def test_a_plan_says_that_hosts_hold_different_numbers_of_ranks():
+    uneven = Topology.from_json(replace(machines(3), uneven_hosts=(2, 1)).to_json())
+    made = plan(one_table(0.01, 3), uneven)
+    assert any(one.startswith("hosts hold 2, 1 ranks: each rank is planned as a node of its own") for one in made.notes)
+    even = plan(one_table(0.01, 3), machines(3))
+    assert made.groups == even.groups and not any("hosts hold" in note for note in even.notes)
+    assert "uneven_hosts" not in machines(3).to_json()
 
 
 @given(alpha=ALPHAS, topology=MACHINES, assumptions=st.sampled_from([SGD, ADAGRAD, ADAM]))

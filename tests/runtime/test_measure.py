@@ -221,6 +221,7 @@ def test_a_node_is_what_is_launched_or_else_has_a_name_and_memory_is_shared_by_a
     monkeypatch.setattr(measure_file.socket, "gethostname", lambda: hosts[0][1])
     assert measure_file.workers_per_node(Hosts(hosts)) == per_node
     assert measure_file.ranks_beside(Hosts(hosts)) == beside
+    assert measure_file._uneven(hosts) == ((3, 1) if told == "uneven" else ())
 
 
 def memory_of_a_rank(rank, workers, launched, is_alone):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli.find import refuse_unknown
-from armillary.cli.shelves import EDGES_ONLY, codecs, exchanges, schedules
+from armillary.cli.shelves import EDGES_ONLY, aliases, codecs, exchanges, schedules
 from armillary.facts.choice import Choice
 from armillary.facts.kept import read_kept
 from armillary.facts.plan import SIMULTANEOUS, Plan
@@ -273,8 +273,9 @@ def _refuse_unknown_methods(
     constraints: Mapping[str, Constraint], schedule: Choice, edge: "EdgeRequest", edge_back: "EdgeRequest"
 ) -> None:
     for pattern, constraint in constraints.items():
-        refuse_unlisted(pattern, constraint, exchanges())
-    if schedule.name not in (listed := schedules()):
+        if _name(constraint) not in aliases():
+            refuse_unlisted(pattern, constraint, exchanges())
+    if schedule.name not in (*(listed := schedules()), *aliases()):
         raise ValueError(no_entry("schedule", schedule.name, listed))
     coded = [*_of_stages(edge), *_of_stages(edge_back)]
     named = [choice.name for choice in coded if choice.name not in EDGES_ONLY]
@@ -282,14 +283,19 @@ def _refuse_unknown_methods(
     named += [choice.name for choice in _inside(holders)]
     listed = codecs()
     for name in named:
-        if name not in listed:
+        if name not in (*listed, *aliases()):
             raise ValueError(no_entry("codec", name, listed))
+
+
+def _name(constraint: Constraint) -> str:
+    return constraint.name if isinstance(constraint, Choice) else constraint
 
 
 def _of_stages(request: "EdgeRequest") -> list[Choice]:
     if request is None:
         return []
-    return [request] if isinstance(request, Choice) else [*request.values()]
+    asked = request.values() if isinstance(request, Mapping) else [request]
+    return [Choice.parse(one) if isinstance(one, str) else one for one in asked]
 
 
 def _inside(choices: Iterable[Choice]) -> list[Choice]:

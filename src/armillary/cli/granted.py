@@ -6,7 +6,7 @@ from armillary.cli.asked import AskedPlan, AskedWorkload, read_plan, read_profil
 from armillary.cli.find import find, small
 from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.constraints import names_of, refuse_unknown
-from armillary.planning.request import PlanRequest
+from armillary.planning.request import PlanRequest, named
 from armillary.schedules.registry import read
 from armillary.session.decide import JobRequest
 from armillary.session.watched import parameter_facts
@@ -31,19 +31,19 @@ def plan_request_of(asked: AskedPlan, workers: int) -> PlanRequest:
     Raises:
         ValueError: a method is on no shelf, or refuses its options; or two things exclude one another.
     """
-    for pattern, constraint in asked.constraints.items():
-        refuse_unknown(pattern, constraint)
-    schedule = asked.schedule
-    read(schedule, workers).schedule()  # its table may refuse what its options did not
-    return PlanRequest(
+    request = PlanRequest(
         asked.constraints,
         asked.lazy,
-        schedule=schedule,
+        schedule=named(asked.schedule),
         allow=asked.allow,
         rule=asked.rule,
         edge=asked.edge,
         edge_back=asked.edge_back,
     )
+    for pattern, constraint in request.constraints.items():
+        refuse_unknown(pattern, constraint)
+    read(request.schedule, workers).schedule()  # its table may refuse what its options did not
+    return request
 
 
 def job_request_of(asked: AskedPlan, workers: int, planned: int | None = None) -> JobRequest:

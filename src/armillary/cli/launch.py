@@ -39,12 +39,14 @@ SHUTDOWN_SECONDS = 5
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker ended. seconds: when, since the epoch. code: its exit code, as far as the launcher knows it."""
+    """Why a worker ended. seconds: when, since the epoch. code: its exit code, as far as the launcher knows it.
+    is_killed: by a signal, and not by the launcher."""
 
     rank: int
     seconds: float
     text: str
     code: int = 1
+    is_killed: bool = False
 
 
 def is_worker() -> bool:
@@ -124,7 +126,7 @@ def first_failure(logs: Path, exit_codes: dict[int, int]) -> Failure:
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code not in (2, 15)}
     for rank, signal in sorted(killed.items()):
         reason = "; the machine may be out of memory" if signal == 9 else ""
-        return Failure(rank, 0.0, f"ended by signal {signal}{reason}")
+        return Failure(rank, 0.0, f"ended by signal {signal}{reason}", is_killed=True)
     found, torn, own_code = [], [], max([1, *exit_codes.values()])
     for path in sorted(logs.rglob("error.json")):
         try:

@@ -36,6 +36,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", epilog=EXIT_CODES)(train_command)
 app.command("plan", epilog=EXIT_CODES)(plan_command)

@@ -203,6 +203,8 @@ EdgeBacks = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
+        "--workers",
+        "-w",
         metavar="N",
         help="Start this many worker processes. (default: 2; under torchrun, the processes it started)",
         callback=at_least_one,

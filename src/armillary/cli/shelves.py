@@ -3,9 +3,11 @@
 The shelves themselves (`facts/registry`) import torch, which takes a second that no refusal of a name should wait for.
 """
 
-from armillary.cli.sources import modules_with
+from armillary.cli.sources import aliases_in, modules_with
 
-__all__ = ["EDGES_ONLY", "codecs", "exchanges", "schedules"]
+__all__ = ["EDGES_ONLY", "aliases", "codecs", "exchanges", "schedules"]
+
+PACKAGES = ("armillary.schedules", "armillary.codecs", "armillary.exchanges")
 
 EDGES_ONLY = ("aq_sgd", "same")  # what an edge may be besides a codec (`schedules/edge`)
 
@@ -22,3 +24,8 @@ def exchanges() -> tuple[str, ...]:
     """Dense ones and those of rows; a codec is a dense exchange too."""
     own = modules_with("armillary.exchanges", r"^@(dense|row)_exchange\(")
     return tuple(sorted({*own, *codecs()}))
+
+
+def aliases() -> tuple[str, ...]:
+    """Other names of all of these."""
+    return tuple(sorted(name for package in PACKAGES for name in aliases_in(package)))

@@ -7,22 +7,31 @@ import ast
 import importlib.util
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["modules_with", "options_in"]
+__all__ = ["aliases_in", "modules_with", "options_in"]
 
 
 def modules_with(package: str, line: str) -> tuple[str, ...]:
     """Names of the modules in a package that have a line of this form, in order."""
+    return tuple(sorted(name for name, source in _modules(package) if re.search(line, source, re.MULTILINE)))
+
+
+def aliases_in(package: str) -> tuple[str, ...]:
+    """Aliases under which modules of a package register their methods, in order."""
+    written = [text for _, source in _modules(package) for text in re.findall(r"aliases=\{(.*?)\},\n", source)]
+    return tuple(sorted(name for text in written for name in re.findall(r'"(\w+)": \{', text)))
+
+
+def _modules(package: str) -> Iterator[tuple[str, str]]:
+    """The modules of a package, each with its source."""
     found = importlib.util.find_spec(package)
     folders = [] if found is None else list(found.submodule_search_locations or [])
-    names = []
     for module in pkgutil.iter_modules(folders, f"{package}."):
         spec = importlib.util.find_spec(module.name)
-        source = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
-        if re.search(line, source, re.MULTILINE):
-            names.append(module.name.rpartition(".")[2])
-    return tuple(sorted(names))
+        if spec is not None and spec.origin:
+            yield module.name.rpartition(".")[2], Path(spec.origin).read_text()
 
 
 def options_in(path: Path) -> tuple[str, ...] | None:

@@ -95,7 +95,7 @@ def twin_asked(subject: AskedWorkload, typed: AskedTwin, out: Path, is_resumed: 
         return 0
 
     run_in_workers(
-        1, prepare, body, on_interrupt=lambda: f"Seeds that are done stand in {out / KEPT}; --resume goes on"
+        1, prepare, body, how_to_go_on=lambda: f"Seeds that are done stand in {out / KEPT}; --resume goes on"
     )
 
 

@@ -35,7 +35,7 @@ def run_in_workers(
     prepare: Callable[[], Prepared],
     body: Callable[[Prepared], int],
     more_arguments: Callable[[Prepared], Sequence[str]] = lambda _: (),
-    on_interrupt: Callable[[], str] = lambda: "",
+    how_to_go_on: Callable[[], str] = lambda: "",
 ) -> NoReturn:
     """Runs `body` on every worker, on what `prepare` made there, and ends the process with its exit code.
 
@@ -43,12 +43,12 @@ def run_in_workers(
         workers: how many; None for as many as torchrun started, or DEFAULT_WORKERS.
         prepare: also runs in the process that launches, before any worker is; a refusal of ours ends it with USAGE.
         more_arguments: what the launched command line gets besides the user's own.
-        on_interrupt: what to tell a user who pressed Ctrl-C, besides that all workers are gone.
+        how_to_go_on: what to tell a user who pressed Ctrl-C, or one of whose workers was killed, besides that.
     """
     try:
-        code = _run(workers, prepare, body, more_arguments)
+        code = _run(workers, prepare, body, more_arguments, how_to_go_on)
     except KeyboardInterrupt:
-        typer.echo(f"\nstopped; all workers are gone. {on_interrupt()}".rstrip(), err=True)
+        typer.echo(f"\nstopped; all workers are gone. {how_to_go_on()}".rstrip(), err=True)
         code = INTERRUPTED
     except Exception as error:
         _fail(error)
@@ -61,6 +61,7 @@ def _run(
     prepare: Callable[[], Prepared],
     body: Callable[[Prepared], int],
     more_arguments: Callable[[Prepared], Sequence[str]],
+    how_to_go_on: Callable[[], str],
 ) -> int:
     count = count_of(workers)
     if is_worker():
@@ -68,7 +69,7 @@ def _run(
         _share_cores()
         start_process_group()
     elif count > 1:
-        return _launched([*sys.argv[1:], *more_arguments(_prepared(prepare))], count)
+        return _launched([*sys.argv[1:], *more_arguments(_prepared(prepare))], count, how_to_go_on)
     code = body(_prepared(prepare))
     stop_process_group()
     if code and is_worker():
@@ -85,12 +86,14 @@ def _prepared(prepare: Callable[[], Prepared]) -> Prepared:
         raise
 
 
-def _launched(arguments: Sequence[str], count: int) -> int:
+def _launched(arguments: Sequence[str], count: int, how_to_go_on: Callable[[], str]) -> int:
     failure = launch(arguments, count)
     if failure is None:
         return 0
     if failure.text:
         typer.echo(f"error: {_with_rank(failure.text, failure.rank)}", err=True)
+    if failure.is_killed and (said := how_to_go_on()):
+        typer.echo(said, err=True)
     return FAILED if failure.text else failure.code
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.facts.choice import Choice
 from armillary.facts.exact_keywords import why_not_given
 from armillary.facts.raised import Raised, is_theirs, told
-from armillary.facts.registry import Registry, examples_of
+from armillary.facts.registry import NO_ALIASES, Aliases, Registry, examples_of
 
 __all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
 
@@ -94,14 +94,19 @@ CODECS: Registry[CodecEntry] = Registry("codec", "armillary.codecs")
 
 
 def codec(
-    *examples: Options, offers: tuple[Options, ...] = (), mildness: int = 0, costs: str = "", carries: bool = True
+    *examples: Options,
+    offers: tuple[Options, ...] = (),
+    mildness: int = 0,
+    costs: str = "",
+    carries: bool = True,
+    aliases: Aliases = NO_ALIASES,
 ) -> Callable[[Factory], Factory]:
-    """Registers a factory of codecs under its own name; arguments as in `CodecEntry`."""
+    """Registers a factory of codecs under its own name, and aliases of it; other arguments as in `CodecEntry`."""
 
     tried = examples_of("codec", examples)
 
     def registered(make: Factory) -> Factory:
-        CODECS.register(make.__name__, CodecEntry(make, tried, offers, mildness, costs, carries))
+        CODECS.register(make.__name__, CodecEntry(make, tried, offers, mildness, costs, carries), aliases)
         return make
 
     return registered
@@ -138,4 +143,5 @@ def codec_of(choice: Choice | str) -> Codec:
     Raises:
         ValueError: as `build_codec`.
     """
-    return build_codec(choice) if isinstance(choice, str) else build_codec(choice.name, **choice.options)
+    named = CODECS.named(choice)
+    return build_codec(named.name, **named.options)

@@ -19,6 +19,7 @@ DTYPES = ("bfloat16", "float16")
     {"dtype": "bfloat16"}, {"dtype": "float16"},
     offers=({"dtype": "bfloat16"},), mildness=1,
     costs="gradients are rounded to 16 bits; what is left out is sent later",
+    aliases={"bf16": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16"}},
 )  # fmt: skip
 def lower_precision(dtype: str = "bfloat16") -> Codec:
     """

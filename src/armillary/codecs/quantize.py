@@ -32,6 +32,7 @@ BITS = (8, 4, 2)
 @codec(
     {"bits": 8}, {"bits": 4}, {"bits": 2}, {"bits": 8, "tile": 64},
     offers=({"bits": 8}, {"bits": 4}), mildness=2, costs="gradients are rounded; what is left out is sent later",
+    aliases={"int8": {"bits": 8}, "int4": {"bits": 4}},
 )  # fmt: skip
 def quantize(bits: int = 8, tile: int = 256) -> Codec:
     """

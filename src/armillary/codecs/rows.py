@@ -7,6 +7,7 @@ a code leaves out is lost. A residual for every row on every rank that reads it 
 Source: quantized communication of TorchRec, with a scale of each row's own.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,13 @@ from armillary.codecs.edges import GUARD_BYTES
 from armillary.facts.choice import Choice
 
 __all__ = ["AS_THEY_ARE", "RowCode", "RowCodes", "row_code"]
+
+
+def _row_by_row(write: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """All at once, where torch can: its vmap reads numbers as bytes since 2.13. Before that, one after another."""
+    if torch.__version__ < "2.13":
+        return torch.stack([write(row) for row in rows])
+    return torch.vmap(write, randomness="same")(rows)
 
 
 class RowCode(NamedTuple):
@@ -34,7 +42,7 @@ class RowCode(NamedTuple):
         is_sick = ~flat.isfinite().all(1, keepdim=True)
         finite = torch.where(is_sick, torch.zeros_like(flat), flat)
         encode = self.codec.encode
-        codes = torch.vmap(lambda row: encode(row, None), randomness="same")(finite)
+        codes = _row_by_row(lambda row: encode(row, None), finite)
         return torch.cat([is_sick.to(torch.uint8), codes], 1)
 
     def decode(self, code: Tensor, like: Tensor) -> Tensor:
@@ -45,7 +53,7 @@ class RowCode(NamedTuple):
             return like.new_empty((0, *like.shape[1:]))
         decode, count = self.codec.decode, like.shape[1:].numel()
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
-        flat = torch.vmap(lambda one: decode(one, count, empty), randomness="same")(code[:, GUARD_BYTES:])
+        flat = _row_by_row(lambda one: decode(one, count, empty), code[:, GUARD_BYTES:])
         flat = torch.where(code[:, :GUARD_BYTES].bool(), torch.full_like(flat, torch.nan), flat)
         return flat.view(len(code), *like.shape[1:])
 

@@ -16,6 +16,9 @@ OF = "of"
 TOKEN = re.compile(r"""\s*('[^']*'|"[^"]*"|[()\[\],=]|[^\s()\[\],='"]+)""")
 
 
+NAME = re.compile(r"\w+")  # 1f1b begins with a digit
+
+
 @dataclass(frozen=True)
 class Choice:
     """As in `Choice("ring", {"slack": 1})`, which prints as ring(slack=1)."""
@@ -60,7 +63,7 @@ class Choice:
             words.refuse("nothing more")
         if isinstance(found, cls):
             return found
-        if not isinstance(found, str) or not found.isidentifier():
+        if not isinstance(found, str) or not NAME.fullmatch(found):
             words.refuse("a name, as in ring(slack=1)")
         return cls(found)
 

@@ -11,9 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from armillary.facts.choice import Choice
+
 __all__ = ["Registry", "examples_of", "guess", "no_entry"]
 
 Entry = TypeVar("Entry")
+Aliases = Mapping[str, Mapping[str, Any]]  # short name -> the options that it stands for
+NO_ALIASES: Aliases = MappingProxyType({})
 
 
 class Registry(Generic[Entry]):
@@ -27,11 +31,16 @@ class Registry(Generic[Entry]):
     def __init__(self, kind: str, package: str):
         self.kind, self.package = kind, package
         self._entries: dict[str, Entry] = {}
+        self._aliases: dict[str, Choice] = {}
         self._followers: list[Callable[[str, Entry], object]] = []
+        self._followed: list[Registry[Any]] = []
         self._is_complete = False
 
-    def register(self, name: str, entry: Entry) -> Entry:
+    def register(self, name: str, entry: Entry, aliases: Aliases = NO_ALIASES) -> Entry:
         """
+        Args:
+            aliases: other names for it, each with the options that it stands for. A registered name outweighs them.
+
         Raises:
             ValueError: another entry has that name, here or on a shelf that follows this one.
         """
@@ -41,6 +50,7 @@ class Registry(Generic[Entry]):
         elif self._entries[name] is not entry:
             raise ValueError(f"{self.kind}: {name!r} is registered twice; give one of them another name")
         self._entries[name] = entry
+        self._aliases |= {alias: Choice(name, options) for alias, options in aliases.items()}
         return entry
 
     def follow(self, other: "Registry[Any]", entry_of: Callable[[str, Any], Entry | None]) -> None:
@@ -58,6 +68,7 @@ class Registry(Generic[Entry]):
         for name, entry in other.all().items():
             follow(name, entry)
         other._followers.append(follow)
+        self._followed.append(other)
 
     def all(self) -> Mapping[str, Entry]:
         """Every entry by name, in the order of names."""
@@ -77,6 +88,21 @@ class Registry(Generic[Entry]):
         if name not in entries:
             raise ValueError(no_entry(self.kind, name, entries))
         return entries[name]
+
+    def named(self, asked: Choice | str) -> Choice:
+        """The same without an alias: the entry's own name, and the options that the alias stands for.
+
+        Args:
+            asked: what is on no shelf is given back as it is.
+
+        Raises:
+            ValueError: a text that is no choice.
+        """
+        choice = Choice.parse(asked) if isinstance(asked, str) else asked
+        if choice.name in self.all():
+            return choice
+        meant = next((one for shelf in (self, *self._followed) if (one := shelf._aliases.get(choice.name))), None)
+        return choice if meant is None else Choice(meant.name, {**meant.options, **choice.options})
 
     def __contains__(self, name: object) -> bool:
         return name in self.all()

@@ -79,6 +79,7 @@ class Topology:
         requests: where measured, the links as single kinds of request find them. processor: where measured.
         hidden_share: of the time that a request's bytes take, what compute can hide; the rest takes the processor from
             it. 1 where nobody measured it.
+        uneven_hosts: ranks of each host, where hosts hold different numbers of them. Every rank is a node then.
     """
 
     nodes: int
@@ -90,6 +91,7 @@ class Topology:
     requests: tuple[RequestLink, ...] = ()
     processor: Processor | None = None
     hidden_share: float = 1.0
+    uneven_hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.workers_per_node < 1:
@@ -154,7 +156,7 @@ class Topology:
             raise ValueError(
                 f"topology: {workers} workers do not fill nodes of {self.workers_per_node}; want a multiple of it"
             )
-        return replace(self, nodes=nodes)
+        return replace(self, nodes=nodes, uneven_hosts=())
 
     def of_one_node(self, workers: int) -> "Topology":
         """So many workers side by side."""
@@ -169,7 +171,10 @@ class Topology:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True)
+        fields = asdict(self)
+        if not self.uneven_hosts:
+            del fields["uneven_hosts"]  # so that even machines keep the fingerprint that they had without it
+        return json.dumps({"format": FORMAT, **fields}, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Topology":
@@ -188,6 +193,7 @@ class Topology:
         )
         if fields.get("processor") is not None:
             fields["processor"] = _processor(fields["processor"])
+        fields["uneven_hosts"] = tuple(fields.get("uneven_hosts", ()))
         return cls(**{**fields, "inside": Link(**fields["inside"]), "between": Link(**fields["between"])})
 
     def save(self, path: str | Path) -> None:

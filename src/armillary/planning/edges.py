@@ -8,6 +8,7 @@ gradient has come back, as the activation is.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from armillary.codecs.codec import CODECS
 from armillary.codecs.edges import GUARD_BYTES
 from armillary.facts.choice import Choice
 from armillary.facts.profile_table import bytes_text
@@ -19,7 +20,7 @@ from armillary.schedules.stage_load import StageLoad
 
 __all__ = ["EdgeRequest", "EdgeRequests", "coding_seconds_of", "loads_with_edges", "notes_on_edges", "sent_over"]
 
-EdgeRequest = Choice | Mapping[int, Choice] | None  # of all edges, or by the stage below
+EdgeRequest = Choice | str | Mapping[int, Choice | str] | None  # of all edges, or by the stage below
 
 Passed = StageFact | StageLoad  # which say what they hand on
 
@@ -42,10 +43,10 @@ class EdgeRequests:
         for name, request in (("edge", self.edge), ("edge_back", self.edge_back)):
             asked = request if isinstance(request, Mapping) else {0: request}
             strange = [key for key in asked if isinstance(key, bool) or not isinstance(key, int) or key < 0]
-            if strange or any(not isinstance(one, Choice | None) for one in asked.values()):
+            if strange or any(not isinstance(one, Choice | str | None) for one in asked.values()):
                 raise ValueError(
-                    f"plan: {name} is {request!r}; want a Choice of a codec, or a mapping from numbers of stages to "
-                    "such"
+                    f"plan: {name} is {request!r}; want a codec as text or as a Choice, or a mapping from numbers of "
+                    "stages to such"
                 )
 
     def __bool__(self) -> bool:
@@ -80,7 +81,8 @@ class EdgeRequests:
 def _by_stage(request: EdgeRequest, stages: int) -> Mapping[int, Choice]:
     if request is None:
         return {}
-    return request if isinstance(request, Mapping) else dict.fromkeys(range(stages - 1), request)
+    asked = request if isinstance(request, Mapping) else dict.fromkeys(range(stages - 1), request)
+    return {stage: CODECS.named(one) for stage, one in asked.items()}
 
 
 def sent_over(code: EdgeCode | None, below: Passed) -> float:

@@ -37,7 +37,7 @@ from armillary.planning.parallax import parallax, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.rule import PRICE
 from armillary.planning.savings import with_edges_weighed, with_named_weighed, with_savings, with_taken
 from armillary.planning.staged_plan import plan_staged
@@ -45,7 +45,7 @@ from armillary.planning.staged_request import staged_request
 from armillary.planning.uncut_plan import plan_uncut
 from armillary.schedules.registry import SCHEDULES, read
 
-__all__ = ["bucketings", "explain", "make_plan", "plan", "plan_by_rule", "tables_to_search"]
+__all__ = ["bucketings", "explain", "make_plan", "notes_on_hosts", "plan", "plan_by_rule", "tables_to_search"]
 
 NONE_SEARCHED: Mapping[str, OwnerSearch] = MappingProxyType({})
 
@@ -59,7 +59,7 @@ def plan(
     lazy: Collection[str] = (),
     mean: Mean = "workers",
     assumptions: Assumptions = ADAM,
-    schedule: Choice = SIMULTANEOUS,
+    schedule: Choice | str = SIMULTANEOUS,
     prefetch: bool | None = False,
     steps_by_run: bool = False,
     micro_batches: int | None = None,
@@ -71,11 +71,11 @@ def plan(
     """The cheapest plan that fits; under another rule, the one that it makes.
 
     Args:
-        constraints: name, alias or glob pattern -> layout, exchange name, or a `Choice` with options.
+        constraints: name, alias or glob pattern -> layout, or exchange, as text or as a `Choice`.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         assumptions: what the optimizer keeps and how fast a rank's processor is.
-        schedule: by its registry name, as in Choice("ring", {"slack": 1}). Under one that owns the loop (`run.step`)
-            nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
+        schedule: by name, as in "ring(slack=1)" or Choice("ring", {"slack": 1}). Under one that owns the loop
+            (`run.step`) nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
         prefetch: look-ups leave before their batch, in a loop over `run.batches`. None: where a step is shorter for it.
         steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
             Else a note says what it would bring.
@@ -90,7 +90,7 @@ def plan(
         ValueError: a constraint names no parameter or cannot be honoured; or nothing fits, with what would.
     """
     request = PlanRequest(
-        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+        constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     return make_plan(Case(profile, topology, assumptions), request)
 
@@ -103,6 +103,21 @@ def make_plan(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]
     Raises:
         ValueError: as `plan`.
     """
+    made = _made(case, request, timed)
+    return replace(made, notes=(*made.notes, *notes_on_hosts(case.topology)))
+
+
+def notes_on_hosts(topology: Topology) -> list[str]:
+    """What a plan leaves out because hosts hold different numbers of ranks."""
+    if not topology.uneven_hosts:
+        return []
+    return [
+        f"hosts hold {', '.join(map(str, topology.uneven_hosts))} ranks: each rank is planned as a node of its own, so "
+        "nothing is summed inside a host first; start as many ranks on every host to change that"
+    ]
+
+
+def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) -> Plan:
     schedule, topology = request.schedule, case.topology
     if request.owns_loop:
         is_cut = SCHEDULES[schedule.name].is_cut

@@ -8,13 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from armillary.exchanges.exchange import DENSE, ROW
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
 from armillary.planning.demand import Constraint, refuse_other_allowed, written
 from armillary.planning.edges import EdgeRequest, EdgeRequests
 from armillary.planning.rule import PRICE, refuse_with_rule
 from armillary.schedules.registry import SCHEDULES, owns_loop
 
-__all__ = ["NO_CONSTRAINTS", "PlanRequest"]
+__all__ = ["NO_CONSTRAINTS", "PlanRequest", "named"]
 
 NO_CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType({})
 
@@ -39,9 +40,9 @@ class PlanRequest:
     edge_back: EdgeRequest = None
 
     def __post_init__(self) -> None:
-        _refuse_misread(self.constraints, self.lazy, self.schedule)
+        _refuse_misread(self.constraints, self.lazy)
         refuse_other_allowed(self.allow)
-        constraints = {pattern: written(one) for pattern, one in self.constraints.items()}
+        constraints = {pattern: _without_alias(one) for pattern, one in self.constraints.items()}
         object.__setattr__(self, "constraints", constraints)
         object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
         object.__setattr__(self, "allow", tuple(self.allow))
@@ -64,7 +65,28 @@ class PlanRequest:
         return owns_loop(self.schedule)
 
 
-def _refuse_misread(constraints: object, lazy: object, schedule: object) -> None:
+def named(asked: Choice | str) -> Choice:
+    """The schedule that is asked for: as a choice or as text, by its name or an alias.
+
+    Raises:
+        ValueError: it is neither, or a text that is no choice.
+    """
+    if isinstance(asked, Choice | str):
+        return SCHEDULES.named(asked)
+    raise ValueError(
+        f"plan: schedule is {asked!r}; want text, as in 'ring(slack=1)', or armillary.Choice('ring', {{'slack': 1}})"
+    )
+
+
+def _without_alias(constraint: Constraint) -> Constraint:
+    """As it is written, without an alias of an exchange."""
+    one = written(constraint)
+    choice = one if isinstance(one, Choice) else Choice(one)
+    meant = DENSE.named(ROW.named(choice))
+    return one if meant == choice else meant
+
+
+def _refuse_misread(constraints: object, lazy: object) -> None:
     """What is of another kind than is wanted, which would be taken for something else, or fail far from here.
 
     Raises:
@@ -77,8 +99,3 @@ def _refuse_misread(constraints: object, lazy: object, schedule: object) -> None
         )
     if isinstance(lazy, str):
         raise ValueError(f"plan: lazy is the text {lazy!r}, whose letters would be taken for names; write [{lazy!r}]")
-    if not isinstance(schedule, Choice):
-        raise ValueError(
-            f"plan: schedule is {schedule!r}; want a Choice, as in armillary.Choice('ring', {{'slack': 1}}) or "
-            "armillary.Choice.parse('ring(slack=1)')"
-        )

@@ -7,9 +7,11 @@ is never put in their place. `armillary measure` looks longer.
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,26 +42,41 @@ def workers_per_node(transport: Transport) -> int:
 
     Every rank gets the same answer.
     """
-    hosts: list[tuple[int, str]] = transport.share(_host())
+    return _even(transport.share(_host())) or 1
+
+
+class _Host(NamedTuple):
+    """Where a rank runs. launched: how many ranks the launcher started there, 0 if it does not say."""
+
+    launched: int
+    name: str
+
+
+def _even(hosts: Sequence[_Host]) -> int:
+    """How many ranks each host holds; 0 if they hold different numbers."""
     (launched, name), workers = hosts[0], len(hosts)
     for count in (launched, sum(other == name for _, other in hosts)):
         nodes = [hosts[first : first + count] for first in range(0, workers, count or workers)]
         if count and workers % count == 0 and all(len(set(node)) == 1 for node in nodes):
             return count
-    return 1
+    return 0
+
+
+def _uneven(hosts: Sequence[_Host]) -> tuple[int, ...]:
+    """How many ranks each host holds, in the order of ranks; empty if each holds as many."""
+    return () if _even(hosts) else tuple(len([*ranks]) for _, ranks in groupby(name for _, name in hosts))
 
 
 def ranks_beside(transport: Transport) -> int:
     """How many ranks share the memory of this one's host, by name and by the launcher, itself among them. Some may take
     no part, or be of other nodes."""
-    hosts: list[tuple[int, str]] = transport.share(_host())
+    hosts: list[_Host] = transport.share(_host())
     launched, name = _host()
     return max(launched, sum(other == name for _, other in hosts))
 
 
-def _host() -> tuple[int, str]:
-    """How many ranks the launcher started on it, 0 if it does not say; and its name."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")), socket.gethostname()
+def _host() -> _Host:
+    return _Host(int(os.environ.get("LOCAL_WORLD_SIZE", "0")), socket.gethostname())
 
 
 def measure(
@@ -99,7 +116,16 @@ def measure(
         told(f"{kind} beside compute: {seconds_text(seconds)} of a processor, however small")
     inside, between = _links(found, rates)
     topology = Topology(
-        place.nodes, place.workers_per_node, inside, between, memory, backend, tuple(found), rates, share
+        place.nodes,
+        place.workers_per_node,
+        inside,
+        between,
+        memory,
+        backend,
+        tuple(found),
+        rates,
+        share,
+        _uneven(transport.share(_host())),
     )
     if not effort.times_coding or device.type != "cpu":
         return topology

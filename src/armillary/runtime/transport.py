@@ -4,9 +4,8 @@ Groups of our own, so that the user's collectives never interleave with ours: on
 several ranks one for the node and one for the rail. CPU tensors always travel by gloo; CUDA tensors by the backend
 the job was started with.
 
-Measured on gloo (torch 2.13): non-contiguous tensors give silently wrong results, so this file is the one place that
-makes them contiguous; uneven all_gather fails, so uneven traffic is all_to_all_single; its all_reduce does not add in
-rank order.
+Measured on gloo: non-contiguous tensors give silently wrong results, so this file alone makes them contiguous; uneven
+all_gather fails, so uneven traffic is all_to_all_single; its all_reduce does not add in rank order.
 """
 
 import time
@@ -59,6 +58,7 @@ __all__ = ["Transport", "Wait"]
 
 Wait = Callable[[], Any]
 _IN_WORDS: dict[type[Request], str] = {AllReduce: "all-reduce", AllGather: "all-gather", AllToAll: "all-to-all"}
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
 class Transport:
@@ -247,7 +247,7 @@ class Transport:
             return self.open_groups.noted(dist.all_reduce(tensor, group=group, async_op=True)), tensor, tensor
         if isinstance(request, AllGather):
             answer = tensor.new_empty((ranks.workers, *tensor.shape))
-            work = dist.all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True)
+            work = _all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True)
             return self.open_groups.noted(work), answer, tensor
         if on_host and request.is_even:
             return *self.pairwise.even_all_to_all(tensor, group, ranks), tensor
@@ -291,7 +291,7 @@ class Transport:
         mine, everyones = asked(self.counts[request.scope], label, request), [asked(0, "", request)] * len(ranks)
         numbers = torch.empty(len(ranks), 1 + 2 * len(ranks), dtype=torch.int64)
         with self.waiting(f"comparison of requests for {label}"):
-            dist.all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)
+            _all_gather_single(numbers.view(-1), in_numbers(mine, len(ranks)), group=group)
             if is_apart := is_doubtful(numbers, scopes):
                 dist.all_gather_object(everyones, mine, group=group)
         if is_apart:  # not inside the wait, where it would be taken for the end of a peer

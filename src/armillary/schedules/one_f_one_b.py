@@ -50,4 +50,5 @@ SCHEDULES.register(
         pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
         notes=_notes,
     ),
+    aliases={"1f1b": {}},
 )

@@ -44,7 +44,7 @@ def check(name: str) -> str:
     Raises:
         ValueError: nothing has that name, or it breaks rules; each is named, with where it was broken first.
     """
-    asked = Choice.parse(name)
+    asked = SCHEDULES.named(DENSE.named(name))
     kept = [line for shelf in (_of_codec, _of_exchange, _of_schedule) for line in _kept(name, shelf(asked))]
     if not kept:
         known = sorted({*CODECS.all(), *DENSE.all(), *SCHEDULES.all()})

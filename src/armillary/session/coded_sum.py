@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import codec_of
+from armillary.codecs.codec import CODECS, codec_of
 from armillary.codecs.finite import all_finite
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
@@ -41,7 +41,7 @@ def coded_sum(
     Raises:
         ValueError: no such codec, or one that cannot be used here.
     """
-    choice = Choice.parse(codec) if isinstance(codec, str) else codec
+    choice = CODECS.named(codec)
     made = codec_of(choice)
     if made.draws:
         raise ValueError(

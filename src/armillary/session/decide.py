@@ -17,7 +17,7 @@ from armillary.facts.topology import Topology
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
 from armillary.planning.expected import with_expected
 from armillary.planning.owner_search import OwnerSearch
-from armillary.planning.planner import make_plan
+from armillary.planning.planner import make_plan, notes_on_hosts
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import refuse_with_rule
@@ -158,7 +158,9 @@ def _planned(
     if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
         plans = with_prefetch(plans, case, may_wait=is_asked)
     timed = at_once(best(plans, case, request.autotune), case)
-    return {name: with_expected(plan, case).to_json() for name, plan in timed.items()}
+    expected = {name: with_expected(plan, case) for name, plan in timed.items()}
+    notes = notes_on_hosts(topology)
+    return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
 
 
 def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:

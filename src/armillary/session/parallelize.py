@@ -16,7 +16,7 @@ from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.provisional import blank_profile, provisional_plan
-from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.optimizers import as_one
 from armillary.runtime.measure import measure as measure_links
@@ -56,7 +56,7 @@ def parallelize(
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
-    schedule: Choice = SIMULTANEOUS,
+    schedule: Choice | str = SIMULTANEOUS,
     prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
@@ -87,10 +87,10 @@ def parallelize(
     Args (more in `auto_plan`, and from scaler on in `attach`):
         model: an ordinary module on this rank. optimizer: over its parameters, or several, each parameter in one.
         batches, loss: as one worker sees them, and loss(model, batch) -> scalar tensor; both, or none.
-        constraints: name, alias or glob pattern -> layout, exchange name, or a `Choice` with options.
+        constraints: name, alias or glob pattern -> layout, or exchange, as text or as a `Choice`.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         mean: over "workers", or over the "weights" that the loop declares by `run.weigh`.
-        schedule: by its registry name, as in Choice("ring", {"slack": 1}); with batches and loss.
+        schedule: by name, as in "ring(slack=1)" or Choice("ring", {"slack": 1}); with batches and loss.
         prefetch: whether look-ups of the next batches leave early in a loop over `run.batches`; None: by price.
         autotune: how many of the best plans are timed in this job; with batches and loss.
         steps_by_run: steps are taken by `run.step`, so a schedule may be chosen by price; with batches and loss.
@@ -109,7 +109,7 @@ def parallelize(
         TypeError: an argument that there is not.
     """
     request = PlanRequest(
-        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+        constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     connecting = Connecting(Patience(report_after, timeout), check_order, process_group)
     job = TrainJob(
@@ -213,7 +213,7 @@ def auto_plan(
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
-    schedule: Choice = SIMULTANEOUS,
+    schedule: Choice | str = SIMULTANEOUS,
     prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
@@ -245,7 +245,7 @@ def auto_plan(
         ValueError: too few batches, or a constraint or schedule that cannot be honoured.
     """
     request = PlanRequest(
-        constraints, lazy, mean, schedule, prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
+        constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
     return decide(subject, JobRequest(_over(request, batches), autotune=autotune))

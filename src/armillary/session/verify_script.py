@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from armillary.facts.plan import SIMULTANEOUS, Choice, Plan
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
-from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.rule import PRICE
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.decide import JobRequest, open_transport
@@ -32,7 +32,7 @@ def verify(
     plan: Plan | None = None,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     lazy: Sequence[str] = (),
-    schedule: Choice = SIMULTANEOUS,
+    schedule: Choice | str = SIMULTANEOUS,
     rule: str = PRICE,
     edge: EdgeRequest = None,
     edge_back: EdgeRequest = None,
@@ -68,5 +68,5 @@ def verify(
             "shuffled by one seed: verify itself takes each worker's share"
         )
     next(script.batches("train", steps * workers - 1, workers, seed))  # the last: too few are told of on every rank
-    request = PlanRequest(constraints, lazy, schedule=schedule, rule=rule, edge=edge, edge_back=edge_back)
+    request = PlanRequest(constraints, lazy, schedule=named(schedule), rule=rule, edge=edge, edge_back=edge_back)
     return verify_workload(script, steps=steps, seed=seed, request=JobRequest(request, plan), exchanges=exchanges)

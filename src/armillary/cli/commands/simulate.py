@@ -43,6 +43,8 @@ Subject = Annotated[
 Count = Annotated[
     int | None,
     typer.Option(
+        "--workers",
+        "-w",
         metavar="N",
         help="Simulate this many workers. (default: the plan's; 8)",
         show_default=False,

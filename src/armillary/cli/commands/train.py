@@ -43,7 +43,11 @@ __all__ = ["train_command"]
 Steps = Annotated[
     int | None,
     typer.Option(
-        help="Take this many optimizer steps. (default: the workload's)", callback=at_least_one, rich_help_panel=RUN
+        "--steps",
+        "-n",
+        help="Take this many optimizer steps. (default: the workload's)",
+        callback=at_least_one,
+        rich_help_panel=RUN,
     ),
 ]
 Resume = Annotated[

@@ -35,6 +35,8 @@ __all__ = ["twin_command"]
 Count = Annotated[
     int | None,
     typer.Option(
+        "--workers",
+        "-w",
         metavar="N",
         help="Simulate this many workers. (default: those of --topology; 4)",
         show_default=False,
@@ -45,6 +47,8 @@ Count = Annotated[
 Steps = Annotated[
     int,
     typer.Option(
+        "--steps",
+        "-n",
         help="Train both for this many optimizer steps.",
         callback=at_least_one,
         rich_help_panel=RUN,

@@ -37,6 +37,8 @@ __all__ = ["verify_command"]
 Steps = Annotated[
     int,
     typer.Option(
+        "--steps",
+        "-n",
         help="Compare after this many optimizer steps.",
         callback=at_least_one,
         rich_help_panel=RUN,

@@ -12,7 +12,7 @@ from armillary.facts.plan import SIMULTANEOUS, Choice
 from armillary.facts.topology import Topology
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
-from armillary.planning.request import NO_CONSTRAINTS, PlanRequest
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.foresight.side_by_side import HELD_OUT, Told, trained
 from armillary.session.foresight.twin_page import Twin
@@ -36,7 +36,7 @@ def twin(
     topology: Topology,
     constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
     allow: Collection[str] = (),
-    schedule: Choice = SIMULTANEOUS,
+    schedule: Choice | str = SIMULTANEOUS,
     edge: EdgeRequest = None,
     edge_back: EdgeRequest = None,
     steps: int = 300,
@@ -63,7 +63,7 @@ def twin(
         ValueError: too few batches, or something asked that cannot be granted; nothing was trained then.
         RuntimeError: the loss writes into its batch.
     """
-    request = PlanRequest(constraints, schedule=schedule, allow=allow, edge=edge, edge_back=edge_back)
+    request = PlanRequest(constraints, schedule=named(schedule), allow=allow, edge=edge, edge_back=edge_back)
     asked = AskedTraining(topology, steps, seeds, request)
     asked.refuse()
     wanted = steps * asked.batches

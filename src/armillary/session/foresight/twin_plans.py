@@ -55,7 +55,9 @@ class AskedTraining(NamedTuple):
             words.append(str(self.request.schedule))
         for name, asked in (("edge", self.request.edge), ("edge back", self.request.edge_back)):
             of_stages = (
-                [("", asked)] if isinstance(asked, Choice) else [(f"={j}", one) for j, one in (asked or {}).items()]
+                [("", asked)]
+                if isinstance(asked, Choice | str)
+                else [(f"={j}", one) for j, one in (asked or {}).items()]
             )
             words += [f"{name} {choice}{stage}" for stage, choice in of_stages]
         return f"{', '.join(words)}; {self.topology.workers} workers, {self.steps} steps"
