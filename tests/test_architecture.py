@@ -420,3 +420,31 @@ def test_benchmarks_speak_through_the_face_but_for_those_that_say_why_not():
 def test_there_are_no_environment_variables_of_our_own():
     for path in FILES:
         assert "ARMILLARY_" not in path.read_text(), path
+
+
+# The truths, and what they must not share with what they judge.
+TRUTHS = ("session/truths.py", "session/whole_truth.py", "session/schedule_truth.py")
+JUDGED = ("runtime/transport.py", "runtime/partition/", "runtime/cyclic/", "runtime/hybrid/executor.py")
+
+
+def reached(path: Path) -> set[Path]:
+    """The files that an import of this one brings."""
+    files = {".".join(["armillary", *one.relative_to(ROOT).with_suffix("").parts]): one for one in FILES}
+    found, waiting = set[Path](), [path]
+    while waiting:
+        for name, _ in imported(waiting.pop()):
+            if name in files and files[name] not in found:
+                found.add(files[name])
+                waiting.append(files[name])
+    return found
+
+
+def test_a_truth_shares_nothing_with_what_cuts_carries_out_or_sends():
+    for path in FILES:
+        me = path.relative_to(ROOT).as_posix()
+        if me in TRUTHS or room_of(path) == "reference":
+            brought = {one.relative_to(ROOT).as_posix() for one in reached(path)}
+            assert not [one for one in brought if one.startswith(JUDGED)], me
+    assert all((ROOT / one).exists() for one in TRUTHS)
+    judge = {one.relative_to(ROOT).as_posix() for one in reached(ROOT / "session/verify_schedule.py")}
+    assert any(one.startswith(JUDGED) for one in judge)  # so that the look above can fail

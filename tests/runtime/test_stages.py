@@ -225,11 +225,11 @@ class Deciding(nn.Module):
 def test_the_module_that_stops_the_tracer_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Deciding()), nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"module '1.1' \(Deciding\) cannot be traced"):
-        cut_traced(model, torch.randn(2, 4), ["2"])
+        cut_traced(model, (torch.randn(2, 4),), ["2"])
 
 
 def test_a_point_the_forward_reaches_twice_is_refused():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), shared, nn.ReLU(), shared)
     with pytest.raises(ValueError, match="1 points make 3 stages"):
-        cut_traced(model, torch.randn(2, 4), ["1"])
+        cut_traced(model, (torch.randn(2, 4),), ["1"])

@@ -144,8 +144,8 @@ def verify_against_another_rule(rank, world, rule):
     if rule == "fresh":
         schedule_truth.WorkersReference = FreshReference
     else:
-        verify_schedule._truths = lambda case: kept[0](
-            case._replace(plan=dataclasses.replace(case.plan, schedule=LATE))
+        verify_schedule._truths = lambda case, is_whole: kept[0](
+            case._replace(plan=dataclasses.replace(case.plan, schedule=LATE)), is_whole
         )
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]

@@ -23,7 +23,7 @@ __all__ = ["CodedLeaves", "coded_leaves", "edges_at_eval"]
 CodedLeaves = Sequence[tuple[bool, ...]]  # by edge: of all that the first module behind it is called with
 
 
-def coded_leaves(model: nn.Module, plan: Plan, value: Any) -> CodedLeaves:
+def coded_leaves(model: nn.Module, plan: Plan, value: tuple[Any, ...]) -> CodedLeaves:
     """Which values training codes: those that were made since the last edge and ask for a gradient.
 
     Args:
@@ -44,7 +44,7 @@ def coded_leaves(model: nn.Module, plan: Plan, value: Any) -> CodedLeaves:
         for stage in plan.stages[1:]:
             first = model.get_submodule(stage.begins)
             stack.callback(first.register_forward_pre_hook(look, with_kwargs=True).remove)
-        model(*value) if isinstance(value, tuple) else model(value)
+        model(*value)
     return found
 
 

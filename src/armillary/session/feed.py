@@ -1,11 +1,6 @@
-"""Which batches a worker draws, and whether two workers draw the same by mistake.
-
-Every worker must see its own share of the data, and a workload cuts its data itself. Ranks that see the same data learn
-as much as one, which nothing else would reveal, so first batches are compared.
-"""
+"""Which batches a worker draws: its own share of the data, which a workload cuts itself."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -13,12 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from armillary.runtime.agreement import checksum
-from armillary.runtime.transport import Transport
-from armillary.session.source import leaves
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["Feed", "alike_ranks", "device_of", "opened", "stream_seed", "together"]
+__all__ = ["Feed", "device_of", "opened", "stream_seed", "together"]
 
 
 def stream_seed(seed: int, step: int, worker: int) -> int:
@@ -104,12 +96,3 @@ def together(feeds: Sequence[Feed]) -> Iterator[tuple[list[Batch], dict[str, Any
         batches = [next(feed) for feed in feeds]
         states = [feed.state() for feed in feeds]
         yield batches, {"feed": states[0], **({"feeds": states} if len(states) > 1 else {})}
-
-
-def alike_ranks(batch: Batch, transport: Transport) -> list[tuple[int, ...]]:
-    """The sets of ranks whose batches are equal, which they should never be; empty when all is well."""
-    sums = transport.share(tuple(checksum(leaf) for leaf in leaves(batch)))
-    ranks: dict[Any, list[int]] = defaultdict(list)
-    for rank, found in enumerate(sums):
-        ranks[found].append(rank)
-    return [tuple(same) for found, same in ranks.items() if len(same) > 1 and found]

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from armillary.runtime.agreement import checksum
 from armillary.runtime.transport import Transport
 from armillary.session.plain_loader import is_plain_loader
 from armillary.session.source import leaves
 
-__all__ = ["STEPS", "FirstBatches", "complaint", "entrances"]
+__all__ = ["STEPS", "FirstBatches", "alike_ranks", "complaint", "entrances"]
 
 STEPS = 3  # of which everything that was given is compared
 ROUNDS = 2  # of every pass of a shard
@@ -247,3 +248,12 @@ def _odd(count: int) -> Tensor:
     """Weights of 64 bits, the same on every rank."""
     draw = torch.Generator().manual_seed(count)
     return torch.randint(-(2**62), 2**62, (count,), generator=draw) * 2 + 1
+
+
+def alike_ranks(batch: Any, transport: Transport) -> list[tuple[int, ...]]:
+    """The sets of ranks whose batches are equal, which they should never be; empty when all is well."""
+    sums = transport.share(tuple(checksum(leaf) for leaf in leaves(batch)))
+    ranks: dict[Any, list[int]] = defaultdict(list)
+    for rank, found in enumerate(sums):
+        ranks[found].append(rank)
+    return [tuple(same) for found, same in ranks.items() if len(same) > 1 and found]

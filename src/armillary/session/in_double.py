@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.facts.structure import mapped
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["InDouble", "doubled"]
@@ -57,13 +58,11 @@ class InDouble:
 
 
 def doubled(batch: Any) -> Any:
-    """The batch with its real-valued tensors in float64, whatever tuples, lists and dictionaries hold them."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+    """The batch with its real-valued tensors in float64, whatever nest holds them."""
     if isinstance(batch, Mapping):
         return {key: doubled(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(doubled, batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map(doubled, batch))
-    return batch
+    return mapped(lambda one: one.double() if one.is_floating_point() else one, batch)

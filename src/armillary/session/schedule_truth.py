@@ -1,30 +1,26 @@
-"""A workload trained by the truth of a schedule that owns the loop: plain loops in one process that know no runtime.
+"""A model trained by the truth of a schedule whose meaning exists only at its cuts: loops over stages, in one process.
 
-`verify` holds runs to it. `twin` trains it, since what crosses between stages is coded there as codecs mean it.
+Weights of several ages, coded edges, losses of a stage's own and random numbers that a stage draws are such. `verify`
+holds runs to it once the stages were seen to be the whole model (`reference/beside_whole`). `twin` trains it, since
+what crosses between stages is coded there as codecs mean it. It is given the stages, and knows no runtime.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.exchange import build_dense, is_by_row
 from armillary.facts.plan import Plan
+from armillary.reference.beside_whole import CutModel
 from armillary.reference.crossing import Crossing
 from armillary.reference.cyclic import Reference
 from armillary.reference.cyclic_workers import WorkersReference
 from armillary.reference.edges import Edges
 from armillary.schedules.edge import codes_of
 from armillary.schedules.registry import options_of
-from armillary.session.cyclic.split_loss import SplitLoss
-from armillary.session.cyclic.stages import stages_of
-from armillary.session.cyclic.tables import table_groups
-from armillary.session.cyclic.whole import Whole
-from armillary.session.edges_at_eval import coded_leaves
-from armillary.session.feed import Feed
 from armillary.session.truths import coded_rows, departing
-from armillary.session.workload import Batch, Workload
+from armillary.session.workload import Batch
 
 __all__ = ["ScheduleTruth"]
 
@@ -32,28 +28,21 @@ __all__ = ["ScheduleTruth"]
 class ScheduleTruth:
     """
     Args:
-        model: it is trained in place, by `optimizer`, which is over its parameters.
         plan: of the model, under a schedule that owns the loop.
-        seed: of the data and of all that is drawn.
-
-    Raises:
-        ValueError: the model or the loss cannot be cut as the plan says.
+        model: it is trained in place, by `optimizer`, which is over its parameters.
+        cut: the model, where the plan cuts it.
+        seed: of all that is drawn.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, model: nn.Module, optimizer: Optimizer, seed: int) -> None:
-        self.model, self.options = model, options_of(plan)
-        self.micro_batches = self.options.total(plan.workers)  # of a step, those of all processes
-        is_cut = self.options.method.is_cut
-        example = next(Feed(workload, (0, self.micro_batches), seed))
-        self._cut = _cut(workload, model, example, self.options.points) if is_cut else _left_whole(workload, model)
-        self.coded = coded_leaves(model, plan, self._cut.input_of(example)) if is_cut else ()
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, cut: CutModel, seed: int) -> None:
+        self.model, self.options, self._cut = model, options_of(plan), cut
         self.edges = Edges(codes_of(self.options.edges), seed, self.options.stages)
         self._reference = self._made(plan, optimizer, seed)
 
     def _made(self, plan: Plan, optimizer: Optimizer, seed: int) -> Reference | WorkersReference:
         options, (stages, loss, _) = self.options, self._cut
         named = dict(self.model.named_parameters())
-        tables = {named[group.parameters[0]]: group.is_lazy for group in table_groups(plan)}
+        tables = {named[one.parameters[0]]: one.is_lazy for one in plan.groups if is_by_row(one.exchange)}
         workers = options.replicas(plan.workers)
         if tables or workers > 1:
             schedule = options.schedule()
@@ -93,29 +82,6 @@ class ScheduleTruth:
                 theirs |= {names[id(local[n])]: buffer for n, buffer in buffers.items() if id(local[n]) in names}
             found.append(theirs)
         return found
-
-
-class _Cut(NamedTuple):
-    """Stages, what the last one's loss is, what the first one reads of a batch."""
-
-    stages: Sequence[nn.Module]
-    loss: Callable[[Any, Any], Tensor]
-    input_of: Callable[[Batch], Any]
-
-
-def _cut(workload: Workload, model: nn.Module, example: Batch, points: Sequence[str]) -> _Cut:
-    split = SplitLoss(workload.loss, model, example)
-    stages = stages_of(model, split.input_of(example), points)
-    return _Cut([stage.module for stage in stages], split.of_output, split.input_of)
-
-
-def _left_whole(workload: Workload, model: nn.Module) -> _Cut:
-    return _Cut([Whole(model, workload.loss)], _given, lambda batch: batch)
-
-
-def _given(loss: Tensor, batch: Batch) -> Tensor:
-    """The loss of a loss."""
-    return loss
 
 
 def _crossings(plan: Plan, named: Mapping[str, nn.Parameter], workers: int) -> list[Crossing]:

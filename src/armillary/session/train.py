@@ -41,7 +41,8 @@ from armillary.session.events import (
     Warned,
 )
 from armillary.session.every import CheckpointEvery
-from armillary.session.feed import alike_ranks, device_of, opened, stream_seed, together
+from armillary.session.feed import device_of, opened, stream_seed, together
+from armillary.session.first_batches import alike_ranks
 from armillary.session.folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
 from armillary.session.glance import sampled
 from armillary.session.group_options import ask_anew, group_options

@@ -119,7 +119,7 @@ def _note_norms(model: nn.Module, norms: dict[str, float]) -> None:
 
 
 def _quiet(norms: dict[str, float], model: nn.Module) -> frozenset[str]:
-    limit = ROUNDING * max(norms.values())
+    limit = ROUNDING * max(norms.values(), default=0.0)
     return frozenset(name for name, _ in model.named_parameters() if norms.get(name, 0.0) <= limit)
 
 

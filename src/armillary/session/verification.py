@@ -6,9 +6,11 @@ from typing import Literal
 
 from armillary.facts.table import Page, Table, page_text
 
-__all__ = ["TOLERANCE", "Acted", "Difference", "Verdict", "Verification"]
+__all__ = ["BESIDE", "TOLERANCE", "Acted", "Difference", "Verdict", "Verification"]
 
 TOLERANCE = 1e-10
+BESIDE = "stages beside the whole model"
+NOTHING_JUDGED = "nothing judged, so neither equal nor not"
 
 Verdict = Literal["equal", "differs", "no gradient"]
 
@@ -20,6 +22,7 @@ class Difference:
     verdict: "no gradient" where the true gradient is zero, so that only rounding moves the tensor (an attention's key
     bias, what no batch reads); its difference says nothing and is not judged.
     departs: whether the exchange is not exact, and is held to what it says of itself instead of to one process.
+    is_trained: whether it is a parameter after training; not a buffer, nor a look at the model before.
     """
 
     parameter: str
@@ -28,6 +31,7 @@ class Difference:
     difference: float
     verdict: Verdict
     departs: bool = False
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,15 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        return all(one.verdict != "differs" for one in self.differences)
+        """Whether something was judged, and all of that is equal."""
+        return bool(self.judged) and all(one.verdict == "equal" for one in self.judged)
+
+    @property
+    def judged(self) -> tuple[Difference, ...]:
+        """What says something. A run that took no step, or whose parameters got no gradient, says nothing."""
+        judged = tuple(one for one in self.differences if one.verdict != "no gradient")
+        has_trained = self.steps > 0 and any(one.is_trained for one in judged)
+        return judged if has_trained or any(one.verdict == "differs" for one in judged) else ()
 
     @property
     def idle(self) -> tuple[Acted, ...]:
@@ -67,18 +79,22 @@ class Verification:
 
     def page(self) -> Page:
         """What it prints: the verdict, a row for every plan, then every parameter that differs."""
+        judged = self.judged
         verdict = "equal" if self.is_equal else "NOT equal"
-        judged = [one for one in self.differences if one.verdict != "no gradient"]
         worst = max((one.difference for one in judged), default=0.0)
         departs = any(one.departs for one in judged)
         reference = "their references (NOT exact, see below)" if departs else "one process"
+        if not judged:
+            return (f"{self.workload}: {NOTHING_JUDGED} ({self._why_nothing()})",)
         words = (
             f"{self.workload}: {self.workers} workers and {reference} are {verdict} after {self.steps} steps in "
             f"float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a tensor's norm"
         )
         parts: list[str | Table] = [words, _by_plan(judged)]
-        if len({one.plan for one in judged}) > 1:
+        if len({one.plan for one in judged if one.is_trained}) > 1:
             parts.append("planned is the plan of this job; each row below it forces one exchange")
+        if any(one.plan == BESIDE for one in judged):
+            parts.append(f"{BESIDE}: their output, loss, gradients and buffers in one process, before training")
         parts += [f"{one}. The one process does the same" for one in self.admitted]
         for exchange in dict.fromkeys(one.exchange for one in judged if one.departs):
             parts.append(f"NOT exact, held to its own oracle instead of one process: {exchange}")
@@ -98,6 +114,11 @@ class Verification:
             parts.append(f"not judged, since the true gradient is zero: {', '.join(apart)}")
         return (*parts, *([f"note: {self.note}"] if self.note else []))
 
+    def _why_nothing(self) -> str:
+        if not self.steps:
+            return "no step was taken"
+        return "no parameter got a gradient" if self.differences else "the model has no parameter to train"
+
     def __str__(self) -> str:
         return page_text(self.page())
 
@@ -113,4 +134,4 @@ def _by_plan(judged: Sequence[Difference]) -> Table:
         equal = sum(one.verdict == "equal" for one in those)
         furthest = worst.parameter if worst.difference else ""
         rows.append((plan, f"{equal} of {count}", f"{worst.difference:.1e}", furthest))
-    return Table(("plan", "parameters equal", "largest difference", "of"), rows, (0, 3))
+    return Table(("plan", "tensors equal", "largest difference", "of"), rows, (0, 3))

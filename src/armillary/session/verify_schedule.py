@@ -1,9 +1,13 @@
-"""Trains a workload under a schedule that owns the loop and by `reference/cyclic`, and compares every bit.
+"""Trains a workload under a schedule that owns the loop and in one process, and compares every bit.
 
-The reference is plain loops in one process; it knows no runtime. The learning rate falls half-way, which replicas that
-apply late gradients at the wrong rate do not survive; the newest weights are looked at in between, and the run is
-drained once, which the reference is told. Where gloo sums three or more workers' gradients in an order of its own, and
-where tables are kept by row, the two are compared to rounding instead; so they are where a process does not round alike
+The one process runs `loss(model, batch)` of the whole model (`reference/whole_model`). What has a meaning at the cuts
+only (weights of several ages, coded edges, losses of a stage's own, random numbers) is held to loops over stages, which
+count once they did all that the whole model does (`reference/beside_whole`); that is a row of its own.
+
+The learning rate falls half-way, which replicas that apply late gradients at the wrong rate do not survive; the newest
+weights are looked at in between, and the run is drained once, which the one process is told. Where gloo sums three or
+more workers' gradients in an order of its own, where tables are kept by row, and where stages add up in another order
+than the whole model, the two are compared to rounding instead; so they are where a process does not round alike
 whatever the address (`session/kernel_mode.py`).
 """
 
@@ -15,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from armillary.facts.plan import Plan
+from armillary.reference.beside_whole import Beside, beside_whole
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.attach import attach
+from armillary.session.cut_model import cut_model
+from armillary.session.cyclic.stages import cut_at
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
@@ -29,12 +36,14 @@ from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 from armillary.session.schedule_truth import ScheduleTruth
 from armillary.session.truths import ROUNDING, coded_rows, departing
-from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
+from armillary.session.verification import BESIDE, TOLERANCE, Acted, Difference, Verdict, Verification
+from armillary.session.whole_truth import WholeTruth, is_whole
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["verify_schedule"]
 
 RATE_DROP = 0.1
+MOST_BESIDE = 4  # micro-batches
 NOT_REPEATABLE = (
     f"compared to {TOLERANCE:.0e} instead of every bit: MKL_CBWR was not set, so equal numbers may round otherwise at "
     f"another address. Set MKL_CBWR=COMPATIBLE before Python starts, on every rank"
@@ -85,8 +94,14 @@ def verify_schedule(
         ValueError: the schedule, the model or the loss do not fit.
     """
     case = _Case(workload, plan, steps, seed)
+    beside = _beside(case)
+    rows_beside = tuple(_rows_beside(beside))
+    if any(one.verdict == "differs" for one in rows_beside):
+        note = f"{beside.said}; nothing was trained" if beside.said else "nothing was trained"
+        return Verification(workload.name, plan.workers, 0, TOLERANCE, rows_beside, note)
+    is_held_whole = is_whole(plan, beside.draws)
     whole, run, counted = _train(case)
-    truths = by_rank_zero(run.transport, lambda: _truths(case))
+    truths = by_rank_zero(run.transport, lambda: _truths(case, is_held_whole))
     truth = truths.states[run.rank if len(truths.states) == run.workers else 0]
     tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
     rows = {one.table.name: gathered(one, run.transport) for one in tensors if not one.entry}
@@ -97,24 +112,44 @@ def verify_schedule(
     largest = run.transport.agree_largest(apart)
     is_exact = not any(run.transport.agree_largest([float(not is_repeatable())])) if every_bit is None else every_bit
     options = case.options
-    tolerance = 0.0 if is_exact and _is_summed_in_order(run) else TOLERANCE
-    note = "" if is_exact or not _is_summed_in_order(run) else NOT_REPEATABLE
+    is_in_order = _is_summed_in_order(run) and not (is_held_whole and any(beside.differences.values()))
+    tolerance = 0.0 if is_exact and is_in_order else TOLERANCE
+    note = "" if is_exact or not is_in_order else NOT_REPEATABLE
     acts = acts_of(run.transport.share(counted))
     whole.close(gather=False)
-    differences = []
+    differences = list(rows_beside)
     lossy = {name: str(choice) for group, choice in departing(plan) for name in group.parameters}
     lossy |= {name: str(plan.group_of(name).exchange) for name in coded_rows(plan)}
     for name, difference in zip(truth, largest, strict=True):
         verdict: Verdict = "equal" if difference <= tolerance else "differs"
-        if tolerance and name in truths.quiet:
+        if name in truths.quiet and (tolerance or not difference):
             verdict = "no gradient"
-        way = lossy.get(name, options.name)
-        differences.append(Difference(name, _said(options), way, difference, verdict, name in lossy))
+        way, is_trained = lossy.get(name, options.name), name in plan.parameters
+        differences.append(Difference(name, _said(options), way, difference, verdict, name in lossy, is_trained))
     acted = tuple(Acted(_said(options), *key, times) for key, times in acts.items())
     admitted = tuple(one for one in plan.notes if one.startswith("NOT exact: "))
     return Verification(
         workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted, admitted=admitted
     )
+
+
+def _beside(case: _Case) -> Beside:
+    """The stages beside the whole model, on the micro-batches of a step. A model that is not cut is whole anyway."""
+    if not case.options.method.is_cut:
+        return Beside({}, frozenset(), "", draws=True)
+    torch.manual_seed(case.seed)
+    model, options = case.workload.model(), case.options
+    batches = [next(case.feed(number)) for number in range(min(case.micro_batches, MOST_BESIDE))]
+    cut = cut_model(case.workload.loss, model, batches[0], options, cut_at)
+    return beside_whole(model, case.workload.loss, cut, batches, case.seed)
+
+
+def _rows_beside(beside: Beside) -> Iterator[Difference]:
+    for name, difference in beside.differences.items():
+        verdict: Verdict = "equal" if difference <= TOLERANCE else "differs"
+        if name in beside.quiet:
+            verdict = "no gradient"
+        yield Difference(name, BESIDE, "none, in one process", difference, verdict, is_trained=False)
 
 
 def _is_summed_in_order(run: OwnedLoop) -> bool:
@@ -169,12 +204,16 @@ class _Truths(NamedTuple):
     quiet: frozenset[str]
 
 
-def _truths(case: _Case) -> _Truths:
+def _truths(case: _Case, is_held_whole: bool) -> _Truths:
     torch.manual_seed(case.seed)
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
     feeds = [case.feed(micro_batch) for micro_batch in range(case.micro_batches)]
-    truth = ScheduleTruth(case.workload, case.plan, model, optimizer, case.seed)
+    truth: WholeTruth | ScheduleTruth = WholeTruth(case.plan, model, optimizer, case.workload.loss)
+    if not is_held_whole:
+        example = next(Feed(case.workload, (0, case.micro_batches), case.seed))
+        cut = cut_model(case.workload.loss, model, example, case.options)
+        truth = ScheduleTruth(case.plan, model, optimizer, cut, case.seed)
     norms: dict[str, float] = {}
     optimizer.register_step_pre_hook(lambda *_: norms.update(_larger(norms, model)))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [case.half], RATE_DROP)
@@ -183,7 +222,7 @@ def _truths(case: _Case) -> _Truths:
             truth.drain()
         truth.step([next(feed) for feed in feeds])
         scheduler.step()
-    limit = ROUNDING * max(norms.values())
+    limit = ROUNDING * max(norms.values(), default=0.0)
     quiet = frozenset(name for name, norm in norms.items() if norm <= limit)
     return _Truths([dict(_state(model)) | buffers for buffers in truth.own_buffers() or [{}]], quiet)
 

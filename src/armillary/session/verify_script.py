@@ -14,7 +14,7 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.rule import PRICE
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.decide import JobRequest, open_transport
-from armillary.session.feed import alike_ranks
+from armillary.session.first_batches import alike_ranks
 from armillary.session.script import Script
 from armillary.session.source import leaves
 from armillary.session.verification import Verification

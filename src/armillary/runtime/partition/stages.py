@@ -11,8 +11,8 @@ Where to cut is `schedules/balance.py`'s; the planner asks it too.
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.facts.structure import TakenApart, take_apart
 from armillary.runtime.partition.found_buffers import FoundBuffers
 from armillary.runtime.partition.places import Places
 from armillary.schedules.balance import Cost, balanced
 
 __all__ = [
     "ChainModule", "Cost", "ParameterUse", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model",
-    "tie_complaint",
+    "tie_complaint", "ties_between",
 ]  # fmt: skip
 
 
@@ -40,7 +41,7 @@ class ChainModule(NamedTuple):
 
 
 class ParameterUse(NamedTuple):
-    """A parameter in one of the stages that hold it. name: the model's."""
+    """A parameter in one of the stages that hold it. name: by which the stage reads it."""
 
     stage: int
     name: str
@@ -48,11 +49,17 @@ class ParameterUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One part of a model. `names` leads from the module's own parameter names to the model's."""
+    """One part of a model.
+
+    Args:
+        names: of the model's parameters, by the module's own names.
+        aliases: by the model's name, under which other name this stage reads a tied parameter.
+    """
 
     index: int
     module: nn.Module
     names: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def places(self) -> Places:
@@ -123,16 +130,15 @@ def cut(model: nn.Module, links: Sequence[ChainModule], points: Sequence[int]) -
     edges = [0, *points, len(links)]
     if any(after <= before for before, after in pairwise(edges)):
         raise ValueError(f"stages: cannot cut {len(links)} modules at {tuple(points)}; want rising points inside")
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: list[Stage] = []
     for index, (start, end) in enumerate(pairwise(edges)):
         part = links[start:end]
         module = nn.Sequential(OrderedDict((str(place), module) for place, (_, module) in enumerate(part)))
-        names = {
-            f"{place}.{name}": f"{path}.{name}"
-            for place, (path, link) in enumerate(part)
-            for name, _ in link.named_parameters()
-        }
-        stages.append(Stage(index, module, {local: names[local] for local, _ in module.named_parameters()}))
+        read = {id(p): f"{path}.{name}" for path, link in reversed(part) for name, p in link.named_parameters()}
+        names = {local: own[id(parameter)] for local, parameter in module.named_parameters()}
+        aliases = {own[one]: name for one, name in read.items() if own[one] != name}
+        stages.append(Stage(index, module, names, aliases))
     refuse_ties(stages)
     return stages
 
@@ -142,13 +148,19 @@ def refuse_ties(stages: Sequence[Stage]) -> None:
     Raises:
         ValueError: two stages share a parameter; they would read it at different ages and update it at different times.
     """
-    owner: dict[int, ParameterUse] = {}
+    for first, second in ties_between(stages):
+        raise ValueError(tie_complaint(first, second))
+
+
+def ties_between(stages: Sequence[Stage]) -> Iterator[tuple[ParameterUse, ParameterUse]]:
+    """The first use of every parameter that several stages read, and each later one."""
+    first: dict[int, ParameterUse] = {}
     for stage in stages:
         for local, parameter in stage.module.named_parameters():
-            here = ParameterUse(stage.index, stage.names[local])
-            first = owner.setdefault(id(parameter), here)
-            if first.stage != stage.index:
-                raise ValueError(tie_complaint(first, here))
+            name = stage.names[local]
+            here = ParameterUse(stage.index, stage.aliases.get(name, name))
+            if first.setdefault(id(parameter), here) != here:
+                yield first[id(parameter)], here
 
 
 def tie_complaint(first: ParameterUse, second: ParameterUse) -> str:
@@ -160,28 +172,64 @@ def tie_complaint(first: ParameterUse, second: ParameterUse) -> str:
 
 
 def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:
-    """Runs both on one value with the same random numbers; a cheap proof that the named chain is the model's forward.
+    """Runs both on one value with the same random numbers; a cheap proof that the stages are the model's forward: its
+    output, structure and values, and its buffers.
 
     Raises:
-        ValueError: the outputs differ.
+        ValueError: they differ, or a forward writes a buffer that two stages hold, each of which would have its own.
     """
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    results = []
+    seen = []
     for modules in ([model], [stage.module for stage in stages]):
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(random.Random(0).getrandbits(31))
             result = value
             for module in modules:
                 result = module(result)
+        seen.append(_Seen(take_apart(result), {name: buffer.clone() for name, buffer in model.named_buffers()}))
         for name, buffer in model.named_buffers():
             buffer.copy_(kept[name])
-        results.append(tree_leaves(result))
-    pairs = list(zip(*results)) if len(results[0]) == len(results[1]) else [(0, 1)]
-    if not all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs):
+    whole, cut_up = seen
+    written = [name for name in kept if not _same(kept[name], whole.buffers[name])]
+    _refuse_shared_buffers(model, stages, written)
+    lacking = [f"leave {name} another buffer" for name in kept if not _same(whole.buffers[name], cut_up.buffers[name])]
+    if whole.output.structure != cut_up.output.structure:
+        lacking.append(f"return {cut_up.output.structure} instead of {whole.output.structure}")
+    elif not all(map(_same, whole.output.leaves, cut_up.output.leaves)):
+        lacking.append("return other values")
+    if lacking:
         raise ValueError(
-            f"stages: the {len(stages)} stages one after the other do not compute what {type(model).__name__} does; "
-            f"its forward is not the chain that was named. Name the right chain, or cut it by tracing"
+            f"stages: the {len(stages)} stages one after the other do not compute what {type(model).__name__} does: "
+            f"they {lacking[0]}; its forward is not the chain that was named. Name the right chain, or cut it by "
+            f"tracing"
         )
+
+
+class _Seen(NamedTuple):
+    """What a forward gives and leaves."""
+
+    output: TakenApart
+    buffers: Mapping[str, Tensor]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Bit for bit; what is not a number is the same as itself."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return bool(one == other)
+
+
+def _refuse_shared_buffers(model: nn.Module, stages: Sequence[Stage], written: Collection[str]) -> None:
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    first: dict[str, int] = {}
+    for stage in stages:
+        for buffer in stage.module.buffers():
+            name = names.get(id(buffer), "")
+            if name in written and first.setdefault(name, stage.index) != stage.index:
+                raise ValueError(
+                    f"stages: the forward changes buffer {name}, which stages {first[name]} and {stage.index} both "
+                    f"hold; each would change its own. Cut so that one stage holds it, or give each its own module"
+                )
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:

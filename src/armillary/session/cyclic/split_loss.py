@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from armillary.facts.structure import mapped, unopened
 from armillary.runtime.cyclic.autocast import Autocast, device_type_of
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.untouched import untouched
 from armillary.session.workload import Batch
 
 __all__ = ["SplitLoss", "scaler_refused"]
+
+NOT_REACHED = "One of the differentiated Tensors"  # of torch: no way leads back to it
 
 
 class SplitLoss:
@@ -39,10 +41,9 @@ class SplitLoss:
         except AttributeError as error:
             raise ValueError(str(error)) from error
 
-    def input_of(self, batch: Batch) -> Any:
-        """What the first stage reads: the model's argument, or a tuple of several."""
-        given = self._call(batch).given
-        return given if len(given) > 1 else given[0]
+    def input_of(self, batch: Batch) -> tuple[Any, ...]:
+        """What the first stage reads: the model's positional arguments."""
+        return self._call(batch).given
 
     def _call(self, batch: Batch) -> "_Call":
         calls: list[_Call] = []
@@ -69,9 +70,14 @@ class SplitLoss:
         whole = self._loss(self._model, batch).detach()
         given = self.input_of(batch)
         torch.manual_seed(0)
-        output = self._model(*given) if isinstance(given, tuple) else self._model(given)
-        cut_off = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
-        value = self.of_output(cut_off, batch)
+        output = self._model(*given)
+        if kind := unopened(output):
+            raise ValueError(
+                f"schedule: the model returns a {kind}, whose tensors nobody can take out; return tensors in tuples, "
+                "lists, dicts, named tuples or dataclasses"
+            )
+        cut_off = mapped(lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex()), output)
+        value = self._of_output_alone(cut_off, batch)
         weights = [p for p in self._model.parameters() if p.requires_grad]
         found = torch.autograd.grad(value, weights, allow_unused=True) if value.requires_grad else ()
         if any(gradient is not None for gradient in found):
@@ -92,6 +98,22 @@ class SplitLoss:
             "schedule: the loss of the model's output is not the loss of the batch; it may call the model more than "
             "once. A schedule runs the model once a micro-batch"
         )
+
+    def _of_output_alone(self, output: Any, batch: Batch) -> Tensor:
+        """
+        Raises:
+            ValueError: the loss goes back through the model itself, from its output to what it was given.
+        """
+        try:
+            return self.of_output(output, batch)
+        except RuntimeError as error:
+            if not str(error).startswith(NOT_REACHED):
+                raise
+            raise ValueError(
+                "schedule: the loss takes a gradient of the model's output by its input (a gradient penalty, say), "
+                "and the two are not on one rank once the model is cut; compute the gradient inside the model's "
+                "forward, in one module, or plan without a schedule that cuts"
+            ) from error
 
 
 @contextmanager

@@ -2,12 +2,16 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from armillary.facts.plan import Plan
+from armillary.facts.structure import take_apart
+from armillary.runtime.form import form_of as form_of_nest
 from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model
 from armillary.runtime.partition.tracer import cut_traced
 from armillary.runtime.profiling.probe import Loss
@@ -15,43 +19,74 @@ from armillary.runtime.profiling.untouched import untouched
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.split_loss import SplitLoss
 
-__all__ = ["TracedInput", "refuse_other_groups", "refuse_uncut", "stages_of"]
+__all__ = ["TracedInput", "cut_at", "refuse_other_groups", "refuse_uncut", "stages_of"]
 
 Form = tuple[Any, ...]
 
 
-def stages_of(model: nn.Module, value: Any, points: Sequence[str]) -> list[Stage]:
-    """Stages that were seen to compute what the model does on `value`; a stage begins at every module of `points`.
+def stages_of(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) -> list[Stage]:
+    """As `cut_at`, and the stages were seen to compute what the model does on `given`.
 
-    Without points the model is one stage, whatever its forward does.
+    Raises:
+        ValueError: as `cut_at`; stages that do not compute what the model does; or a value that cannot go from one to
+            the next.
+    """
+    stages = cut_at(model, given, points)
+    try:
+        same_as_model(_Called(model), stages, given)
+    except TypeError as error:  # a part of the graph was made without one of its inputs
+        raise ValueError(
+            f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}). Name its modules in an "
+            f"nn.Sequential, which is cut without tracing, or plan without a schedule that cuts"
+        ) from error
+    _refuse_what_cannot_cross(model, stages, given)
+    return stages
+
+
+def cut_at(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) -> list[Stage]:
+    """Stages of a model; one begins at every module of `points`. Without points it is one, whatever its forward does.
+
+    Args:
+        given: an example of the model's positional arguments, which the first stage reads.
 
     Raises:
         ValueError: a point that is none of the chain's modules; a model that cannot be traced, and which module
-            stopped it; weights that two stages share; or stages that do not compute what the model does.
+            stopped it; or weights that two stages share.
     """
     if isinstance(model, nn.Sequential):
         links = chain(model)
         paths = [path for path, _ in links]
-        starts = [_first_at(point, paths) for point in points]
-        stages = cut(model, links, starts)
-        same_as_model(model, stages, value)
-        return stages
+        first, *others = cut(model, links, [_first_at(point, paths) for point in points])
+        return [_from_arguments(first), *others]
     if not points:  # nothing to cut, nothing to trace
         return [Stage(0, _Called(model), {f"model.{name}": name for name, _ in model.named_parameters()})]
     with untouched(model), warnings.catch_warnings():
         # recurrent layers rewrite an attribute while they are traced; `untouched` puts it back
         warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
-        stages = cut_traced(model, value, points)
-    try:
-        same_as_model(_Called(model), stages, value)
-    except TypeError as error:  # a part of the graph was made without one of its inputs
-        loose = ", ".join(name for name, _ in model.named_parameters(recurse=False)) or "none"
-        raise ValueError(
-            f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}); it loses values that "
-            f"the forward reads in several places. Parameters outside every module: {loose}. Put them into modules, or "
-            f"name the modules in an nn.Sequential; of the built-in workloads, vision is one that can be cut"
-        ) from error
-    return stages
+        return cut_traced(model, given, points)
+
+
+def _from_arguments(stage: Stage) -> Stage:
+    """The first stage of a chain: its module takes one value, and reads a model's arguments here."""
+    names = {f"model.{local}": name for local, name in stage.names.items()}
+    return replace(stage, module=_Called(stage.module), names=names)
+
+
+def _refuse_what_cannot_cross(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:
+    """
+    Raises:
+        ValueError: a stage hands on what no letter can carry.
+    """
+    with untouched(model), torch.no_grad():
+        for stage in stages[:-1]:
+            value = stage.module(value)
+            try:
+                form_of_nest(*tree_flatten(value)).to_json()
+            except TypeError as error:
+                raise ValueError(
+                    f"{error}. Stage {stage.index} would hand that on; cut elsewhere (points=[...]), or return it as "
+                    "one of these"
+                ) from error
 
 
 def refuse_uncut(plan: Plan, model: nn.Module, loss: Loss, example: Any) -> None:
@@ -84,7 +119,8 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
 
 def form_of(value: Any) -> Form:
     """What a traced model was traced for: shapes and dtypes of the tensors it is called with, and the other values."""
-    return tuple((tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in tree_leaves(value))
+    leaves = take_apart(value).leaves
+    return tuple((tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves)
 
 
 class TracedInput:
@@ -108,14 +144,14 @@ class TracedInput:
 
 
 class _Called(nn.Module):
-    """The model as a module from one value, as its stages are."""
+    """A module that takes its arguments as one value, as stages do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, value: Any) -> Any:
-        return self.model(*value) if isinstance(value, tuple) else self.model(value)
+    def forward(self, given: tuple[Any, ...]) -> Any:
+        return self.model(*given)
 
 
 def _first_at(point: str, paths: Sequence[str]) -> int:

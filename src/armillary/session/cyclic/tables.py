@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_row, row_exchanges
+from armillary.exchanges.exchange import build_row, is_by_row
 from armillary.facts.plan import Group, Plan
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
@@ -42,7 +42,7 @@ class RunTables:
 
 def table_groups(plan: Plan) -> list[Group]:
     """The groups whose rows are spread over the ranks."""
-    return [group for group in plan.groups if group.exchange is not None and group.exchange.name in row_exchanges()]
+    return [group for group in plan.groups if is_by_row(group.exchange)]
 
 
 def table_complaints(

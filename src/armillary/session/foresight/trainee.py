@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
 from armillary.reference.replicas import Replicas
-from armillary.session.edges_at_eval import edges_at_eval
+from armillary.schedules.registry import options_of
+from armillary.session.cut_model import cut_model
+from armillary.session.edges_at_eval import coded_leaves, edges_at_eval
+from armillary.session.feed import Feed
 from armillary.session.schedule_truth import ScheduleTruth
 from armillary.session.truths import SeededBatch, seeded_loss
 from armillary.session.workload import Workload
@@ -61,8 +64,11 @@ def under_schedule(
     Raises:
         ValueError: the model or the loss cannot be cut as the plan says.
     """
-    mine = copy.deepcopy(model)
-    truth = ScheduleTruth(workload, plan, mine, optimizer(mine), seed)
+    mine, options = copy.deepcopy(model), options_of(plan)
+    example = next(Feed(workload, (0, options.total(plan.workers)), seed))
+    cut = cut_model(workload.loss, mine, example, options)
+    coded = coded_leaves(mine, plan, cut.input_of(example)) if options.method.is_cut else ()
+    truth = ScheduleTruth(plan, mine, optimizer(mine), cut, seed)
     steps = 0
 
     def step(batches: Sequence[SeededBatch]) -> None:
@@ -76,7 +82,7 @@ def under_schedule(
         with torch.no_grad():
             for name, buffer in next(iter(truth.own_buffers()), {}).items():
                 judged.get_buffer(name).copy_(buffer)
-        with edges_at_eval(judged, plan, steps, truth.coded):
+        with edges_at_eval(judged, plan, steps, coded):
             yield judged
 
     def complaint() -> str:
