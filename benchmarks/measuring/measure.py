@@ -60,6 +60,7 @@ class Turn:
     received_bytes: int
     peak_bytes: int
     loss: float
+    sent_payload_bytes: int
 
 
 def interleave(factories: Mapping[str, Factory], rounds: Rounds, lend: Lend) -> tuple[Block, ...]:
@@ -163,6 +164,7 @@ def _turn(built: Built, rounds: Rounds) -> Turn:
         received_bytes=crossed.received_bytes,
         peak_bytes=peak,
         loss=loss,
+        sent_payload_bytes=crossed.sent_payload_bytes,
     )
 
 
@@ -181,4 +183,5 @@ def _gather(mode: str, index: int, turn: Turn, steps: int) -> Block:
         received_bytes=tuple(one.received_bytes / steps for one in of_hosts),
         peak_bytes=max(one.peak_bytes for one in turns),
         loss=turns[0].loss,
+        sent_payload_bytes=tuple(one.sent_payload_bytes / steps for one in of_hosts),
     )

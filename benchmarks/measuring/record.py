@@ -24,6 +24,7 @@ class Block:
     received_bytes: tuple[float, ...]  # by each host
     peak_bytes: int  # of PSS that is this mode's, worst rank; without what start-up needed for a moment
     loss: float  # of rank 0, last step: shows that training happened, no claim about accuracy
+    sent_payload_bytes: tuple[float, ...] = ()  # by each host, without headers; of older records nobody counted it
 
     def __post_init__(self) -> None:
         if not self.step_seconds or min(*self.step_seconds, self.wall_seconds, self.cpu_seconds) < 0:

@@ -1,8 +1,10 @@
-"""What the kernel counted on a link of the lab: bytes sent and received, whoever sent them.
+"""What the kernel counted on a link of the lab: bytes and packets sent and received, whoever sent them.
 
 The counters belong to the kernel, so they check a prediction made by our own code without sharing it.
 They see a segment before the network card would split it (veth does not split), so the headers of a
-large send count once: a frame of 1500 bytes on a real wire carries about 4 % more than is counted here.
+large send count once where the link is not shaped, and once a packet of 1,514 bytes where it is slow enough for its
+shaper to split. What a program sent is its payload: bytes less `HEADER_BYTES` of every packet, those that only
+acknowledge among them.
 
 Source: Linux, Documentation/ABI/testing/sysfs-class-net-statistics.
 """
@@ -10,6 +12,7 @@ Source: Linux, Documentation/ABI/testing/sysfs-class-net-statistics.
 from dataclasses import dataclass
 from pathlib import Path
 
+HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps
 INTERFACE = "eth0"
 INTERFACES = Path("/sys/class/net")
 HARDWARE_PREFIX = "02:61:72:6d"  # a locally administered address that spells "arm": only labs have it
@@ -17,17 +20,27 @@ HARDWARE_PREFIX = "02:61:72:6d"  # a locally administered address that spells "a
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes that crossed one host's link, as the kernel counted them."""
+    """Bytes that crossed one host's link, as the kernel counted them, and in how many packets they were sent."""
 
     sent_bytes: int
     received_bytes: int
+    sent_packets: int = 0
 
     def __post_init__(self) -> None:
-        if self.sent_bytes < 0 or self.received_bytes < 0:
+        if min(self.sent_bytes, self.received_bytes, self.sent_packets) < 0:
             raise ValueError(f"counters: want bytes >= 0, got {self.sent_bytes} and {self.received_bytes}")
 
+    @property
+    def sent_payload_bytes(self) -> int:
+        """Without headers."""
+        return max(0, self.sent_bytes - HEADER_BYTES * self.sent_packets)
+
     def __sub__(self, earlier: "Counted") -> "Counted":
-        return Counted(self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes)
+        return Counted(
+            self.sent_bytes - earlier.sent_bytes,
+            self.received_bytes - earlier.received_bytes,
+            self.sent_packets - earlier.sent_packets,
+        )
 
 
 def hardware_address(host: int) -> str:
@@ -48,7 +61,8 @@ def counted_bytes() -> Counted:
             f"counters: this {INTERFACE} is no lab's ({address}); start it with `python benchmarks/netlab`"
         )
     statistics = link / "statistics"
-    return Counted(_number(statistics / "tx_bytes"), _number(statistics / "rx_bytes"))
+    names = ("tx_bytes", "rx_bytes", "tx_packets")
+    return Counted(*(_number(statistics / name) for name in names))
 
 
 def _number(path: Path) -> int:

@@ -72,7 +72,8 @@ def shape(name: LabName, hosts: int, mbit_per_second: float) -> None:
 def count(name: LabName, host: int) -> Counted:
     """What the kernel counted on a host's link since it was laid."""
     (link,) = json.loads(tell("ip", "-n", name.host(host), "-s", "-j", "link", "show", "dev", INTERFACE))
-    return Counted(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
+    sent, received = link["stats64"]["tx"], link["stats64"]["rx"]
+    return Counted(sent["bytes"], received["bytes"], sent["packets"])
 
 
 def _add(namespace: str) -> None:

@@ -79,7 +79,8 @@ def test_counters_are_refused_outside_a_lab():
 
 
 def test_bytes_counted_between_two_readings_cannot_be_negative():
-    assert Counted(30, 20) - Counted(10, 5) == Counted(20, 15)
+    assert Counted(30, 20, 9) - Counted(10, 5, 2) == Counted(20, 15, 7)
+    assert Counted(2 * 1514 + 66, 0, 3).sent_payload_bytes == 2 * 1448, "two full packets and an acknowledgement"
     with pytest.raises(ValueError, match="want bytes >= 0"):
         Counted(10, 5) - Counted(30, 5)
 

@@ -17,7 +17,8 @@ def found(frozen="all_reduce", seconds=0.11, sent=100.0, memory=50.0):
             name: {"sent_bytes": sent, "memory_bytes": memory, "seconds": seconds} for name in plans
         },
         "first": [
-            {"mode": name, "sent_bytes": [90.0, 110.0], "wall_seconds": 0.20} for name in (*plans, "alone")
+            {"mode": name, "sent_bytes": [96.0, 116.0], "sent_payload_bytes": [90.0, 110.0], "wall_seconds": 0.20}
+            for name in (*plans, "alone")
         ],
         "turns": {
             "chosen": [0.10, 0.10, 0.30], "chosen again": [0.12, 0.12, 0.12], "all_reduce": [0.1, 0.09, 0.4],
@@ -37,14 +38,15 @@ def test_regret_noise_and_errors_by_hand():
     assert one.regret("gather_rows") == pytest.approx(1.0)
     assert one.noise == pytest.approx(0.2) and one.compute_error == pytest.approx(-0.2)
     error = one.error("all_reduce")
-    assert (error.sent_bytes, error.memory_bytes) == (0.0, pytest.approx(0.25))
+    assert (error.payload_bytes, error.memory_bytes) == (0.0, pytest.approx(0.25))
+    assert error.sent_bytes == pytest.approx(100 / 106 - 1), "with headers, which nobody forecasts"
     assert error.seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("changed", "said"), [
     ({"frozen": "chosen"}, [("within 5%", 0.0), ("regret of", 20.0), ("memory_bytes", 25.0)]),
     ({"memory": 40.0}, []),
-    ({"memory": 40.0, "sent": 103.0}, [("sent_bytes", 3.0)]),
+    ({"memory": 40.0, "sent": 103.0}, [("payload_bytes", 3.0), ("payload_bytes", 3.0)]),
     ({"memory": 40.0, "seconds": 0.08}, [("seconds", 20.0)]),
 ])  # fmt: skip
 def test_a_bar_that_is_missed_is_named(changed, said):
@@ -66,6 +68,17 @@ def test_a_report_names_every_cell_and_the_worst():
     assert "* regret: vision_4_100Mbit 20% (chosen, best all_reduce)" in text
 
 
+def test_where_packets_were_not_counted_bytes_with_headers_are_judged():
+    one = found(sent=110.0)
+    for block in one["first"]:
+        del block["sent_payload_bytes"]
+    told = {bar.says: bar for bar in bars([outcome("vision_2_1000Mbit", one)])}
+    assert [bar.verdict for says, bar in told.items() if says.startswith("payload_bytes")] == ["not measured"] * 2
+    (late,) = (bar for says, bar in told.items() if says.startswith("bytes with headers"))
+    assert late.figures == [pytest.approx(100 * (110 / 106 - 1))] and late.verdict == "**miss**"
+    assert "| - | +3.8% |" in report([outcome("vision_2_1000Mbit", one)])
+
+
 def test_the_grid_is_the_product_and_names_are_its_files():
     cells = grid()
     alone = [cell for cell in cells if cell.ranks_per_host == 1]
@@ -81,9 +94,12 @@ def test_bytes_of_hosts_of_several_ranks_are_not_compared():
     one["conditions"]["ranks_per_host"] = 2
     shared, alone = outcome("vision_3x2_300Mbit", one), outcome("vision_2_100Mbit", found(sent=103.0))
     assert math.isnan(shared.error("all_reduce").sent_bytes)
-    assert [bar.verdict for bar in bars([shared]) if "sent_bytes" in bar.says] == ["not measured"]
-    assert [bar.figures for bar in missed(bars([shared, alone])) if "sent_bytes" in bar.says] == [[pytest.approx(3.0)]]
+    assert {bar.verdict for bar in bars([shared]) if "bytes of" in bar.says and "memory" not in bar.says} == {
+        "not measured"
+    }
+    late = [bar.figures for bar in missed(bars([shared, alone])) if "payload_bytes" in bar.says]
+    assert late == [[pytest.approx(3.0)]] * 2
     text = report([shared, alone])
-    assert "* sent_bytes: vision_2_100Mbit +3%" in text
+    assert "* payload_bytes: vision_2_100Mbit +3%" in text
     (row,) = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| vision_3x2"))
-    assert row[7:] == ["-", "+25%", "+10%", "-20%"] and "nan" not in report([shared])
+    assert row[7:] == ["-", "-", "+25%", "+10%", "-20%"] and "nan" not in report([shared])

@@ -122,9 +122,15 @@ def test_a_lossy_exchange_is_shown_beside_its_seconds_and_bytes_and_counted():
     assert all(len(line) <= PAGE for line in str(found).splitlines())
 
 
-def test_what_the_data_decide_is_counted_beside_its_forecast():
-    sent = twin_of("threshold(sparsity=0.9, small=0)", seeds=1).facts()["departing"]
+def test_what_the_data_decide_is_counted_beside_its_forecast_and_priced_as_counted():
+    found = twin_of("threshold(sparsity=0.9, small=0)", seeds=1)
+    facts = found.facts()
+    sent, side = facts["departing"], facts["twin"]
     assert sent["counted_bytes"] != sent["forecast_bytes"] and sent["counted_bytes"] > 0
+    assert side["sent_bytes"] == pytest.approx(sent["counted_bytes"])
+    on_the_link = sent["counted_bytes"] / SLOW.bytes_per_second
+    assert on_the_link < side["step_seconds"] < 1.2 * on_the_link + 0.05
+    assert "Its step is priced with what was counted" in " ".join(str(found).split())
 
 
 def test_a_twin_takes_the_same_steps_as_the_workers_of_a_job_would():

@@ -1,7 +1,10 @@
 """Links and processors are what their times say; every rank gets the same answer. Times of a made-up clock where a
 figure is checked, real ones where only agreement is."""
 
+import contextlib
+import io
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from armillary.runtime import index_timer, link_timer
 from armillary.runtime import measure as measure_file
 from armillary.runtime.link_timer import QUICK, THOROUGH, request_link
 from armillary.runtime.measure import measure
+from armillary.session import links
 from armillary.session.decide import open_transport
 
 LINKS = {"AllReduce": Link(1e-4, 1e8), "AllGather": Link(3e-4, 5e7), "AllToAll": Link(2e-3, 2e7)}
@@ -171,14 +175,20 @@ def test_rates_of_index_work_are_those_of_its_times(monkeypatch):
 
 def job(rank, workers):
     transport, told = open_transport(), []
-    found = measure(transport, replace(QUICK, sizes=(1 << 10, 1 << 14), rows=2), told=told.append)
+    effort = replace(QUICK, sizes=(1 << 10, 1 << 14), rows=2)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as aside:
+        patch.setattr(links, "measure", partial(measure, effort=effort, told=told.append))
+        found = links.measure_links(transport)
     transport.close()
-    return found, told
+    return found, told, aside.getvalue()
 
 
 def test_every_rank_gets_the_same_topology_and_it_survives_a_file(crew, tmp_path):
-    (found, told), (other, _) = crew(2).run(job)
+    (found, told, progress), (other, _, silence) = crew(2).run(job)
     assert found == other
+    assert progress.splitlines() == [f"armillary: measuring links {number} of 5" for number in range(1, 6)]
+    assert not silence, "rank 0 alone says how far it is"
+    assert all(one.scatter > 0 for one in found.requests)
     assert [(one.request, one.side) for one in found.requests] == [("AllReduce", "inside"), ("AllToAll", "inside")]
     assert found.inside == found.requests[0].link and found.link_of("AllToAll", "inside") == found.requests[1].link
     assert found.processor.memory_bytes_per_second > 1e7 and found.processor.merge.seconds(1000, 512) > 0

@@ -6,8 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 
 import armillary
+from armillary.cli.compare import _page
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice, Forecast
+from armillary.facts.table import page_text
 from armillary.facts.topology import RequestLink, Topology
 from armillary.facts.trace import Record, Trace
 from armillary.planning.planner import plan
@@ -232,6 +234,26 @@ def test_a_group_that_differs_by_more_than_its_band_is_named_with_the_figure(run
     assert "bucket 0" not in outside(compare_run(run_folder, inside))
 
 
+def test_a_row_that_is_off_and_passes_says_why(run_folder, scene):
+    """Look-ups are a thousandth of the step's bytes, so nearly half of them more hurt nobody."""
+    made, _ = scene
+
+    def off(summary):
+        summary["comparison"][2]["measured"]["sent_bytes"] *= 0.57
+
+    edited(run_folder, off)
+    found = compare_run(run_folder, Band())
+    assert found.is_within and line_of(found, OTHER).passes == {"sent_bytes": "less than 0.1% of the step"}
+    said = " ".join(page_text(_page(found)).split())
+    assert "no figure is outside, and 1 pass by an exception" in said and "every figure" not in said
+    assert f"{OTHER} passes: bytes less than 0.1% of the step" in said
+    made = replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0)
+    made.save(run_folder / "plan.json")
+    edited(run_folder, lambda summary: summary.update(step_seconds=9 * summary["step_seconds"]))
+    step = line_of(compare_run(run_folder, Band()), "step")
+    assert step.outside == () and step.passes == {"seconds": "forecast not known yet"}
+
+
 def steps_of(folder, factors, ranks=(0, 1)):
     """A step for each factor, by which all that crossed took longer on those ranks."""
     trace = Trace.load(folder / "trace.json")
@@ -256,7 +278,7 @@ def test_a_group_is_inside_whose_middle_half_reaches_the_band(run_folder, lower)
     found = compare_run(run_folder, Band())
     line = line_of(found, "bucket 0")
     assert abs(line.measured.seconds / line.forecast.seconds - 1) == pytest.approx(0.5)
-    assert line.outside == () and found.is_within
+    assert line.outside == () and found.is_within and line.passes == {"seconds": "within the middle half"}
     low, high = sorted([lower, 1 + 5 * (lower - 1)])
     assert (line.middle.low, line.middle.high) == pytest.approx(
         (low * line.forecast.seconds, high * line.forecast.seconds)

@@ -1,5 +1,6 @@
 """What `armillary compare` does: says how near a run came to its forecast; exit code 3 if not near enough."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,17 +42,12 @@ def _page(found: Compared) -> Page:
     header = ["forecast : measured", "exchange"]
     for title, _, _ in UNITS.values():
         header += [title, ":", "off"]
-    header += ["middle half", "outside"]
+    header += ["middle half", "verdict"]
     table = Table(header, [_cells(line) for line in found.lines], (0, 1, 11, 12))
     band = ", ".join(
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
     )
-    count = sum(len(line.outside) for line in found.lines)
-    some = f"{count} figures are outside their bands; the last column names them"
-    if count == 1:
-        some = "1 figure is outside its band; the last column names it"
-    verdict = "every figure is within its band" if found.is_within else some
-    legend = "" if found.is_within else WHAT_TO_DO
+    legend = _reasons(found) + ("" if found.is_within else WHAT_TO_DO)
     legend += (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
         "off: of the larger of the two, as the bands are; x22 is 22 times the forecast\n"
@@ -61,7 +57,36 @@ def _page(found: Compared) -> Page:
         "moment, which a script does not count\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"
     )
-    return f"The run beside its forecast: {verdict}.", table, legend
+    return f"The run beside its forecast: {_verdict(found)}.", table, legend
+
+
+def _verdict(found: Compared) -> str:
+    count, excused = (sum(len(figures) for figures in each) for each in _told(found))
+    if count:
+        some = "1 figure is outside its band; the last column names it"
+        return some if count == 1 else f"{count} figures are outside their bands; the last column names them"
+    if excused:
+        return f"no figure is outside, and {excused} pass by an exception, named below the table"
+    return "every figure is within its band"
+
+
+def _told(found: Compared) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
+    """Of every line the figures that are outside, and those that pass by an exception."""
+    return [line.outside for line in found.lines], [[*line.passes] for line in found.lines]
+
+
+def _short(line: ComparedLine) -> str:
+    """In the table, where there is no room for reasons."""
+    if line.forecast is None:
+        return "shown"
+    outside = ", ".join(NAMES[name] for name in line.outside)
+    return f"{outside} out" if outside else "passes" if line.passes else "within"
+
+
+def _reasons(found: Compared) -> str:
+    """A line for every row that passes by an exception."""
+    rows = [(line.group, [f"{NAMES[name]} {why}" for name, why in line.passes.items()]) for line in found.lines]
+    return "".join(f"{group} passes: {', '.join(whys)}\n" for group, whys in rows if whys)
 
 
 def _cells(line: ComparedLine) -> list[str]:
@@ -81,7 +106,7 @@ def _cells(line: ComparedLine) -> list[str]:
             measured,
             _off(seen, expected) if expected else "-",
         ]
-    return [*cells, _middle(line), ", ".join(name.removesuffix("_bytes") for name in line.outside)]
+    return [*cells, _middle(line), _short(line)]
 
 
 def _off(seen: float, expected: float) -> str:

@@ -66,7 +66,7 @@ class Plan:
         consensus: what export, save and evaluate show while workers hold different weights. "same": they never do;
             "owners": each stage as its owner has it; "mean": the mean over replicas; "anchor": what they agreed on
             last.
-        compute_seconds: forecast of one step without any exchange.
+        compute_seconds: forecast of one step without any exchange; 0, and step_seconds too: nobody timed it yet.
         activation_bytes: what the fullest moment of a step adds on the fullest worker: activations, temporaries, what
             is on its way.
         step_seconds: forecast of one step against a clock, where compute hides what it can; 0: nobody played it.
@@ -132,6 +132,11 @@ class Plan:
         return checked((*group.departures, *(("lossy",) if is_reached else ())))
 
     @property
+    def is_timed(self) -> bool:
+        """Whether it is known what a step takes, or nobody will look."""
+        return self.compute_seconds > 0 or self.step_seconds > 0 or not self.priced_with
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether it means loops over `run.batches`, whose loader may then be ahead of them."""
         return any(group.prefetch != "none" for group in self.groups)
@@ -165,7 +170,7 @@ class Plan:
         is_plain = self.schedule == SIMULTANEOUS
         groups = [replace(group, departures=self.departures_of(group)) for group in self.groups]
         words = plan_words(groups, self.workers, len(self.stages), None if is_plain else self.schedule)
-        expected = expected_words(self.forecast, self.step_seconds, self.all_reduce_seconds)
+        expected = expected_words(self.forecast, self.step_seconds, self.all_reduce_seconds, self.is_timed)
         is_of_data = self.mesh.data_coordinates == self.workers
         divisor = "the sum of declared weights" if self.mean != "workers" else "workers" if is_of_data else "replicas"
         title = (
@@ -179,7 +184,8 @@ class Plan:
             if (names := [group.name for group in self.groups if group.prefetch == kind])
         ]
         said = f"{words}\n{expected}"
-        return plan_page(said, title, groups, self.stages, self.forecast, self.step_seconds, (*ahead, *self.notes))
+        seconds = self.step_seconds if self.is_timed else None
+        return plan_page(said, title, groups, self.stages, self.forecast, seconds, (*ahead, *self.notes))
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from armillary.facts.departure import DEPARTURES, EXACT
 from armillary.facts.forecast import Forecast
 from armillary.facts.group import Group
+from armillary.facts.plan_words import UNKNOWN
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.table import Page, Table
 
@@ -41,16 +42,17 @@ def plan_page(
     groups: Sequence[Group],
     stages: Sequence[StagePlan],
     total: Forecast,
-    step_seconds: float,
+    step_seconds: float | None,
     notes: Sequence[str],
 ) -> Page:
     """
     Args:
-        words: what stands first. total: of the step, compute included. step_seconds: against a clock, 0 if unknown.
+        words: what stands first. total: of the step, compute included. step_seconds: against a clock, 0 if nobody
+            played it, None if compute is not known yet.
     """
     why = [*_why([(group.name, group.reason) for group in groups]), *_why(_of_stages(stages))]
-    below = [*_exactness(groups), LEGEND + _beside(total.seconds, step_seconds), title]
-    tables = [_groups(groups, total), *([_stages(stages)] if stages else [])]
+    below = [*_exactness(groups), LEGEND + _beside(total.seconds, step_seconds or 0.0), title]
+    tables = [_groups(groups, total, step_seconds is not None), *([_stages(stages)] if stages else [])]
     last = [*why, *(f"note: {note}" for note in notes)]
     return (words, *tables, "\n".join(below), *(["\n".join(last)] if last else []))
 
@@ -78,10 +80,10 @@ def _of_stages(stages: Sequence[StagePlan]) -> list[tuple[str, str]]:
     return [(f"stage {number}", stage.reason) for number, stage in enumerate(stages)]
 
 
-def _groups(groups: Sequence[Group], total: Forecast) -> Table:
+def _groups(groups: Sequence[Group], total: Forecast, is_timed: bool) -> Table:
     count = sum(len(group.parameters) for group in groups)
     compute = total.seconds - sum(group.forecast.seconds for group in groups)
-    whole = _mib(total.memory_bytes + total.peak_bytes)
+    whole, step = _mib(total.memory_bytes + total.peak_bytes), _ms(total.seconds) if is_timed else UNKNOWN
     columns = [
         _Column("group", lambda group: group.name, "step"),
         _Column("parameters", _members, str(count)),
@@ -92,10 +94,10 @@ def _groups(groups: Sequence[Group], total: Forecast) -> Table:
         _Column("departures", lambda group: ", ".join(group.departures).upper() or "exact", "", "exact"),
         _Column("sent kB/step", lambda group: _kb(group.forecast.sent_bytes), _kb(total.sent_bytes), None, False),
         _Column("memory MiB", lambda group: _mib(group.forecast.memory_bytes), whole, None, False),
-        _Column("time ms", lambda group: _ms(group.forecast.seconds), _ms(total.seconds), None, False),
+        _Column("time ms", lambda group: _ms(group.forecast.seconds), step, None, False),
     ]
     kept = _kept(columns, groups)
-    shown = {"group": "compute", "time ms": _ms(compute)}
+    shown = {"group": "compute", "time ms": _ms(compute) if is_timed else UNKNOWN}
     shown |= {"memory MiB": _mib(total.peak_bytes)} if total.peak_bytes else {}
     between = tuple(shown.get(column.head, "") for column in kept)
     return _table(kept, groups, [between, tuple(column.total for column in kept)])

@@ -7,8 +7,9 @@ from armillary.facts.forecast import Forecast
 from armillary.facts.group import Group
 from armillary.facts.profile_table import count_text, seconds_text
 
-__all__ = ["expected_words", "number_of", "plan_words"]
+__all__ = ["UNKNOWN", "expected_words", "number_of", "plan_words"]
 
+UNKNOWN = "not known yet"
 MOST_NAMES = 2  # more tables are counted
 SAME = 0.001  # of a step: less is no difference
 
@@ -30,14 +31,17 @@ def plan_words(groups: Sequence[Group], workers: int, stages: int, schedule: Cho
     return f"{number_of(workers, 'worker')}{under}: {'; '.join(said)}.{exactness}"
 
 
-def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: float) -> str:
+def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: float, is_timed: bool) -> str:
     """
     Args:
         total: of the whole step, in which nothing is hidden.
         step_seconds, all_reduce_seconds: against a clock; 0 where nobody played them.
+        is_timed: whether compute is known.
     """
     seconds = f"{seconds_text(step_seconds)} a step"
-    if not step_seconds:
+    if not is_timed:
+        seconds = f"what a step takes is {UNKNOWN}"
+    elif not step_seconds:
         seconds = f"{seconds_text(total.seconds)} a step if nothing of it hides behind compute"
     against = ""
     if step_seconds and all_reduce_seconds:

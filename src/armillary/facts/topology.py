@@ -20,6 +20,7 @@ __all__ = ["TURN_BYTES", "TURN_SECONDS", "Link", "RequestLink", "Topology", "tur
 FORMAT = 2
 TURN_SECONDS = 2.7e-3  # pieces that cross in less do not take turns on a link (`runtime/pairwise.py`)
 TURN_BYTES = 32 << 10  # the same, where links are not known; those of 100 Mbit/s carry about as much in that time
+BETWEEN_STARTS = 2.0  # times the scatter that one start sees: another has other work beside it
 
 Side = Literal["inside", "between"]
 
@@ -53,6 +54,7 @@ class RequestLink:
         residual: largest relative error of that line over the sizes that were timed.
         beside_seconds: by how much one that carries nearly nothing delays a rank that computes meanwhile: what it takes
             to call it and to wake threads, which a rank that waits for it pays too.
+        scatter: of what was timed, as a share of it: two standard errors. 0 where nobody looked.
     """
 
     request: str
@@ -60,6 +62,7 @@ class RequestLink:
     link: Link
     residual: float = 0.0
     beside_seconds: float = 0.0
+    scatter: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.beside_seconds >= 0:
@@ -117,6 +120,12 @@ class Topology:
     def turn_bytes(self) -> int:
         """What the slowest link carries in `TURN_SECONDS`."""
         return round(self.link.bytes_per_second * TURN_SECONDS)
+
+    @property
+    def scatter(self) -> float:
+        """By what share another start's prices may differ: that of the kind of request that was measured worst, by
+        `BETWEEN_STARTS`."""
+        return BETWEEN_STARTS * max((one.scatter for one in self.requests), default=0.0)
 
     @property
     def link(self) -> Link:

@@ -44,7 +44,10 @@ def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
     if len(ordered) == 1:
         return tuple(ordered)
     seconds = [simulate(plan, case).step_seconds for plan in ordered]
-    taken = next(place for place, spent in enumerate(seconds) if spent <= (1 + CLOSE) * min(seconds))
+    shortest = min(seconds)
+    compute = sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages)
+    scatter = case.topology.scatter * max(0.0, shortest - compute)  # of what exchanges add to it
+    taken = next(i for i, spent in enumerate(seconds) if spent <= (1 + CLOSE) * shortest + scatter)
     others = *ordered[:taken], *ordered[taken + 1 :]
     if len(set(map(seconds_text, seconds))) == 1:
         return ordered[taken], *others

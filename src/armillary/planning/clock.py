@@ -32,6 +32,12 @@ class Request(NamedTuple):
     def seconds(self) -> float:
         return max(self.inside_seconds, self.between_seconds)
 
+    def with_bytes(self, times: float) -> "Request":
+        """The same with so many times the bytes; its latency stays."""
+        more = (times - 1) * self.carried_seconds
+        inside, between = (one and max(0.0, one + more) for one in (self.inside_seconds, self.between_seconds))
+        return Request(self.sent_bytes * times, inside, between, self.carried_seconds * times, self.beside_seconds)
+
 
 class BusySpan(NamedTuple):
     """One thing on one lane. what: a stage or a group. sent_bytes: on one of the two lanes of a request only."""

@@ -25,7 +25,7 @@ from armillary.planning.bucket_sizes import by_clock, sizes
 from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.candidates import Candidate, Question, candidate
-from armillary.planning.choosing import cheapest
+from armillary.planning.choosing import cheapest, margin
 from armillary.planning.constraints import allows, departs, names_of, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
@@ -283,6 +283,11 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
         notes.append(
             f"row facts were taken with {seen[0]} workers in nodes of {seen[1]}; merged rows of {asked[0]} in nodes of "
             f"{asked[1]} are extrapolated"
+        )
+    if topology.workers > 1 and topology.scatter and any(fact.shardable for fact in question.trained):
+        notes.append(
+            f"prices that differ by less than {margin(topology):.0%} are not told apart (scatter of what was measured);"
+            " of such ways the one that holds less is taken"
         )
     if whole := sorted(name for name in question.lazy if "lazy" not in chosen[name].departures):
         notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")

@@ -14,9 +14,10 @@ Departures: one request at a time on a link; what is asked for two steps early i
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import NamedTuple
 
 from armillary.facts.plan import Group, Plan
@@ -34,11 +35,15 @@ __all__ = ["LOOK_UPS", "simulate"]
 LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
 
 
-def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
+def simulate(
+    plan: Plan, case: Case, overlap: bool = True, pushed: Mapping[str, float] = MappingProxyType({})
+) -> Simulation:
     """One step of the plan on the machines of the case, which need not be those it was made for.
 
     Args:
         overlap: False makes the processor wait for every request: what the plan's forecast adds up to.
+        pushed: by group, how many times the bytes that are forecast its gradients take, where somebody counted them.
+            Not under a schedule that owns the loop.
 
     Raises:
         ValueError: the plan is for another model, or its schedule is not lowered to lists of instructions.
@@ -47,6 +52,9 @@ def simulate(plan: Plan, case: Case, overlap: bool = True) -> Simulation:
     if owns_loop(plan.schedule):
         return play(plan, case)
     player = _Player(plan, case, overlap)
+    for name, times in pushed.items():
+        does = player.does[name]
+        player.does[name] = does._replace(push=tuple(request.with_bytes(times) for request in does.push))
     player.turn()
     player.forward()
     player.backward()

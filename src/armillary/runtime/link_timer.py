@@ -17,11 +17,13 @@ token bucket) let a burst pass faster than they go on, and training sends a burs
 Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class Effort:
 QUICK = Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22), 3, 1.5)
 FEWEST_SIZES = 3
 IN_A_ROW = 4
-SIZE_SECONDS, MOST_ROWS = 0.06, 24  # quick requests are made for so long, in so many rows at most
+SIZE_SECONDS, MOST_ROWS = 0.03, 24  # quick requests are made for so long, in so many rows at most
 WIDTH, PRODUCTS = 128, 20
 BURST_BYTES = 1 << 19  # sent before a size is timed, so that no credit is left
 THOROUGH = Effort(("AllReduce", "AllGather", "AllToAll"), tuple(1 << power for power in range(10, 25, 2)), 4, 8.0, True)
@@ -71,13 +73,14 @@ def request_link(
     Every rank must call it, stops at the same size and gets the same answer.
     """
     messages = {"AllReduce": 2 * (ranks - 1), "AllGather": ranks - 1, "AllToAll": 1}[kind]
-    amounts, times = [], []
+    amounts, times, scatters = [], [], []
     budget = effort.longest_seconds
     for size, larger in zip(effort.sizes, (*effort.sizes[1:], effort.sizes[-1])):
         request = request_of(kind, size, ranks, SCOPES[side], device)
-        spent = transport.agree_largest([_seconds(transport, request, ranks, effort.rows)])[0]
+        spent, scatter = transport.agree_largest(_seconds(transport, request, ranks, effort.rows))
         amounts.append((float(messages), sent_bytes(request, ranks, 0)))
         times.append(spent)
+        scatters.append(scatter)
         asked = effort.rows * IN_A_ROW
         budget -= spent * asked
         if len(times) >= FEWEST_SIZES and budget < _foreseen(amounts, times, larger / size) * asked:
@@ -85,7 +88,7 @@ def request_link(
     latency, byte = _line(amounts, times)
     said = [count * latency + sent * byte for count, sent in amounts]
     residual = max(abs(line / spent - 1) for line, spent in zip(said, times, strict=True))
-    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), residual)
+    return RequestLink(kind, side, Link(latency, 1 / max(byte, 1e-15)), residual, scatter=statistics.median(scatters))
 
 
 def _line(amounts: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[float, float]:
@@ -121,7 +124,14 @@ def use_up_burst(transport: Transport, ranks: int, scope: Scope, device: torch.d
     transport.complete(_asking(request_of("AllToAll", BURST_BYTES, ranks, scope, device)), "measure")
 
 
-def _seconds(transport: Transport, request: Request, ranks: int, fewest: int) -> float:
+class _Timed(NamedTuple):
+    """Seconds of a request; and their scatter, a share of these: two standard errors of the mean."""
+
+    seconds: float
+    scatter: float
+
+
+def _seconds(transport: Transport, request: Request, ranks: int, fewest: int) -> _Timed:
     """The mean request of rows without their first, and without the slowest twentieth: what else a machine does. On an
     accelerator each waits for the device. Every rank makes as many rows, by what the row that warms up took on the
     slowest."""
@@ -129,8 +139,11 @@ def _seconds(transport: Transport, request: Request, ranks: int, fewest: int) ->
     use_up_burst(transport, ranks, request.scope, request.tensor.device)
     warm = transport.agree_largest([sum(_row(transport, request))])[0]
     count = max(fewest, min(MOST_ROWS, int(SIZE_SECONDS / max(warm, 1e-9))))
-    taken = sorted(seconds for _ in range(count) for seconds in _row(transport, request)[1:])
-    return statistics.fmean(taken[: len(taken) - len(taken) // 20])
+    rows = [_row(transport, request)[1:] for _ in range(count)]
+    taken = sorted(seconds for row in rows for seconds in row)
+    mean = statistics.fmean(taken[: len(taken) - len(taken) // 20])
+    means = [statistics.fmean(row) for row in rows]  # requests of one row are not independent of one another
+    return _Timed(mean, 2 * statistics.stdev(means) / math.sqrt(count) / mean if count > 1 and mean > 0 else 0.0)
 
 
 def _row(transport: Transport, request: Request) -> list[float]:

@@ -5,6 +5,8 @@ It takes a second or two at the start of a job, because a plan is only as good a
 is never put in their place. `armillary measure` looks longer.
 """
 
+import itertools
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -21,18 +23,18 @@ from armillary.facts.topology import Link, RequestLink, Topology
 from armillary.runtime.coding_timer import coding_rates
 from armillary.runtime.index_timer import Timer, processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
-from armillary.runtime.overlap_timer import beside_seconds, hidden_share
+from armillary.runtime.overlap_timer import Beside, beside_seconds, hidden_share
 from armillary.runtime.tensor_timer import landing_seconds, update_rates
 from armillary.runtime.transport import Transport
 
 __all__ = ["free_memory_bytes", "measure", "ranks_beside", "workers_per_node"]
 
 CACHES = ("inactive_file ", "active_file ")  # pages of files: counted as used, given back when needed
-BLOCK_SECONDS = 0.02  # of a rank alone: several turns of a scheduler
+BLOCK_SECONDS = 0.008  # of a rank alone: a few turns of a scheduler
 CPU = torch.device("cpu")
 
 
-def _silent(_: str) -> None:
+def _silent(*_: object) -> None:
     """Nobody is listening."""
 
 
@@ -80,7 +82,11 @@ def _host() -> _Host:
 
 
 def measure(
-    transport: Transport, effort: Effort = QUICK, device: torch.device = CPU, told: Callable[[str], None] = _silent
+    transport: Transport,
+    effort: Effort = QUICK,
+    device: torch.device = CPU,
+    told: Callable[[str], None] = _silent,
+    begins: Callable[[int, int], None] = _silent,
 ) -> Topology:
     """The nodes, links, processor and memory of this job; every rank must call it, and every rank gets the same answer.
 
@@ -89,18 +95,26 @@ def measure(
 
     Args:
         device: whose links are meant; tensors on "cuda" travel by NCCL where the job was started with it.
-        told: hears of every measurement as it is made.
+        told: hears of every measurement as it is made. begins: before each, hears its number and how many there are.
     """
     place = transport.place
     beside = ranks_beside(transport)
     free = free_memory_bytes() / beside if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     memory = int(-transport.agree_largest([-float(free)])[0])
     backend = "gloo" if device.type == "cpu" else "nccl"
+    asked = [(kind, side, ranks) for side, ranks in sides(transport) for kind in effort.kinds]
+    overlaps = backend == "gloo" and bool(asked)
+    numbers, count = itertools.count(1), len(asked) + 1 + 2 * overlaps
+
+    def begin() -> None:
+        begins(next(numbers), count)
+
     found = []
-    for side, ranks in sides(transport):
-        for kind in effort.kinds:
-            found.append(request_link(transport, kind, side, ranks, effort, device))
-            told(f"{kind} {side} nodes: {_link_text(found[-1].link)}")
+    for kind, side, ranks in asked:
+        begin()
+        found.append(request_link(transport, kind, side, ranks, effort, device))
+        told(f"{kind} {side} nodes: {_link_text(found[-1].link)}")
+    begin()
     timer = Timer(BLOCK_SECONDS, transport.agree_largest, device)
     rates = processor(device, BLOCK_SECONDS, transport.agree_largest)
     (landing,) = transport.agree_largest([landing_seconds(timer)])
@@ -108,12 +122,16 @@ def measure(
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
     each = ", ".join(seconds_text(one.tensor_seconds) for one in rates.updates)
     told(f"a small tensor: {each} in a step of SGD, momentum, Adam; {seconds_text(landing)} as a gradient collected")
-    share = hidden_share(transport) if backend == "gloo" else 1.0
-    busy = {kind: beside_seconds(transport, kind) for kind in effort.kinds} if backend == "gloo" and found else {}
-    found = [replace(one, beside_seconds=busy.get(one.request, 0.0)) for one in found]
+    share, busy = 1.0, dict[str, Beside]()
+    if overlaps:
+        begin()
+        share = hidden_share(transport)
+        begin()
+        busy = beside_seconds(transport, effort.kinds)
+        found = [_beside_compute(one, busy[one.request]) for one in found]
     told(f"overlap: {share:.0%} of a request hides behind compute")
-    for kind, seconds in busy.items():
-        told(f"{kind} beside compute: {seconds_text(seconds)} of a processor, however small")
+    for kind, one in busy.items():
+        told(f"{kind} beside compute: {seconds_text(one.seconds)} of a processor, however small")
     inside, between = _links(found, rates)
     topology = Topology(
         place.nodes,
@@ -133,6 +151,14 @@ def measure(
     for rate in coding:
         told(f"{rate.exchange}: {seconds_text(rate.million_seconds)} of a processor a million values")
     return replace(topology, processor=replace(rates, coding=coding))
+
+
+def _beside_compute(one: RequestLink, beside: Beside) -> RequestLink:
+    """Its scatter is that of both: what a small request takes on its way, and of the processor."""
+    latency = one.link.latency_seconds
+    whole = max(latency + beside.seconds, 1e-9)
+    scatter = math.hypot(latency * one.scatter, beside.scatter_seconds) / whole
+    return replace(one, beside_seconds=beside.seconds, scatter=scatter)
 
 
 def _links(found: list[RequestLink], rates: Processor) -> tuple[Link, Link]:

@@ -12,30 +12,34 @@ when the next one starts, is timed beside compute alone.
 
 Of each the quicker half of the trials counts: what else a machine does makes one longer and never shorter. By medians
 of differences the share came out as anything from 0 to 0.8 in one job (two ranks on two cores, loopback), so at most
-0.2; and what a small request takes as 0.4 to 1.5 ms, so 0.5 to 1.0.
+0.2; and what a small request takes as 0.4 to 1.5 ms, so 0.5 to 1.0. Every trial delays the start of a training, so
+there are no more than it takes: kinds of requests share the trials of compute alone.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllReduce
+from armillary.facts.collectives import AllReduce, Request
 from armillary.runtime.link_timer import ITEM_BYTES, request_of, use_up_burst
 from armillary.runtime.transport import Transport
 
-__all__ = ["beside_seconds", "hidden_share"]
+__all__ = ["Beside", "beside_seconds", "hidden_share"]
 
 SIZE_BYTES, MOST_BYTES = 1 << 18, 1 << 22  # of a request
 MOST_REQUESTS = 8  # under way at once, as buckets are
 LONG_SECONDS = 0.02  # of the requests together: shorter ones tell noise
 WIDTH = 128  # of the matrices of the compute, which stay in a core's cache
-REPEATS, SETTLING_REPEATS = 13, 3
+REPEATS, SETTLING_REPEATS = 4, 2
 SETTLING_PRODUCTS = 50
 SMALL_BYTES, SMALL_REQUESTS = 1 << 10, 4
-SMALL_REPEATS = 31
+SMALL_REPEATS = 9
 SMALL_SECONDS = 0.008  # of compute that they are spread over
 
 
@@ -64,22 +68,27 @@ def hidden_share(transport: Transport) -> float:
     once = _seconds(transport, lambda: compute(SETTLING_PRODUCTS)) / SETTLING_PRODUCTS
     products = max(1, round(flown / once))
     works = (lambda: fly(tensors), lambda: compute(products), lambda: fly(tensors, products))
-    alone, computed, together = _undisturbed(transport, works, REPEATS)
+    alone, computed, together = map(_undisturbed, _trials(transport, works, REPEATS))
     return min(1.0, max(0.0, (alone + computed - together) / min(alone, computed)))
 
 
-def beside_seconds(transport: Transport, kind: str) -> float:
-    """By how much a small request of this kind delays a rank that computes beside it. Every rank must call it and gets
-    the same."""
-    workers = transport.place.workers
-    request = request_of(kind, SMALL_BYTES, workers, "world", torch.device("cpu"))
+class Beside(NamedTuple):
+    """seconds: by how much a small request delays a rank that computes beside it. scatter: of these, in seconds: two
+    standard errors."""
+
+    seconds: float
+    scatter_seconds: float
+
+
+def beside_seconds(transport: Transport, kinds: Sequence[str]) -> dict[str, Beside]:
+    """Of every kind of request. Every rank must call it and gets the same."""
     matrix = torch.rand(WIDTH, WIDTH)
 
     def compute(products: int) -> None:
         for _ in range(products):
             torch.mm(matrix, matrix)
 
-    def spread(products: int) -> None:
+    def spread(request: Request) -> None:
         taken: Callable[[], object] = int
         for _ in range(SMALL_REQUESTS):
             taken()
@@ -89,8 +98,20 @@ def beside_seconds(transport: Transport, kind: str) -> float:
 
     once = _seconds(transport, lambda: compute(SETTLING_PRODUCTS)) / SETTLING_PRODUCTS
     products = SMALL_REQUESTS * max(1, round(SMALL_SECONDS / once / SMALL_REQUESTS))
-    with_them, without = _undisturbed(transport, (lambda: spread(products), lambda: compute(products)), SMALL_REPEATS)
-    return max(0.0, with_them - without) / SMALL_REQUESTS
+    device = torch.device("cpu")
+    requests = [request_of(kind, SMALL_BYTES, transport.place.workers, "world", device) for kind in kinds]
+    works: list[Callable[[], None]] = [partial(compute, products)]
+    works += [partial(spread, request) for request in requests]
+    alone, *others = _trials(transport, works, SMALL_REPEATS)
+    return {kind: _beside(alone, other) for kind, other in zip(kinds, others, strict=True)}
+
+
+def _beside(alone: Sequence[float], together: Sequence[float]) -> Beside:
+    without, with_them = map(_undisturbed, (alone, together))
+    each = [(one - other) / SMALL_REQUESTS for one, other in zip(sorted(together), sorted(alone), strict=True)]
+    kept = each[: len(each) // 2 + 1]
+    error = statistics.stdev(kept) / math.sqrt(len(kept)) if len(kept) > 1 else 0.0
+    return Beside(max(0.0, with_them - without) / SMALL_REQUESTS, 2 * error)
 
 
 def _long_enough(request: float) -> list[Tensor]:
@@ -102,10 +123,14 @@ def _long_enough(request: float) -> list[Tensor]:
     return [torch.zeros(round(nbytes) // ITEM_BYTES) for _ in range(count)]
 
 
-def _undisturbed(transport: Transport, works: Sequence[Callable[[], None]], repeats: int) -> list[float]:
-    """Seconds of each, the mean of the quicker half; they are done by turns."""
-    trials = [[_once(transport, work) for work in works] for _ in range(repeats)]
-    return [statistics.fmean(sorted(taken)[: repeats // 2 + 1]) for taken in zip(*trials, strict=True)]
+def _trials(transport: Transport, works: Sequence[Callable[[], None]], repeats: int) -> list[tuple[float, ...]]:
+    """Seconds of every trial of each; they are done by turns."""
+    return list(zip(*([_once(transport, work) for work in works] for _ in range(repeats)), strict=True))
+
+
+def _undisturbed(taken: Sequence[float]) -> float:
+    """The mean of the quicker half."""
+    return statistics.fmean(sorted(taken)[: len(taken) // 2 + 1])
 
 
 def _seconds(transport: Transport, work: Callable[[], None]) -> float:

@@ -1,8 +1,7 @@
 """Requests carried by torch.distributed: the one room that calls collectives or holds groups.
 
-Groups of our own, so that the user's collectives never interleave with ours: one for the world, and when nodes hold
-several ranks one for the node and one for the rail. CPU tensors always travel by gloo; CUDA tensors by the backend
-the job was started with.
+Groups of our own, so that the user's collectives never interleave with ours: one for the world, and where nodes hold
+several ranks one for the node and one for the rail. CPU tensors travel by gloo; CUDA tensors by the job's own backend.
 
 Measured on gloo: non-contiguous tensors give silently wrong results, so this file alone makes them contiguous; uneven
 all_gather fails, so uneven traffic is all_to_all_single; its all_reduce does not add in rank order.
@@ -52,6 +51,7 @@ from armillary.runtime.profiled import named
 from armillary.runtime.scopes import group_of, place_in
 from armillary.runtime.shared_wait import shared_wait
 from armillary.runtime.standing import CLOSED, LET_GO, Standing
+from armillary.runtime.stretches import Stretches
 from armillary.runtime.watchdog import Watchdog
 
 __all__ = ["Transport", "Wait"]
@@ -65,7 +65,7 @@ class Transport:
     """This rank's connection to the others. It lives as long as the run; `close` gives its groups back, `give_up` does
     so without waiting for anybody.
 
-    records: one per completed request, or part of one, since `take_records`, when `recording`.
+    records: one per completed request, or part of one, since `take_records`, when `recording`. stretches: between them.
     turn_bytes: pieces up to this long leave for another rank at once, longer ones take turns on the links
         (`pairwise.py`). `turn_bytes_on` gives it for a topology. Ranks need not agree on it.
     process_group: the ranks that take part, in its order; without, all of the job.
@@ -85,7 +85,7 @@ class Transport:
         if workers % workers_per_node:
             raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
         self.place = RankInfo(self.open_groups.rank, workers, workers_per_node)
-        self.check_order, self.recording = check_order, False
+        self.check_order, self.recording, self.stretches = check_order, False, Stretches()
         self.standing, self.counts = Standing(), Counter[Scope]()  # requests; along an axis groups make other numbers
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
@@ -194,7 +194,7 @@ class Transport:
 
         def wait() -> Any:
             del_after = held  # the sender's buffer is read late: it lives until the wait returns
-            with self.waiting(what), named(f"{label}.wait"):
+            with self.waiting(what), named(f"{label}.wait"), self.stretches.waiting(label):
                 carried()
             del del_after
             if self.recording:

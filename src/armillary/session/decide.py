@@ -24,7 +24,7 @@ from armillary.planning.rule import refuse_with_rule
 from armillary.planning.upkeep import Upkeep
 from armillary.runtime.hybrid.optimizers import as_one, members
 from armillary.runtime.hybrid.row_update import leaves_untouched_rows, twin_to_try, wants_closure
-from armillary.runtime.measure import measure, workers_per_node
+from armillary.runtime.measure import workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.profiler import profile
@@ -33,6 +33,7 @@ from armillary.schedules.registry import owns_loop
 from armillary.session.at_once import timed_at_once
 from armillary.session.autotune import fastest
 from armillary.session.events import Decided
+from armillary.session.links import measure_links as measure
 from armillary.session.owned_habits import unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,7 +20,6 @@ from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.rule import PRICE
 from armillary.runtime.hybrid.optimizers import as_one
-from armillary.runtime.measure import measure as measure_links
 from armillary.runtime.patience import Patience
 from armillary.runtime.profiling.loop_watch import LoopWatch
 from armillary.runtime.profiling.probe import Loss
@@ -27,12 +27,15 @@ from armillary.runtime.transport import Transport
 from armillary.session.attach import attach, begin_run
 from armillary.session.decide import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
+from armillary.session.kept_start import BatchShapes, KeptStart, joined, made_for, shapes_of
+from armillary.session.links import measure_links
 from armillary.session.plain_loader import is_plain_loader
+from armillary.session.rank_zero import by_rank_zero
 from armillary.session.room import with_room_of
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.validation import NOT_HELD, handed_in, refuse_unfit, unheld
-from armillary.session.watched import Watched, parameter_facts
+from armillary.session.watched import Keeping, Watched, parameter_facts
 
 __all__ = ["auto_plan", "measure", "parallelize"]
 
@@ -65,6 +68,7 @@ def parallelize(
     rule: str = PRICE,
     edge: EdgeRequest = None,
     edge_back: EdgeRequest = None,
+    keep: str | Path | None = None,
     scaler: Any = None,
     report_after: float | None = 60.0,
     timeout: float = 600.0,
@@ -92,12 +96,12 @@ def parallelize(
         mean: over "workers", or over the "weights" that the loop declares by `run.weigh`.
         schedule: by name, as in "ring(slack=1)" or Choice("ring", {"slack": 1}); with batches and loss.
         prefetch: whether look-ups of the next batches leave early in a loop over `run.batches`; None: by price.
-        autotune: how many of the best plans are timed in this job; with batches and loss.
-        steps_by_run: steps are taken by `run.step`, so a schedule may be chosen by price; with batches and loss.
-        micro_batches: of a step, where the caller cuts them; with batches and loss.
+        autotune, steps_by_run, micro_batches: how many of the best plans are timed here; steps are taken by `run.step`,
+            so a schedule may be chosen by price; of a step, where the caller cuts them. All with batches and loss.
         allow: departures from exact among which price may choose: ("lossy",) or none.
         rule: "price", or "parallax": tables read by row go by their owners, the rest by all-reduce.
         edge, edge_back: codecs of what stages of a pipeline hand on and get back (NOT exact).
+        keep: a folder for plan and measured links: a restart of the same job uses them, and measures nothing.
         scaler: the loop's GradScaler: ranks then agree on skipped steps.
         report_after, timeout: seconds of one wait until it is told who stands where, and until it is an error.
         check_order, check_data: compare across ranks every request before it is made (slow), and the first batches.
@@ -117,7 +121,7 @@ def parallelize(
         broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     if batches is None and loss is None:
-        return _watched(job, JobRequest(request, autotune=autotune), connecting)
+        return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
         there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
         raise ValueError(
@@ -126,7 +130,7 @@ def parallelize(
         )
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
     asked = JobRequest(_over(request, batches), autotune=autotune)
-    return _begun(job, subject, decide(subject, asked, process_group, connecting.patience), connecting)
+    return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
 
 
 class Connecting(NamedTuple):
@@ -135,6 +139,25 @@ class Connecting(NamedTuple):
     patience: Patience
     check_order: bool
     process_group: Any
+
+
+def _decided(subject: Subject, asked: JobRequest, connecting: Connecting, keep: str | Path | None) -> Decided:
+    """As before, where the folder holds that; else anew."""
+    if keep is None:
+        return decide(subject, asked, connecting.process_group, connecting.patience)
+    transport = open_transport(connecting.process_group, connecting.patience)
+    with transport.within("the measuring and planning"):
+        refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
+        wanted = made_for(subject.model, subject.optimizer, asked, transport)
+        start, workers = KeptStart.found(Path(keep), wanted, transport), transport.place.workers
+        batch = by_rank_zero(transport, lambda: joined([shapes_of(one) for one in subject.draw(workers)]))
+    transport.close()
+    rank = transport.place.rank
+    decided = start.for_batch(batch, rank)
+    if decided is None:
+        decided = decide(subject, asked, connecting.process_group, connecting.patience)
+        start.leave(decided, batch, rank)
+    return decided
 
 
 def _begun(job: TrainJob, subject: Subject, decided: Decided, connecting: Connecting) -> Run:
@@ -148,30 +171,42 @@ def _begun(job: TrainJob, subject: Subject, decided: Decided, connecting: Connec
     )  # fmt: skip
 
 
-def _watched(job: TrainJob, request: JobRequest, connecting: Connecting) -> Run:
+def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: str | Path | None) -> Run:
     """Under the provisional plan."""
     _refuse_unwatched(job.model, request)
     wanted = request.wanted
+
+    def measured(transport: Transport) -> Topology:
+        return with_room_of(job.model, job.optimizer, measure_links(transport), transport)
+
     alone = open_transport(connecting.process_group, connecting.patience)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
-        topology = with_room_of(job.model, job.optimizer, measure_links(alone), alone)
+        keeping = None if keep is None else _keeping(Path(keep), job, request, alone)
+        kept = None if keeping is None else keeping.start.decided
+        topology = measured(alone) if kept is None else kept.topology
     alone.close()
     seen = blank_profile(parameter_facts(job.model), topology)
     names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
     _refuse_unheld(job, wanted.constraints, seen.parameters)
     plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
+    watcher = Watched(watch, wanted, topology, measured, keeping)
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
     try:
-        run = begin_run(transport, plan, replace(job, watcher=Watched(watch, wanted, topology), topology=topology))
+        run = begin_run(transport, plan, replace(job, watcher=watcher, topology=topology))
     except BaseException:
-        watch.end()
+        watcher.stop()
         raise
     run._engine.first.only_plain = wanted.prefetch is None  # nobody asked to look ahead in others
     watch.begin()
     return run
+
+
+def _keeping(folder: Path, job: TrainJob, request: JobRequest, transport: Transport) -> Keeping:
+    wanted = made_for(job.model, job.optimizer, request, transport)
+    return Keeping(KeptStart.found(folder, wanted, transport), BatchShapes(job.model))
 
 
 def _refuse_unheld(job: TrainJob, constraints: Mapping[str, Constraint], parameters: Sequence[ParameterFact]) -> None:

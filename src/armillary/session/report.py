@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.facts.plan import Forecast
+from armillary.facts.plan_words import UNKNOWN
 from armillary.facts.table import Table
 from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
@@ -50,13 +51,13 @@ class Report:
     """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
     that are not exact. edges: of the schedule's messages; groups are charged with what their stage sends. step_seconds:
     of a whole step, from its end to that of the next, the median of the last ones in the mean over workers;
-    forecast_seconds: what is expected of it. 0 where nobody knows."""
+    forecast_seconds: what is expected of it. 0 where nobody knows, None where it is not known yet."""
 
     steps: int
     lines: tuple[Comparison, ...]
     health: tuple[Health, ...] = ()
     step_seconds: float = 0.0
-    forecast_seconds: float = 0.0
+    forecast_seconds: float | None = 0.0
     edges: tuple[EdgeLine, ...] = ()
 
     def __str__(self) -> str:
@@ -76,6 +77,8 @@ class Report:
         if not self.step_seconds:
             return ""
         forecast = f" (forecast {self.forecast_seconds * 1e3:.2f} ms)" if self.forecast_seconds else ""
+        if self.forecast_seconds is None:
+            forecast = f" (forecast {UNKNOWN})"
         return f"; a step took {self.step_seconds * 1e3:.2f} ms{forecast}"
 
 
@@ -100,7 +103,9 @@ def report_of(run: Job, trace: Trace) -> Report:
     seconds = run.transport.share(run.tally.step_seconds)
     expected, seen = _expected(run, run.tally), seen_in(trace, run.plan)
     lines, health = _compared(run, run.tally, expected, seen), health_of(run)
-    step = run.plan.step_seconds if expected is None else expected.step.seconds
+    step: float | None = None  # not known yet
+    if run.plan.is_timed:
+        step = run.plan.step_seconds if expected is None else expected.step.seconds
     edges = _edges(seen, {} if expected is None else expected.edges)
     return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), step, edges)
 
@@ -123,7 +128,7 @@ def _expected(run: Job, tally: Tally) -> Foreseen | None:
 
 def _foreseen(run: Job, tally: Tally) -> Foreseen | None:
     profile, topology = run.job.profile, run.job.topology
-    if profile is None or topology is None:
+    if profile is None or topology is None or not run.plan.is_timed:
         return None
     steps = range(run.transport.step - tally.steps, run.transport.step)
     try:

@@ -20,14 +20,14 @@ class Watcher(Protocol):
     def before_step(self, leaves_one: bool) -> None:
         """leaves_one: whether the step before is over now, in which another optimizer rested."""
 
-    def after_step(self, loop: Any, is_complete: bool) -> bool:
-        """Whether it is done, and looks on no more.
+    def after_step(self, loop: Any, is_complete: bool) -> "Watcher | None":
+        """Who looks on from now on: itself, another, or nobody.
 
         Args:
             is_complete: every optimizer has stepped, and every rank is after the same step.
         """
 
-    def loaded(self, loop: Any, saved_plan: Mapping[str, Any], name: str) -> bool:
+    def loaded(self, loop: Any, saved_plan: Mapping[str, Any], name: str) -> "Watcher | None":
         """The same, after a checkpoint was loaded that was saved under this plan (as JSON; empty if nobody knows).
 
         Args:
@@ -42,9 +42,9 @@ class Watcher(Protocol):
 class TrainJob:
     """loss, example: None where the user's own loop takes the loss. seed, first_step: of random numbers (see `attach`).
     scaler: the loop's GradScaler, if it has one. check_data: whether ranks must not train on the same data.
-    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan is still to be made.
-    profile, topology: what the plan was made from, where that is known. check_finite: whether a gradient that is not
-    finite ends the step."""
+    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan, or its forecast, is to
+    come. profile, topology: what the plan was made from, where that is known. check_finite: whether a gradient that is
+    not finite ends the step."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -6,11 +6,11 @@ same connections. Where Parallax's rule is asked for, exchanges are timed at the
 
 import json
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +35,26 @@ from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.profiling import profiler
 from armillary.runtime.profiling.loop_watch import LoopWatch, Told
 from armillary.runtime.profiling.watched_profile import watched_profile
+from armillary.runtime.transport import Transport
 from armillary.schedules.registry import owns_loop
 from armillary.session.all_or_nothing import all_or_nothing
 from armillary.session.decide import assumptions_of
 from armillary.session.engines.user_loop import UserLoop
+from armillary.session.events import Decided
+from armillary.session.kept_start import BatchShapes, KeptStart, Shapes, joined
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
+from armillary.session.retimed import FROM_STEP, TO_STEP, Retiming
 from armillary.session.units import units_of
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_unfit
 
-__all__ = ["WATCHED_STEPS", "Watched", "parameter_facts"]
+__all__ = ["WATCHED_STEPS", "Keeping", "Watched", "parameter_facts"]
 
 WATCHED_STEPS = 2
 NOTE = (
-    f"made from {WATCHED_STEPS} watched steps of the loop, so compute is forecast too slow and the fullest moment "
-    "too small; parallelize(model, optimizer, batches, loss) profiles both before the first step"
+    f"made from {WATCHED_STEPS} watched steps of the loop, whose compute is slow: what a step takes is timed in steps "
+    f"{FROM_STEP} to {TO_STEP} and said then, simulated steps above are too long, and the fullest moment too small; "
+    "parallelize(model, optimizer, batches, loss) profiles all of it before the first step"
 )
 
 IN_VAIN = "gradients of {} travel in vain: no optimizer holds them; freeze them, or add them"
@@ -57,13 +62,25 @@ TAKEN = "the run goes on under the plan of the checkpoint, at once"
 NOT_TAKEN = "the plan of the checkpoint is not gone on with: {}; the first steps are watched, and a plan is made anew"
 
 
-@dataclass(frozen=True, eq=False)
+class Keeping(NamedTuple):
+    """What an earlier start left, and what this one's batches are."""
+
+    start: KeptStart
+    shapes: BatchShapes
+
+
+@dataclass(eq=False)
 class Watched:
-    """Looks on until enough steps were taken, or a checkpoint brings a plan."""
+    """Looks on until enough steps were taken, or a checkpoint brings a plan. measured: links anew, by every rank.
+    keeping: where plans stay for the next start; one that is there is taken after the first step, if its batch is
+    alike."""
 
     watch: LoopWatch
     request: PlanRequest
     topology: Topology
+    measured: Callable[[Transport], Topology]
+    keeping: Keeping | None = None
+    is_asked: bool = False  # whether the batch was held against the one that was kept
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.watch.end).atexit = False  # of a run that is dropped without a word
@@ -73,51 +90,90 @@ class Watched:
         if leaves_one:
             self._take()
 
-    def after_step(self, loop: UserLoop, is_complete: bool) -> bool:
-        """Whether the run has moved."""
+    def after_step(self, loop: UserLoop, is_complete: bool) -> "Watched | Retiming | None":
         self.watch.is_paused = False
         if not is_complete:  # gradients may wait for the others
-            return False
+            return self
         self._take()
+        if self.keeping is not None and self.keeping.start.decided is not None and not self.is_asked:
+            self.is_asked = True
+            here = loop.transport.within("the return to a plan that was kept")
+            with here, loop.transport.unrecorded():
+                decided = self.keeping.start.for_batch(self._batch(loop), loop.rank)
+                if decided is None:
+                    self.topology = self.measured(loop.transport)
+                    loop.job = replace(loop.job, topology=self.topology)
+                    return self
+                with self._released(loop):
+                    _move(loop, decided.plan)
+                loop.job = replace(loop.job, profile=decided.profile)
+            if loop.rank == 0:
+                print(loop.plan)
+            return None if loop.plan.is_timed else self._retiming(0.0, loop)
         if len(self.watch.steps) < WATCHED_STEPS:
-            return False
+            return self
         here = loop.transport.within("the planning after the first steps")
         with here, loop.transport.unrecorded(), self._released(loop):
             everyones = loop.transport.share(self._told(loop))
             case = partial(self._case, loop, everyones)
             timed = timed_owners(loop.transport, self.request, case)
             plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
-            _move(loop, Plan.from_json(plan))
+            made = Plan.from_json(plan)
+            _move(loop, replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0))
             loop.job = replace(loop.job, profile=Profile.from_json(seen))
         if loop.rank == 0:
             print(loop.plan)
-        return True
+        return self._retiming(made.step_seconds, loop)
+
+    def _batch(self, loop: UserLoop) -> Shapes:
+        """Collective: what batches of all ranks have in common."""
+        assert self.keeping is not None
+        return joined(loop.transport.share(joined(self.keeping.shapes.seen)))
+
+    def _retiming(self, first_seconds: float, loop: UserLoop) -> Retiming:
+        """With the plan kept, now and once its forecast is corrected."""
+        if self.keeping is None:
+            return Retiming(first_seconds, WATCHED_STEPS)
+        start = self.keeping.start
+        with loop.transport.unrecorded():
+            batch = self._batch(loop)
+
+        def leave(decided: Decided) -> None:
+            start.leave(decided, batch, loop.rank)
+
+        assert loop.job.profile is not None
+        leave(Decided(loop.job.profile, self.topology, loop.plan))
+        return Retiming(first_seconds, WATCHED_STEPS, leave)
 
     def _take(self) -> None:
         """The last steps are kept: before the first in which every optimizer steps there may be many."""
         self.watch.take()
         del self.watch.steps[:-WATCHED_STEPS]
 
-    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> bool:
-        """Whether the run has moved to the plan of the checkpoint; rank 0 says so, or why not."""
+    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> "Watched | Retiming | None":
+        """Moves the run to the plan of the checkpoint; rank 0 says so, or why not."""
         plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
         if plan is None or is_provisional(plan):
-            return False
+            return self
         why_not = self._why_unwanted(plan, loop) or self._why_unfit(plan, loop)
         if not why_not:
             with loop.transport.unrecorded(), self._released(loop):
                 _move(loop, plan)
         if loop.rank == 0:
             print(f"load: {name}: {NOT_TAKEN.format(why_not) if why_not else TAKEN}")
-        return not why_not
+        if why_not:
+            return self
+        return None if plan.is_timed else Retiming(0.0, 0)
 
     def stop(self) -> None:
         self.watch.end()
+        if self.keeping is not None:
+            self.keeping.shapes.end()
 
     @contextmanager
     def _released(self, loop: UserLoop) -> Iterator[None]:
         """Inside, nothing of ours hangs on the parameters; after an error the provisional plan is in force again."""
-        self.watch.end()
+        self.stop()
         loop.executor.release()
         try:
             yield

@@ -340,8 +340,8 @@ class UserLoop:
         is_complete = len(self._stepped) == len(members(self.optimizer))
         if is_complete:
             self._close_step()
-        if self.watcher is not None and self.watcher.after_step(self, is_complete):
-            self.watcher = None
+        if self.watcher is not None:
+            self.watcher = self.watcher.after_step(self, is_complete)
 
     def forget_step(self) -> None:
         """Another state was loaded; what stepped before is past."""
@@ -361,8 +361,8 @@ class UserLoop:
 
     def loaded(self, saved_plan: Mapping[str, Any], name: str) -> None:
         """A checkpoint of this name was loaded, which had been saved under this plan."""
-        if self.watcher is not None and self.watcher.loaded(self, saved_plan, name):
-            self.watcher = None
+        if self.watcher is not None:
+            self.watcher = self.watcher.loaded(self, saved_plan, name)
 
     def _refuse_strangers(self) -> None:
         """Parameters that learn but are not in the plan would drift apart on the ranks."""

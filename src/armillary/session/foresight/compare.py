@@ -19,7 +19,8 @@ buffers, what the allocator keeps) nobody forecasts; it is shown without a band.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ from armillary.session.tally import OTHER, STEP
 __all__ = ["Compared", "ComparedLine", "compare_run"]
 
 PROCESS = "process"
+UNTIMED = "forecast not known yet"
+GONE = "gone between steps"
 
 
 @dataclass(frozen=True)
 class ComparedLine:
     """One group, one edge, the whole step, or the process. forecast: None for what is only shown. measured: its seconds
-    are the median step's. outside: which of its figures are outside the band. middle: of steps."""
+    are the median step's. outside: which of its figures are outside the band. middle: of steps. passes: figure -> why
+    it passes all the same, where forecast and measured differ by more than the band."""
 
     group: str
     exchange: str
@@ -52,6 +56,7 @@ class ComparedLine:
     measured: Forecast
     outside: tuple[str, ...]
     middle: Middle | None = None
+    passes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,12 @@ def compare_run(folder: Path, band: Band) -> Compared:
         shown = replace(expected, memory_bytes=0.0), replace(whole, memory_bytes=0.0)
     seen.append(ComparedLine(STEP, "", *shown, ()))
     decided = forecasts.decided | ({STEP} if forecasts.decided else set())
-    lines = [replace(line, outside=_outside(line, whole, band, line.group in decided)) for line in seen]
-    if forecasts.edges:
-        lines = [line if line.group == STEP else _without_memory(line) for line in lines]
+    unjudged = {} if plan.is_timed else {"seconds": UNTIMED}
+    of_schedule = {"memory_bytes": GONE} if forecasts.edges else {}
+    lines = []
+    for one in seen:
+        skipped = unjudged | (of_schedule if one.group != STEP else {})
+        lines.append(_judged(one, whole, band, one.group in decided, skipped))
     if summary.resident_bytes is not None:
         lines.append(ComparedLine(PROCESS, "", None, Forecast(memory_bytes=summary.resident_bytes), ()))
     return Compared(band, tuple(lines))
@@ -143,22 +151,37 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
 
 
-def _without_memory(line: ComparedLine) -> ComparedLine:
-    return replace(line, outside=tuple(name for name in line.outside if name != "memory_bytes"))
+def _judged(
+    line: ComparedLine, whole: Forecast, band: Band, is_decided: bool, skipped: Mapping[str, str]
+) -> ComparedLine:
+    """The line with what is outside, and why the rest of it passes.
 
-
-def _outside(line: ComparedLine, whole: Forecast, band: Band, is_decided: bool) -> tuple[str, ...]:
-    found = []
-    sent_bytes = max(band.sent_bytes, band.decided_bytes) if is_decided else band.sent_bytes
-    shares = {"sent_bytes": sent_bytes, "memory_bytes": band.memory_bytes, "seconds": band.seconds}
+    Args:
+        whole: of the step, as measured. is_decided: whether the data decide how much is sent. skipped: figures that are
+            only shown, with the reason.
+    """
     forecast, measured = line.forecast, line.measured
     if forecast is None:
-        return ()
+        return line
+    nearest = measured
     if line.middle is not None:
-        measured = replace(measured, seconds=line.middle.nearest(forecast.seconds))
-    for name, share in shares.items():
-        expected, seen, all_of_it, small = (getattr(one, name) for one in (forecast, measured, whole, band.small))
-        difference = abs(expected - seen)
-        if difference > share * max(expected, seen) and difference > small * all_of_it:
-            found.append(name)
-    return tuple(found)
+        nearest = replace(measured, seconds=line.middle.nearest(forecast.seconds))
+    outside, passes = [], {}
+    for name in ("sent_bytes", "memory_bytes", "seconds"):
+        expected, seen, near, all_of_it, small = (
+            getattr(one, name) for one in (forecast, measured, nearest, whole, band.small)
+        )
+        share = getattr(band, name)
+        if abs(expected - seen) <= share * max(expected, seen):
+            continue
+        if name in skipped:
+            passes[name] = skipped[name]
+        elif name == "sent_bytes" and is_decided and abs(expected - seen) <= band.decided_bytes * max(expected, seen):
+            passes[name] = f"the data decide, within {band.decided_bytes:.0%}"
+        elif abs(expected - near) <= share * max(expected, near):
+            passes[name] = "within the middle half"
+        elif abs(expected - near) <= small * all_of_it:
+            passes[name] = f"less than {small:.1%} of the step"
+        else:
+            outside.append(name)
+    return replace(line, outside=tuple(outside), passes=passes)

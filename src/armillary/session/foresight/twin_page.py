@@ -97,7 +97,8 @@ class Twin:
         parts.append(self._crossing())
         if self.sent is not None:
             counted, forecast = bytes_text(self.sent.counted_bytes), bytes_text(self.sent.forecast_bytes)
-            parts.append(f"{name} sent {counted} a worker and step, counted; {forecast} were forecast")
+            said = f"{name} sent {counted} a worker and step, counted; {forecast} were forecast"
+            parts.append(said if counted == forecast else f"{said}. Its step is priced with what was counted")
         return (*parts, *self.notes)
 
     def __str__(self) -> str:

@@ -4,10 +4,11 @@ The exact one is planned by price under those constraints that are exact. The tw
 played against a clock, which gives their seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class Both(NamedTuple):
 
     rows: by table of the twin whose rows are coded, what arrives of these. departing_bytes: of the exchanges, as
     forecast. departures: in what the twin is not exact. plans: where a schedule owns the loop, the exact one's and the
-    twin's; else none.
+    twin's; else none. priced: the twin's side, if those exchanges send so many times the bytes that are forecast.
     """
 
     exact: Side
@@ -108,14 +109,17 @@ class Both(NamedTuple):
     rows: Mapping[str, Meanings]
     departing_bytes: float
     departures: tuple[str, ...]
+    priced: Callable[[float], Side]
     plans: tuple[Plan, ...] = ()
 
     def twin(self, subject: str, asked: AskedTraining, losses: Sequence[Losses], notes: Sequence[str] = ()) -> Twin:
         """With the losses of every seed. subject: in words, what was trained and how."""
         is_counted = bool(self.departing) and not self.plans
         sent = Sent(self.departing_bytes, fmean(one.departing_bytes for one in losses)) if is_counted else None
-        exact = replace(self.exact, losses=tuple(one.exact for one in losses))
-        other = replace(self.other, losses=tuple(one.other for one in losses))
+        exact, other = replace(self.exact, losses=tuple(one.exact for one in losses)), self.other
+        if sent is not None and sent.forecast_bytes:
+            other = self.priced(sent.counted_bytes / sent.forecast_bytes)
+        other = replace(other, losses=tuple(one.other for one in losses))
         said = [f"{word}: {DEPARTURES[word]}" for word in self.departures]
         if self.rows:
             said.append(f"rows of {', '.join(self.rows)} are read in code; their bytes are forecast, not counted")
@@ -147,11 +151,16 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))
     exact, other = (_side(one, case) for one in plans)
     kept = plans if asked.request.owns_loop else ()
-    return Both(exact, other, shared, _coded_rows(plans[1]), nbytes, plans[1].departures, kept)
+    pushed = [group.name for group in plans[1].groups if named & set(group.parameters)]
+
+    def priced(times: float) -> Side:
+        return _side(plans[1], case, dict.fromkeys(pushed, times))
+
+    return Both(exact, other, shared, _coded_rows(plans[1]), nbytes, plans[1].departures, priced, kept)
 
 
-def _side(plan: Plan, case: Case) -> Side:
-    played, departs = simulate(plan, case), plan.departures
+def _side(plan: Plan, case: Case, pushed: Mapping[str, float] = MappingProxyType({})) -> Side:
+    played, departs = simulate(plan, case, pushed=pushed), plan.departures
     ways = [way_of(plan, group) for group in plan.groups if group.departures or not departs]
     for stage in plan.stages:
         coded = (("edge", stage.edge), ("edge back", stage.edge_back))
