@@ -23,7 +23,7 @@ from armillary.facts.topology import Link, RequestLink, Topology
 from armillary.runtime.coding_timer import coding_rates
 from armillary.runtime.index_timer import Timer, processor
 from armillary.runtime.link_timer import QUICK, Effort, request_link, sides
-from armillary.runtime.overlap_timer import Beside, beside_seconds, hidden_share
+from armillary.runtime.overlap_timer import BesideCompute, beside_seconds, hidden_share
 from armillary.runtime.tensor_timer import landing_seconds, update_rates
 from armillary.runtime.transport import Transport
 
@@ -122,7 +122,7 @@ def measure(
     told(f"memory: {rates.memory_bytes_per_second / 1e9:.1f} GB/s read and written")
     each = ", ".join(seconds_text(one.tensor_seconds) for one in rates.updates)
     told(f"a small tensor: {each} in a step of SGD, momentum, Adam; {seconds_text(landing)} as a gradient collected")
-    share, busy = 1.0, dict[str, Beside]()
+    share, busy = 1.0, dict[str, BesideCompute]()
     if overlaps:
         begin()
         share = hidden_share(transport)
@@ -153,7 +153,7 @@ def measure(
     return replace(topology, processor=replace(rates, coding=coding))
 
 
-def _beside_compute(one: RequestLink, beside: Beside) -> RequestLink:
+def _beside_compute(one: RequestLink, beside: BesideCompute) -> RequestLink:
     """Its scatter is that of both: what a small request takes on its way, and of the processor."""
     latency = one.link.latency_seconds
     whole = max(latency + beside.seconds, 1e-9)

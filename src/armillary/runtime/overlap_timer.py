@@ -30,7 +30,7 @@ from armillary.facts.collectives import AllReduce, Request
 from armillary.runtime.link_timer import ITEM_BYTES, request_of, use_up_burst
 from armillary.runtime.transport import Transport
 
-__all__ = ["Beside", "beside_seconds", "hidden_share"]
+__all__ = ["BesideCompute", "beside_seconds", "hidden_share"]
 
 SIZE_BYTES, MOST_BYTES = 1 << 18, 1 << 22  # of a request
 MOST_REQUESTS = 8  # under way at once, as buckets are
@@ -72,7 +72,7 @@ def hidden_share(transport: Transport) -> float:
     return min(1.0, max(0.0, (alone + computed - together) / min(alone, computed)))
 
 
-class Beside(NamedTuple):
+class BesideCompute(NamedTuple):
     """seconds: by how much a small request delays a rank that computes beside it. scatter: of these, in seconds: two
     standard errors."""
 
@@ -80,7 +80,7 @@ class Beside(NamedTuple):
     scatter_seconds: float
 
 
-def beside_seconds(transport: Transport, kinds: Sequence[str]) -> dict[str, Beside]:
+def beside_seconds(transport: Transport, kinds: Sequence[str]) -> dict[str, BesideCompute]:
     """Of every kind of request. Every rank must call it and gets the same."""
     matrix = torch.rand(WIDTH, WIDTH)
 
@@ -106,12 +106,12 @@ def beside_seconds(transport: Transport, kinds: Sequence[str]) -> dict[str, Besi
     return {kind: _beside(alone, other) for kind, other in zip(kinds, others, strict=True)}
 
 
-def _beside(alone: Sequence[float], together: Sequence[float]) -> Beside:
+def _beside(alone: Sequence[float], together: Sequence[float]) -> BesideCompute:
     without, with_them = map(_undisturbed, (alone, together))
     each = [(one - other) / SMALL_REQUESTS for one, other in zip(sorted(together), sorted(alone), strict=True)]
     kept = each[: len(each) // 2 + 1]
     error = statistics.stdev(kept) / math.sqrt(len(kept)) if len(kept) > 1 else 0.0
-    return Beside(max(0.0, with_them - without) / SMALL_REQUESTS, 2 * error)
+    return BesideCompute(max(0.0, with_them - without) / SMALL_REQUESTS, 2 * error)
 
 
 def _long_enough(request: float) -> list[Tensor]:

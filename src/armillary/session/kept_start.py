@@ -124,7 +124,8 @@ def made_for(model: nn.Module, optimizer: Optimizer, asked: object, transport: T
     listing = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in model.named_parameters()]
     steppers = [(type(one).__qualname__, {**one.defaults, "lr": 0}) for one in members(optimizer)]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    hosts = tuple(transport.share(socket.gethostname()))
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "?")  # ranks of this one's host
+    hosts = tuple(transport.share(f"{socket.gethostname()} ({launched} ranks)"))
     return MadeFor(str(listing), str(steppers), torch.__version__, machine, hosts, str(asked))
 
 

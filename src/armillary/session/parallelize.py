@@ -123,14 +123,17 @@ def parallelize(
     if batches is None and loss is None:
         return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
-        there, lacking = ("loss", "batches") if batches is None else ("batches", "loss")
-        raise ValueError(
-            f"parallelize: {there} is given without {lacking}; give both to plan before the first step, or none to "
-            "plan from the first two steps of the loop"
-        )
+        raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
     subject = Subject(model, job.optimizer, loss, _drawn(batches))
     asked = JobRequest(_over(request, batches), autotune=autotune)
     return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
+
+
+def _half_given(there: str, lacking: str) -> ValueError:
+    return ValueError(
+        f"parallelize: {there} is given without {lacking}; give both to plan before the first step, or none to plan "
+        "from the first two steps of the loop"
+    )
 
 
 class Connecting(NamedTuple):
@@ -179,18 +182,13 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: s
     def measured(transport: Transport) -> Topology:
         return with_room_of(job.model, job.optimizer, measure_links(transport), transport)
 
-    alone = open_transport(connecting.process_group, connecting.patience)
-    with alone.within("the measuring"):
-        refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
-        keeping = None if keep is None else _keeping(Path(keep), job, request, alone)
-        kept = None if keeping is None else keeping.start.decided
-        topology = measured(alone) if kept is None else kept.topology
-    alone.close()
+    start, topology = _known(job, request, connecting, keep, measured)
     seen = blank_profile(parameter_facts(job.model), topology)
     names_of([*wanted.constraints, *wanted.lazy], seen.parameters)
     _refuse_unheld(job, wanted.constraints, seen.parameters)
     plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
+    keeping = None if start is None else Keeping(start, BatchShapes(job.model))
     watcher = Watched(watch, wanted, topology, measured, keeping)
     patience, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
@@ -204,9 +202,30 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: s
     return run
 
 
-def _keeping(folder: Path, job: TrainJob, request: JobRequest, transport: Transport) -> Keeping:
-    wanted = made_for(job.model, job.optimizer, request, transport)
-    return Keeping(KeptStart.found(folder, wanted, transport), BatchShapes(job.model))
+def _known(
+    job: TrainJob,
+    request: JobRequest,
+    connecting: Connecting,
+    keep: str | Path | None,
+    measured: Callable[[Transport], Topology],
+) -> tuple[KeptStart | None, Topology]:
+    """What an earlier start left; and the links, as it found them, else measured now."""
+    patience, _, process_group = connecting
+    start: KeptStart | None = None
+    if keep is not None:
+        alone = Transport(patience=patience, process_group=process_group)  # a restart need not know of nodes
+        with alone.within("the measuring"):
+            refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
+            start = KeptStart.found(Path(keep), made_for(job.model, job.optimizer, request, alone), alone)
+        alone.close()
+        if start.decided is not None:
+            return start, start.decided.topology
+    alone = open_transport(process_group, patience)
+    with alone.within("the measuring"):
+        refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
+        topology = measured(alone)
+    alone.close()
+    return start, topology
 
 
 def _refuse_unheld(job: TrainJob, constraints: Mapping[str, Constraint], parameters: Sequence[ParameterFact]) -> None:

@@ -36,8 +36,8 @@ def stages_of(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) -
         same_as_model(_Called(model), stages, given)
     except TypeError as error:  # a part of the graph was made without one of its inputs
         raise ValueError(
-            f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}). Name its modules in an "
-            f"nn.Sequential, which is cut without tracing, or plan without a schedule that cuts"
+            f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}). Name its modules in "
+            "an nn.Sequential, which is cut without tracing, or plan without a schedule that cuts"
         ) from error
     _refuse_what_cannot_cross(model, stages, given)
     return stages
