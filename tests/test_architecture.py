@@ -28,13 +28,19 @@ MAY_IMPORT = {
     "session": {"facts", "codecs", "exchanges", "schedules", "planning", "reference", "runtime"},
     "workloads": set(),
     "solvers": {"facts"},
+    "repurpose": set(),
     "cli": {"facts", "codecs", "exchanges", "schedules", "planning", "reference", "runtime", "session", "workloads"},
     "armillary": {"face", "facts", "session", "planning", "runtime"},
 }
 
 # The files that may import each part of torch.distributed.
 NETWORK = {
-    "torch.distributed": {"runtime/transport.py", "runtime/process_group.py", "runtime/open_groups.py"},
+    "torch.distributed": {
+        "runtime/transport.py",
+        "runtime/process_group.py",
+        "runtime/open_groups.py",
+        "repurpose/groups.py",
+    },
     "torch.distributed.launcher": {"cli/launch.py"},
     "torch.distributed.elastic": {"cli/launch.py"},
     "torch.distributed.run": {"cli/launch.py"},
@@ -191,6 +197,8 @@ LAZY = {
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
     "session/foresight/twin_page.py": {"armillary.session.foresight.plot_twin"},
+    "repurpose/restructuring.py": {"scipy.optimize"},  # an extra
+    "repurpose/shards.py": {"matplotlib.figure"},
     "cli/scaling.py": {"armillary.session.foresight.plot_scaling"},
     "cli/entry.py": {"armillary.cli.main"},  # brings typer and rich, an extra
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.

@@ -115,7 +115,12 @@ def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():
 
 
 BASE = {"torch", "numpy", "safetensors"}  # what `pip install armillary` brings
-EXTRAS = {"typer": {"cli/"}, "rich": {"cli/"}, "matplotlib": {"session/plot", "session/foresight/plot"}}
+EXTRAS = {
+    "typer": {"cli/"},
+    "rich": {"cli/"},
+    "matplotlib": {"session/plot", "session/foresight/plot", "repurpose/shards"},
+    "scipy": {"repurpose/restructuring"},
+}
 BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install
 
 
