@@ -156,8 +156,12 @@ def _adjusted(weights: Tensor, stays: Tensor, mine: Tensor, gram: Tensor, cross:
         inner.diagonal().add_(ridge)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(inner))
         for neuron, moved in zip(neurons.tolist(), rest[neurons][:, columns] @ inverse, strict=True):
-            gone = (~stays[neuron, columns]).nonzero()[:, 0]
-            if len(gone):
+            left, gone = stays[neuron, columns].nonzero()[:, 0], (~stays[neuron, columns]).nonzero()[:, 0]
+            if len(left) < len(gone):  # their own equations are fewer
+                factor = torch.linalg.cholesky(inner[left[:, None], left])
+                moved = torch.zeros_like(moved)
+                moved[left] = torch.cholesky_solve(rest[neuron, columns[left], None], factor)[:, 0]
+            elif len(gone):
                 factor = torch.linalg.cholesky(inverse[gone[:, None], gone])
                 moved = moved - inverse[:, gone] @ torch.cholesky_solve(moved[gone, None], factor)[:, 0]
                 moved[gone] = 0
