@@ -20,6 +20,7 @@ from armillary.facts.trace import Trace
 from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
 from armillary.runtime.transport import Transport
+from armillary.session import decide as decide_file
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import JobRequest, assumptions_of
 from armillary.session.events import Decided, Ended, Evaluated, Progress, Resumed, Saved, Warned
@@ -62,8 +63,8 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
     assert (others[-1].metrics, others[-1].comparison) == (events[-1].metrics, events[-1].comparison)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {
-        "plan.json", "profile.json", "topology.json", "trace.json", "summary.json", "metrics.jsonl", "plot.png",
-        "checkpoints",
+        "plan.json", "profile.json", "made_for.json", "topology.json", "trace.json", "summary.json", "metrics.jsonl",
+        "plot.png", "checkpoints",
     }  # fmt: skip
     assert Plan.load(tmp_path / "plan.json") == of(Decided, events)[0].plan
     trace = Trace.load(tmp_path / "trace.json")
@@ -195,6 +196,22 @@ def plain_job(rank, workers, name, folder, options, way):
         workload_of(name, **options), Settings(Path(folder), 8, every_seconds=0.0, request=JobRequest(PlanRequest(way)))
     )
     return ended
+
+
+def measured_again(rank, workers, folder, torch_version):
+    """How often links are measured where a run goes on."""
+    calls, before = [], decide_file.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decide_file, "measure", lambda transport: calls.append(1) or before(transport))
+        patch.setattr(torch, "__version__", torch_version or torch.__version__)
+        run(rank, workers, "recommender", folder, {}, steps=6, resume=True)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("torch_version", "times"), [("", 0), ("1.0", 1)])
+def test_a_run_that_goes_on_measures_its_links_only_where_they_may_be_others(crew, tmp_path, torch_version, times):
+    crew(2).run(train_job, "recommender", str(tmp_path), {}, {"steps": 4})
+    assert crew(2).run(measured_again, str(tmp_path), torch_version) == [times] * 2
 
 
 def test_a_run_that_looks_ahead_is_resumed_at_the_batch_it_had_reached(crew, tmp_path):

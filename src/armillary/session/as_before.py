@@ -1,7 +1,8 @@
 """Under which plan a run goes on: the one it was under, with the profile it was made from, unless another is asked for.
 
 Both stand in the run's folder, as its last checkpoint left them. To profile and price again would take its time, and
-could come out otherwise on a busier machine.
+could come out otherwise on a busier machine. So do the links; on the same hosts, with the same torch, nothing is
+measured again.
 """
 
 from dataclasses import replace
@@ -11,15 +12,19 @@ from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.profile import Profile
 from armillary.session.decide import JobRequest, open_transport
 from armillary.session.folder import kept_decision
+from armillary.session.kept_start import MadeFor, hosts_of, kept_links
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
 
 __all__ = ["as_before"]
 
 
-def as_before(settings: Settings) -> Settings:
-    """Collective. The settings with plan and profile of the run that is gone on with; the settings themselves where
-    anything is asked of the plan, or the job is of other workers or nodes.
+def as_before(settings: Settings, wanted: MadeFor) -> Settings:
+    """Collective. The settings with plan and profile of the run that is gone on with, and its links if they are these;
+    the settings themselves where anything is asked of the plan, or the job is of other workers or nodes.
+
+    Args:
+        wanted: what links must have been measured for; hosts apart.
 
     Raises:
         ValueError: the plan does not fit this job, and one made anew would train by another rule. On every rank.
@@ -28,7 +33,8 @@ def as_before(settings: Settings) -> Settings:
         return settings
     transport = open_transport()
     kept = by_rank_zero(transport, lambda: kept_decision(settings.folder))
-    place = transport.place
+    place, here = transport.place, replace(wanted, hosts=hosts_of(transport))
+    links = by_rank_zero(transport, lambda: kept_links(settings.folder, here)) if kept else None
     transport.close()
     if not kept:
         return settings
@@ -36,7 +42,7 @@ def as_before(settings: Settings) -> Settings:
     if (plan.workers, plan.workers_per_node) != (place.workers, place.workers_per_node):
         _refuse_another_rule(plan, place)
         return settings
-    return replace(settings, request=JobRequest(plan=plan, profile=profile))
+    return replace(settings, request=JobRequest(plan=plan, profile=profile, topology=links))
 
 
 def _refuse_another_rule(plan: Plan, place: RankInfo) -> None:

@@ -28,7 +28,10 @@ from armillary.session.folder import keep_decision, open_folder
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.source import leaves
 
-__all__ = ["BatchShapes", "KeptStart", "MadeFor", "Shapes", "fits", "joined", "made_for", "shapes_of"]
+__all__ = [
+    "BatchShapes", "KeptStart", "MadeFor", "Shapes", "fits", "hosts_of", "joined", "kept_links", "leave_made_for",
+    "made_for", "shapes_of",
+]  # fmt: skip
 
 MADE_FOR = "made_for.json"
 Shapes = tuple[tuple[int | None, ...], ...]  # of the tensors of a batch; None: it differs from batch to batch
@@ -110,23 +113,37 @@ class KeptStart:
             return
         (self.folder / MADE_FOR).unlink(missing_ok=True)
         keep_decision(self.folder, decided)
-        draft = self.folder / f"{MADE_FOR}.draft"
-        draft.write_text(json.dumps(asdict(replace(self.wanted, batch=batch)), indent=2) + "\n")
-        os.replace(draft, self.folder / MADE_FOR)
+        leave_made_for(self.folder, replace(self.wanted, batch=batch))
 
 
-def made_for(model: nn.Module, optimizer: Optimizer, asked: object, transport: Transport) -> MadeFor:
-    """Collective.
-
+def made_for(model: nn.Module, optimizer: Optimizer, asked: object, hosts: Sequence[str]) -> MadeFor:
+    """
     Args:
-        asked: of the plan; what it prints as is compared.
+        asked: of the plan; what it prints as is compared. hosts: `hosts_of`.
     """
     listing = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in model.named_parameters()]
     steppers = [(type(one).__qualname__, {**one.defaults, "lr": 0}) for one in members(optimizer)]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    launched = os.environ.get("LOCAL_WORLD_SIZE", "?")  # ranks of this one's host
-    hosts = tuple(transport.share(f"{socket.gethostname()} ({launched} ranks)"))
-    return MadeFor(str(listing), str(steppers), torch.__version__, machine, hosts, str(asked))
+    return MadeFor(str(listing), str(steppers), torch.__version__, machine, tuple(hosts), str(asked))
+
+
+def hosts_of(transport: Transport) -> tuple[str, ...]:
+    """Collective: of every rank, with how many ranks the launcher started there."""
+    return tuple(transport.share(f"{socket.gethostname()} ({os.environ.get('LOCAL_WORLD_SIZE', '?')} ranks)"))
+
+
+def kept_links(folder: Path, wanted: MadeFor) -> Topology | None:
+    """Those that a folder holds for this job; rank 0 asks."""
+    texts, _ = _read(folder)
+    decided = _for_this(texts, wanted)[0] if texts else None
+    return None if decided is None else decided.topology
+
+
+def leave_made_for(folder: Path, wanted: MadeFor) -> None:
+    """Beside a decision that was kept there."""
+    draft = folder / f"{MADE_FOR}.draft"
+    draft.write_text(json.dumps(asdict(wanted), indent=2) + "\n")
+    os.replace(draft, folder / MADE_FOR)
 
 
 def _read(folder: Path) -> tuple[dict[str, str], str]:

@@ -27,7 +27,7 @@ from armillary.runtime.transport import Transport
 from armillary.session.attach import attach, begin_run
 from armillary.session.decide import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
-from armillary.session.kept_start import BatchShapes, KeptStart, joined, made_for, shapes_of
+from armillary.session.kept_start import BatchShapes, KeptStart, hosts_of, joined, made_for, shapes_of
 from armillary.session.links import measure_links
 from armillary.session.plain_loader import is_plain_loader
 from armillary.session.rank_zero import by_rank_zero
@@ -151,7 +151,7 @@ def _decided(subject: Subject, asked: JobRequest, connecting: Connecting, keep: 
     transport = open_transport(connecting.process_group, connecting.patience)
     with transport.within("the measuring and planning"):
         refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
-        wanted = made_for(subject.model, subject.optimizer, asked, transport)
+        wanted = made_for(subject.model, subject.optimizer, asked, hosts_of(transport))
         start, workers = KeptStart.found(Path(keep), wanted, transport), transport.place.workers
         batch = by_rank_zero(transport, lambda: joined([shapes_of(one) for one in subject.draw(workers)]))
     transport.close()
@@ -216,7 +216,7 @@ def _known(
         alone = Transport(patience=patience, process_group=process_group)  # a restart need not know of nodes
         with alone.within("the measuring"):
             refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
-            start = KeptStart.found(Path(keep), made_for(job.model, job.optimizer, request, alone), alone)
+            start = KeptStart.found(Path(keep), made_for(job.model, job.optimizer, request, hosts_of(alone)), alone)
         alone.close()
         if start.decided is not None:
             return start, start.decided.topology

@@ -47,6 +47,7 @@ from armillary.session.folder import forget_after, keep_decision, keep_end, keep
 from armillary.session.glance import sampled
 from armillary.session.group_options import ask_anew, group_options
 from armillary.session.health import health_of
+from armillary.session.kept_start import hosts_of, leave_made_for, made_for
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.rebalance import owners_of, restore_owners
 from armillary.session.report import compare
@@ -67,7 +68,9 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         ValueError: the folder cannot be written, another run is at work in it, or the plan does not fit.
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
-    subject, settings = subject_of(workload, settings.seed), as_before(settings)
+    subject = subject_of(workload, settings.seed)
+    wanted = made_for(subject.model, subject.optimizer, "train", ())
+    settings = as_before(settings, wanted)
     decided = decide(subject, replace(settings.request, times_prefetch=not settings.request.owns_loop))
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(
@@ -79,9 +82,12 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         by_rank_zero(run._transport, lambda: keep_others_out(settings.folder, held))
         yield decided
         training = Training(workload, settings, run, decided)
+        wanted = replace(wanted, hosts=hosts_of(run._transport))
         yield from training.resume()
         if training.step < settings.steps:
             yield from training.begin()
+            if run.rank == 0:
+                leave_made_for(settings.folder, wanted)  # links stay for a run that goes on
             while training.step < settings.steps:
                 training.advance()
                 yield from training.look_around()
