@@ -57,7 +57,7 @@ def layers(
         dense: each layer takes a list of x and all outputs before it, as the dense layers of torchvision do.
     """
     for number, module in enumerate(modules):
-        refuse_train_mode(module, f"layers: {number}")
+        refuse_train_mode(module, f"layers: layer {number}")
     truth, seconds = [x], []
     for module in modules:
         began = time.perf_counter()

@@ -34,9 +34,7 @@ def solve(
     if not isinstance(start, Tensor) or start.ndim == 0:
         raise ValueError("solve: start has no dimension of unknowns; give a tensor (T, ...)")
     if tolerance < 0 or (tolerance and not start.is_floating_point()):
-        raise ValueError(
-            f"solve: want a tolerance of 0, or above 0 for real numbers, got {tolerance} for {start.dtype}"
-        )
+        raise ValueError(f"solve: want a tolerance of 0, or more for real numbers, got {tolerance} for {start.dtype}")
     system = System(update, start, tolerance)
     if wanted.name == "auto":
         return solved_by_trial(system, update, most_sweeps)
