@@ -1,6 +1,7 @@
 """The fastest way for a system, by a trial on its first call. It is kept by model, shape, type and device.
 
-One unknown, one sweep and three windows are timed; then each way solves the system, as long as it can still win.
+One unknown, one sweep and three windows are timed; then each way solves the system, within the sweeps by which it can
+still win.
 """
 
 import time
@@ -20,6 +21,7 @@ from armillary.solvers.system import Solved, System
 __all__ = ["Way", "keep", "picked", "seconds_of", "solved_by_trial"]
 
 GAIN = 0.95  # a way must take at most this share of the best so far: timings scatter
+SHARES = (16, 8, 4)  # of all unknowns, that a window may be
 KEPT: WeakKeyDictionary[Any, dict[Any, Choice]] = WeakKeyDictionary()
 
 
@@ -27,35 +29,32 @@ KEPT: WeakKeyDictionary[Any, dict[Any, Choice]] = WeakKeyDictionary()
 class Way:
     """
     Args of note:
-        seconds: given how many it may take, how many it took; None if it did not end within them.
+        run: solves it within so many sweeps, and says whether they were enough.
     """
 
     method: Choice
-    seconds: Callable[[float], float | None]
+    run: Callable[[int], bool]
 
 
 def solved_by_trial(system: System, owner: object, most_sweeps: int) -> Solved:
     key = (tuple(system.start.shape), system.start.dtype, system.start.device, system.tolerance)
-    method = picked(owner, key, lambda: _in_order_seconds(system), _ways(system, most_sweeps))
+    method = picked(owner, key, lambda: _in_order_seconds(system), _ways(system), most_sweeps)
     solved = completed(system, method, most_sweeps)
     if solved.why:
         keep(owner, key, IN_ORDER)  # it settled in the trial and did not now
     return solved
 
 
-def picked(owner: object, key: Any, in_order: Callable[[], float], ways: Iterable[Way]) -> Choice:
-    """What was kept, or the winner of a trial, which is printed.
-
-    Args:
-        in_order: gives the seconds of a loop, from a part of it.
-        ways: the others, tried by turns.
-    """
+def picked(
+    owner: object, key: Any, in_order_seconds: Callable[[], float], ways: Iterable[Way], most_sweeps: int
+) -> Choice:
+    """What was kept for this owner and key, or the winner of a trial, which is printed."""
     if found := KEPT.get(_identity(owner), {}).get(key):
         return found
-    loop_seconds = in_order()
+    loop_seconds = in_order_seconds()
     best, best_seconds = IN_ORDER, loop_seconds
     for way in ways:
-        seconds = way.seconds(GAIN * best_seconds)
+        seconds = _seconds(way.run, most_sweeps, GAIN * best_seconds)
         if seconds is not None and seconds <= GAIN * best_seconds:
             best, best_seconds = way.method, seconds
     gain = f"{loop_seconds / best_seconds:.1f} x as fast as in order" if best is not IN_ORDER else "no way was faster"
@@ -74,57 +73,52 @@ def _identity(owner: object) -> object:
     return owner if isinstance(owner, nn.Module) else getattr(function, "__code__", type(owner))
 
 
+def _ways(system: System) -> Iterator[Way]:
+    unknowns = len(system)
+    methods = [Choice("incremental")] if system.begin is not None else []
+    methods += [Choice("jacobi")]
+    methods += [
+        Choice("gs_jacobi", {"window": one}) for one in sorted({unknowns // share for share in SHARES} - {0, 1})
+    ]
+    for method in methods if unknowns > 1 else ():
+        yield Way(method, partial(_is_solved, system, method))
+
+
+def _is_solved(system: System, method: Choice, sweeps: int) -> bool:
+    return METHODS[method.name](system, sweeps, **method.options).final == len(system)
+
+
 def _in_order_seconds(system: System) -> float:
     middle = len(system) // 2
     return len(system) * seconds_of(lambda: system.evaluate(system.start, slice(middle, middle + 1)))
 
 
-def _ways(system: System, most_sweeps: int) -> Iterator[Way]:
-    unknowns = len(system)
-    if unknowns < 2:
-        return
-    if system.begin is not None:
-        yield Way(Choice("incremental"), lambda _: _incremental_seconds(system))
-    yield Way(Choice("jacobi"), partial(_seconds, system, Choice("jacobi"), unknowns, most_sweeps))
-    for window in sorted({unknowns // share for share in (4, 8, 16)} - {0, 1}, reverse=True):
-        one = Choice("gs_jacobi", {"window": window})
-        yield Way(one, partial(_seconds, system, one, window, most_sweeps))
-
-
-def _incremental_seconds(system: System) -> float:
-    """Its first steps are no shorter than later ones where a cache has its full size from the start."""
-    assert system.begin is not None
-    step, taken, last = system.begin(), [], None
-    for t in range(min(len(system), 16)):
+def _seconds(run: Callable[[int], bool], most_sweeps: int, limit_seconds: float) -> float | None:
+    """What a solution takes; None where no more sweeps than fit into the limit are not enough."""
+    sweeps, taken = 1, []
+    for turn in range(4):  # a sweep warms up, another is timed; then the whole, twice
         began = time.perf_counter()
-        last = step(t, last)
+        is_solved = run(sweeps)
+        _wait()
         taken.append(time.perf_counter() - began)
-    return len(system) * sorted(taken)[len(taken) // 2]
+        if turn == 1:
+            sweeps = min(most_sweeps, int(limit_seconds / taken[1]))
+        if sweeps < 1 or (turn > 1 and not is_solved):
+            return None
+    return min(taken[2:])
 
 
-def _seconds(system: System, method: Choice, evaluated: int, most_sweeps: int, limit_seconds: float) -> float | None:
-    """Solves it, if as many sweeps as fit into the limit do."""
-    at = slice(0, evaluated)
-    sweep = seconds_of(lambda: system.evaluate(system.start, at)) * len(system) / evaluated
-    fit = min(most_sweeps, int(limit_seconds / sweep))
-    if fit < 1:
-        return None
-    began = time.perf_counter()
-    found = METHODS[method.name](system, fit, **method.options)
-    _wait(system.start.device)
-    return time.perf_counter() - began if found.final == len(system) else None
-
-
-def seconds_of(call: Callable[[], torch.Tensor]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     """The shortest of three, after one that warms up."""
     taken = []
     for _ in range(4):
         began = time.perf_counter()
-        _wait(call().device)
+        call()
+        _wait()
         taken.append(time.perf_counter() - began)
     return min(taken[1:])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

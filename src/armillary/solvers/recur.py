@@ -1,6 +1,5 @@
 """All states of a recurrence at once, with gradients: `for x in xs: h = cell(x, h)` without the loop."""
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -88,7 +87,8 @@ def _solved(job: _Job, wanted: Choice) -> Solved:
     key = (tuple(xs.shape), tuple(start.shape), start.dtype, start.device, job.tolerance, torch.is_grad_enabled())
     is_auto = wanted.name == "auto"
     if is_auto:
-        wanted = picked(cell, key, lambda: _loop_seconds(recurrence), _ways(job)) if len(xs) > 1 else IN_ORDER
+        loop_seconds = partial(_loop_seconds, recurrence)
+        wanted = picked(cell, key, loop_seconds, _ways(job), job.most_sweeps) if len(xs) > 1 else IN_ORDER
     if wanted == IN_ORDER:
         return Solved(looped(cell, xs, start), str(wanted), len(xs))
     job = replace(job, recurrence=probed(recurrence))
@@ -142,25 +142,15 @@ def _ways(job: _Job) -> Iterator[Way]:
     except ValueError:
         return  # the loop can do what no other way can
     for method in PARALLEL:
-        yield Way(method, partial(_seconds, job, method))
+        yield Way(method, partial(_is_solved, job, method))
 
 
-def _seconds(job: _Job, method: Choice, limit_seconds: float) -> float | None:
-    """Of states and backward; None where not even as many sweeps as fit into the limit are enough."""
-    taken: list[float] = []
-    sweeps = 1
-    for turn in range(4):  # one sweep to warm up, one to see what it takes; then the whole, twice
-        began = time.perf_counter()
-        try:
-            found = _attempt(job, method, sweeps)
-        except ValueError:
-            return None  # its Jacobians are too large
-        is_solved = found.final == len(found.states)
-        if is_solved:
-            _differentiated(_with_gradients(job, found.states, method))
-        taken.append(time.perf_counter() - began)
-        if turn == 1:
-            sweeps = min(job.most_sweeps, int(limit_seconds / taken[1]))
-        if (turn > 1 and not is_solved) or sweeps < 1:
-            return None
-    return min(taken[2:])
+def _is_solved(job: _Job, method: Choice, sweeps: int) -> bool:
+    """The states and, where they have one, their gradient."""
+    try:
+        found = _attempt(job, method, sweeps)
+    except ValueError:
+        return False  # its Jacobians are too large
+    if found.final == len(found.states):
+        _differentiated(_with_gradients(job, found.states, method))
+    return found.final == len(found.states)
