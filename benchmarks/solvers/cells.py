@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from armillary import solvers
 from benchmarks.solvers.models import LEVELS, SIDE, MaskedConvolutions, TanhCell, looped, pixel_by_pixel, trained
 
+ROUNDS = 7
 Cell = Callable[[bool], Mapping[str, Any]]
 METHODS: tuple[tuple[str, Mapping[str, int]], ...] = (
     ("in_order", {}),
@@ -144,27 +146,26 @@ def gru(small: bool) -> Mapping[str, Any]:
 
 
 def auto(small: bool) -> Mapping[str, Any]:
-    """20 jobs: each method timed, and what "auto" keeps after its trial."""
-    jobs = _jobs()
-    rows = []
-    for name, job in list(jobs.items())[:: 7 if small else 1]:
-        row: dict[str, Any] = {"job": name, "seconds": {}}
-        with redirect_stdout(StringIO()):
-            for method, options in job.ways:
-                said: list[str] = []
-                job.run(method, options, said)  # warms up; a trial, for "auto"
-                if "finished in order" in said[0]:
-                    continue
-                job.run(method, options, said)
-                told = said[-1].partition(":")[0]
-                times = max(2, min(9, int(0.5 / max(1e-4, shortest(lambda: job.run(method, options, []), 1)))))  # noqa: B023
-                seconds = shortest(lambda: job.run(method, options, []), times)  # noqa: B023
-                if method == "auto":
-                    row |= {"kept": told, "auto": seconds}
-                else:
-                    row["seconds"][told] = seconds
-        rows.append(row)
+    """20 jobs: each method and what "auto" keeps after its trial, by turns."""
+    with redirect_stdout(StringIO()):
+        rows = [_by_turns(name, job) for name, job in list(_jobs().items())[:: 7 if small else 1]]
     return {"rows": rows}
+
+
+def _by_turns(name: str, job: "_Job") -> Mapping[str, Any]:
+    ways, taken = {}, {}
+    for method, options in job.ways:
+        said: list[str] = []
+        job.run(method, options, said)  # warms up; a trial, for "auto"
+        job.run(method, options, said)
+        if "finished in order" not in said[1]:
+            ways[method, said[1].partition(":")[0]], taken[method, said[1].partition(":")[0]] = options, []
+    for _ in range(ROUNDS):
+        for (method, told), options in ways.items():
+            taken[method, told].append(shortest(partial(job.run, method, options, []), 1))
+    (kept,) = (told for method, told in ways if method == "auto")
+    seconds = {told: min(times) for (method, told), times in taken.items() if method != "auto"}
+    return {"job": name, "kept": kept, "auto": min(taken["auto", kept]), "seconds": seconds}
 
 
 class _Job:

@@ -96,7 +96,7 @@ def _in_order_seconds(system: System) -> float:
 def _seconds(run: Callable[[int], bool], most_sweeps: int, limit_seconds: float) -> float | None:
     """What a solution takes; None where no more sweeps than fit into the limit are not enough."""
     sweeps, taken = 1, []
-    for turn in range(4):  # a sweep warms up, another is timed; then the whole, twice
+    for turn in range(5):  # a sweep warms up, another is timed; then the whole, three times
         began = time.perf_counter()
         is_solved = run(sweeps)
         _wait()
