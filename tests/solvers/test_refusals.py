@@ -92,6 +92,11 @@ def test_a_start_of_another_shape(method):
         solvers.recur(Cell(2, 4), inputs(6, 2), torch.zeros(4, dtype=torch.long), method=method)
 
 
+def test_a_tolerance_below_zero():
+    with pytest.raises(ValueError, match="recur: want a tolerance of 0 or more, got -1"):
+        solvers.recur(Cell(2, 4), inputs(6, 2), inputs(4), tolerance=-1)
+
+
 def test_jacobians_that_are_too_large():
     xs, start = inputs(100, 2), inputs(4)
     with pytest.raises(ValueError, match="take 12,800 bytes, more than memory_bytes=12,799; take diagonal=True"):

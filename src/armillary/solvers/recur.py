@@ -59,6 +59,8 @@ def recur(
             f"recur: want xs (T, ..., I) and a start (..., D) of real numbers, got {tuple(xs.shape)} and "
             f"{tuple(start.shape)} of {start.dtype}"
         )
+    if tolerance is not None and tolerance < 0:
+        raise ValueError(f"recur: want a tolerance of 0 or more, got {tolerance}")
     refuse_train_mode(cell, "recur")
     tolerance = torch.finfo(start.dtype).eps ** 0.8 if tolerance is None else tolerance
     has_gradients = torch.is_grad_enabled()

@@ -118,7 +118,7 @@ class _Model:
 
 
 def _categorical(logits: Tensor, noise: Tensor) -> Tensor:
-    """Inverse CDF: how many sums of probabilities lie below the noise. Unscaled: a softmax takes three times as long."""
+    """Inverse CDF: how many sums of probabilities lie below the noise. Unscaled: a softmax takes thrice as long."""
     sums = (logits - logits.amax(-1, keepdim=True)).exp().cumsum(-1)
     return (sums[..., :-1] < noise.to(logits.dtype)[..., None] * sums[..., -1:]).sum(-1)
 
