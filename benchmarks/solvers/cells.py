@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from armillary import solvers
 from benchmarks.solvers.models import LEVELS, SIDE, MaskedConvolutions, TanhCell, looped, pixel_by_pixel, trained
 
-ROUNDS = 7
+MOST_ROUNDS = 50  # of a job of milliseconds
 Cell = Callable[[bool], Mapping[str, Any]]
 METHODS: tuple[tuple[str, Mapping[str, int]], ...] = (
     ("in_order", {}),
@@ -160,7 +160,8 @@ def _by_turns(name: str, job: "_Job") -> Mapping[str, Any]:
         job.run(method, options, said)
         if "finished in order" not in said[1]:
             ways[method, said[1].partition(":")[0]], taken[method, said[1].partition(":")[0]] = options, []
-    for _ in range(ROUNDS):
+    slowest = max(shortest(partial(job.run, method, options, []), 1) for (method, _), options in ways.items())
+    for _ in range(max(7, min(MOST_ROUNDS, int(0.5 / slowest)))):
         for (method, told), options in ways.items():
             taken[method, told].append(shortest(partial(job.run, method, options, []), 1))
     (kept,) = (told for method, told in ways if method == "auto")

@@ -102,7 +102,7 @@ def _seconds(run: Callable[[int], bool], most_sweeps: int, limit_seconds: float)
         _wait()
         taken.append(time.perf_counter() - began)
         if turn == 1:
-            sweeps = min(most_sweeps, int(limit_seconds / taken[1]))
+            sweeps = min(most_sweeps, int(2 * limit_seconds / min(taken)))  # one may have been timed too long
         if sweeps < 1 or (turn > 1 and not is_solved):
             return None
     return min(taken[2:])
