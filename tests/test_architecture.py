@@ -405,6 +405,9 @@ REACHES_INSIDE = {
         "facts.profile_table", "planning.alternatives", "planning.pricing", "planning.request", "planning.simulator",
         "runtime.transport", "session.attach", "session.train_job",
     },
+    "repurpose": {
+        "repurpose.cut_chain", "repurpose.layer_chain", "repurpose.restructuring", "repurpose.search",
+    },
     "transfer": {
         "exchanges.exchange", "exchanges.look_up", "exchanges.ownership", "exchanges.parcel", "facts.collectives",
         "facts.layout", "runtime.process_group", "runtime.transport",

@@ -46,3 +46,17 @@ def test_a_script_trains_on_two_ranks(crew, tmp_path, script, least, most):
     assert (first, again) == other
     assert least < first <= most
     assert again == (0.0 if script == "transformer" else pytest.approx(first, abs=0.1))
+
+
+def served(rank, workers, folder):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return load(EXAMPLES / "cut_and_serve.py").main()
+    finally:
+        os.chdir(before)
+
+
+def test_a_cut_net_reads_digits_on_two_ranks(crew, tmp_path):
+    first, other = crew(2).run(served, str(tmp_path))
+    assert first > 0.85 and other == 0 and (tmp_path / "shards" / "index.json").exists()
