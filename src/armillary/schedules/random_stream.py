@@ -12,7 +12,7 @@ import torch
 
 from armillary.schedules.schedule import Cell
 
-__all__ = ["Stream", "place_seed", "seed_from_step", "seed_streams", "seeded"]
+__all__ = ["RandomStream", "place_seed", "seed_from_step", "seed_streams", "seeded"]
 
 _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
@@ -53,7 +53,7 @@ def seed_streams(seed: int, device: torch.device) -> None:
             accelerator.manual_seed(seed)
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """The random numbers of one place. seed: the run's."""
 
     seed: int

@@ -46,7 +46,7 @@ from armillary.schedules.by_worker import placed
 from armillary.schedules.edge import remembering
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.random_stream import Stream
+from armillary.schedules.random_stream import RandomStream
 from armillary.schedules.rank_list import Wires
 from armillary.schedules.sample_keys import sample_keys
 from armillary.schedules.schedule import Cell
@@ -247,7 +247,7 @@ class Interpreter:
             self._stages[j],
             self._read(one, version, rows),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
-            Stream(self._spec.seed, (step, self._first + micro_batch, j)),
+            RandomStream(self._spec.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
             loss=loss,
             keep=j not in self._spec.recompute,

@@ -22,7 +22,7 @@ from armillary.runtime.cyclic.versions import Weights
 from armillary.runtime.partition.found_buffers import Found
 from armillary.runtime.partition.stages import Stage
 from armillary.schedules.layout import plain
-from armillary.schedules.random_stream import Stream, seeded
+from armillary.schedules.random_stream import RandomStream, seeded
 
 __all__ = ["Landed", "OwnLoss", "Reads", "StageActivation", "Value", "detached", "forward_stage"]
 
@@ -164,7 +164,7 @@ def forward_stage(
     stage: Stage,
     reads: Reads,
     value: Value,
-    stream: Stream,
+    stream: RandomStream,
     autocast: Autocast,
     loss: OwnLoss | None = None,
     keep: bool = True,
