@@ -120,6 +120,7 @@ EXTRAS = {
     "rich": {"cli/"},
     "matplotlib": {"session/plot", "session/foresight/plot", "repurpose/shards"},
     "scipy": {"repurpose/restructuring"},
+    "redis": {"feeds/redis_"},
 }
 BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install
 
