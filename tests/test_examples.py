@@ -60,3 +60,10 @@ def served(rank, workers, folder):
 def test_a_cut_net_reads_digits_on_two_ranks(crew, tmp_path):
     first, other = crew(2).run(served, str(tmp_path))
     assert first > 0.85 and other == 0 and (tmp_path / "shards" / "index.json").exists()
+
+
+def test_a_solver_and_its_training_run_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = load(EXAMPLES / "in_situ" / "train.py").main(steps=24)
+    assert len(losses) > 5 and losses[-1] < losses[0]
+    assert (tmp_path / "in_situ.png").stat().st_size > 10_000
