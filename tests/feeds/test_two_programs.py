@@ -124,3 +124,17 @@ def test_questions_that_wait_are_one_batch(store):
     assert sum(Slow.sizes) == 3 and len(Slow.sizes) <= 2
     for rank, answer in enumerate(answers):
         assert float(answer["sum"]) == 4 * rank and answer["twice"].tolist() == [2 * rank] * 4
+
+
+def test_a_stream_that_begins_before_the_next_run_waits_for_it(store, solve):
+    """What an earlier run said at its end is not the end of this one, nor are ranks that it had more."""
+    for rank in range(2):
+        solve(store, 4, rank=rank, ranks=2).communicate(timeout=20)
+    with feeds.Stream(store, window=feeds.AllOnce(), batch=8, patience=20) as stream:
+        assert len([*stream]) == 1
+    with feeds.Stream(store, window=feeds.AllOnce(), batch=3, patience=0.3) as stream:
+        with pytest.raises(TimeoutError, match=r"writer 0 \(last step 3 of a run that ended before\)"):
+            next(iter(stream))
+        stream.patience = 20
+        solve(store, 6)
+        assert [one for batch in stream for one in of_batch(batch)] == [(step, 0) for step in range(6)]

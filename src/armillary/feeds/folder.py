@@ -75,11 +75,10 @@ class ReaderFiles:
 
     def records(self) -> dict[int, Header]:
         """What each writer said last, of those that have begun."""
-        if not self.ranks:
-            begun = [name for name in os.listdir(self.at) if name.startswith("writer-")]
-            self.ranks = max((one.ranks for name in begun if (one := self._record(name))), default=0)
-        found = {rank: self._record(f"writer-{rank}") for rank in range(self.ranks)}
-        return {rank: record for rank, record in found.items() if record}
+        names = [name for name in os.listdir(self.at) if name.startswith("writer-")]
+        found = {int(name.split("-")[1]): record for name in names if (record := self._record(name))}
+        self.ranks = found[min(found)].ranks if found else 0  # an older run may have had more
+        return {rank: record for rank, record in found.items() if rank < self.ranks}
 
     def _record(self, name: str) -> Header | None:
         for _ in range(100):  # it may be being written

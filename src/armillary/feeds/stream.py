@@ -93,6 +93,7 @@ class Stream(IterableDataset[Batch]):
         self._last: dict[int, int] = {}  # rank: step that was taken last
         self._queue: list[Ready] = []  # of the last look, the next at its end
         self._records: dict[int, Header] = {}
+        self._runs: set[str] = set()  # that were seen going on, or taken from; others ended before this stream began
         self._row: int | None = None
         self._came, self._checked = time.monotonic(), 0.0  # when a snapshot came, and when locks were looked at
         self._is_stopping = self._is_uneven_told = False
@@ -141,6 +142,7 @@ class Stream(IterableDataset[Batch]):
             self._place.stop()
         self._records, waiting = self._place.look()
         self._queue = waiting[::-1]
+        self._runs |= {record.id.run for record in self._records.values() if not record.is_ended}
         ranks, share = self._place.ranks, self._share
         if not ranks or self._is_uneven_told:
             return
@@ -156,9 +158,13 @@ class Stream(IterableDataset[Batch]):
         """Writers of this reader."""
         return [rank for rank in range(self._place.ranks) if self._share.has(rank)]
 
+    def _open(self) -> list[int]:
+        """Writers of this reader that may still put something."""
+        records = {rank: self._records.get(rank) for rank in self._ranks()}
+        return [rank for rank, one in records.items() if not (one and one.is_ended and one.id.run in self._runs)]
+
     def _is_ended(self) -> bool:
-        records = [self._records.get(rank) for rank in self._ranks()]
-        return bool(records) and all(record and record.is_ended for record in records)
+        return self._place.ranks > 0 and not self._open()
 
     def _take_next(self) -> bool:
         """False: it is not its turn yet."""
@@ -171,6 +177,7 @@ class Stream(IterableDataset[Batch]):
             return True
         self._came = time.monotonic()
         self._last[header.id.rank] = header.id.step
+        self._runs.add(header.id.run)
         steps = self._taken.setdefault(f"{header.id.run}-{header.id.rank}", set())
         if header.id.step not in steps:
             steps.add(header.id.step)
@@ -221,13 +228,13 @@ class Stream(IterableDataset[Batch]):
                 f"Stream: {self._told(dead)} of {self.store} died before it ended; start it again, then iterate again"
             )
         if now > self._came + self.patience:
-            open_ones = [rank for rank in self._ranks() if not (one := self._records.get(rank)) or not one.is_ended]
-            who = self._told(open_ones) if open_ones else "no writer has begun"
+            who = self._told(self._open()) or "no writer has begun"
             raise TimeoutError(f"Stream: nothing came into {self.store} for {self.patience:g} s: {who}")
 
     def _told(self, ranks: list[int]) -> str:
         steps = {rank: record.id.step for rank, record in self._records.items() if record.id.step >= 0}
-        return ", ".join(f"writer {rank} (last step {steps.get(rank, 'none')})" for rank in ranks)
+        before = {rank: " of a run that ended before" for rank, record in self._records.items() if record.is_ended}
+        return ", ".join(f"writer {rank} (last step {steps.get(rank, 'none')}{before.get(rank, '')})" for rank in ranks)
 
     def _drawn(self) -> Batch:
         assert self._rows
@@ -271,6 +278,7 @@ class Stream(IterableDataset[Batch]):
         if state["settings"] != self._settings:
             raise ValueError(f"Stream: the state is of {state['settings']}; want that of {self._settings}")
         self._taken = {name: set(steps.tolist()) for name, steps in state["taken"].items()}
+        self._runs = {name.split("-")[0] for name in self._taken}
         self._draw.set_state(state["generator"])
         self._rows, self._seen, self._new = None, 0, 0
         if state["fields"] is not None:
