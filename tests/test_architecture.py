@@ -427,6 +427,7 @@ REACHES_INSIDE = {
         "facts.layout", "runtime.process_group", "runtime.transport",
     },
     "turns": {"runtime.pairwise", "runtime.transport"},
+    "start_up": {"planning.choosing", "planning.pricing"},
 }  # fmt: skip
 OF_A_USERS_FILE = "session.workload"  # the type of what a workload is
 
