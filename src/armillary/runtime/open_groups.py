@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from armillary.runtime.process_group import refuse_no_member
+
 __all__ = ["Clients", "OpenGroups"]
 
 FEW_WORKS = 64  # collectives that nobody waited for, remembered before those that are over are forgotten
@@ -42,7 +44,8 @@ class OpenGroups:
     """
 
     def __init__(self, process_group: Any, timeout_seconds: float) -> None:
-        self.parent: Any = process_group or dist.group.WORLD
+        self.parent: Any = process_group or dist.group.WORLD  # until `close`: who holds it keeps gloo from ending it
+        refuse_no_member(self.parent)
         self.timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.workers = dist.get_rank(self.parent), dist.get_world_size(self.parent)
         self._open: list[Any] = []
@@ -82,6 +85,7 @@ class OpenGroups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self._works.clear()
+        self.parent = None
 
     def give_up(self) -> None:
         """Likewise whatever is under way. Ranks that wait for this one then hear at once that it has gone; where a

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["start_process_group", "stop_process_group", "workers_in"]
+__all__ = ["refuse_no_member", "start_process_group", "stop_process_group", "workers_in"]
 
 
 JOIN_SECONDS = 600.0  # until every rank of the job has started
@@ -46,9 +46,26 @@ def start_process_group() -> None:
 
 
 def workers_in(process_group: Any) -> int:
-    """How many ranks a group has; None is the job, which is joined for that."""
+    """How many ranks a group has; None is the job, which is joined for that.
+
+    Raises:
+        ValueError: this rank is not in it.
+    """
     start_process_group()
+    refuse_no_member(process_group)
     return dist.get_world_size(process_group)
+
+
+def refuse_no_member(process_group: Any) -> None:
+    """
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} of the job is not one of its ranks; call parallelize, attach or "
+            "auto_plan on those only, as in `if dist.get_rank() in ranks:`"
+        )
 
 
 def stop_process_group() -> None:

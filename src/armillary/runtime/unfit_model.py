@@ -51,5 +51,10 @@ def _complaints(model: nn.Module) -> Iterator[str]:
                 f"{name} was spread over the workers by a run that ended without gathering it; build the model anew, "
                 "and load an export or a checkpoint"
             )
+        elif hasattr(parameter, "_in_backward_optimizers"):
+            yield (
+                f"{name} is stepped inside backward (by _apply_optimizer_in_backward), before its gradient could be "
+                "exchanged; build the model anew without that, and hand in its optimizer"
+            )
         elif hasattr(parameter, "__tensor_flatten__"):
             yield f"{name} is a {type(parameter).__name__}; hand in the model before it is distributed"

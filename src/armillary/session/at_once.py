@@ -1,12 +1,14 @@
 """Times a model's stages on all ranks at once, because ranks that share cores share them in training too.
 
 A rank alone on a machine finds all of its cores and caches idle. Every rank steps on a batch of its own, in rounds that
-all begin together, so long that ranks that are more than cores are seen to take turns. A round is as long as the rank
+all begin together, so long that ranks that are more than cores are seen to take turns. A round has as many steps on
+every rank, so that a model with collectives of its own makes as many everywhere: it is as long as the rank
 that took longest in it, as every step of training is: two ranks that were held up now and then, by turns, took 302 ms
 in the median each, and 321 when the slower one of each step was counted. The middle half of the rounds counts: what
 else the machine did in some of them is no part of a step.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
@@ -47,10 +49,12 @@ def timed_at_once(
     def warm_up() -> _Round:
         nonlocal batch
         batch = draw()
+        step()
         return _Round(step(), 1)
 
-    _slowest(warm_up, transport)
-    times = _middle(_rounds(step, transport))
+    first = _slowest(warm_up, transport)
+    each = max(1, math.ceil(ROUND_SECONDS / max(_total(first.times), 1e-9)))
+    times = _middle(_rounds(step, min(each, ENOUGH_STEPS), transport))
     stages = []
     for stage in found.stages:
         forward, backward = times[stage.name]
@@ -78,16 +82,12 @@ def _slowest(work: Callable[[], _Round], transport: Transport) -> _Round:
     return max((one for one, _ in everyones if one is not None), key=lambda one: _total(one.times))
 
 
-def _rounds(step: Callable[[], StageTimes], transport: Transport) -> list[StageTimes]:
-    """Of each round the mean step of the slowest rank. There are enough when they took a second, or are many steps of a
-    small model."""
+def _rounds(step: Callable[[], StageTimes], each: int, transport: Transport) -> list[StageTimes]:
+    """Of each round of so many steps the mean step of the slowest rank. There are enough when they took a second, or
+    are many steps of a small model."""
 
     def play() -> _Round:
-        taken, seconds = list[StageTimes](), 0.0
-        while seconds < ROUND_SECONDS:
-            taken.append(step())
-            seconds += _total(taken[-1])
-        return _Round(_mean(taken), len(taken))
+        return _Round(_mean([step() for _ in range(each)]), each)
 
     found = list[StageTimes]()
     steps, seconds = 0, 0.0

@@ -35,7 +35,13 @@ from armillary.session.owned_validation import owned_misfit
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
 from armillary.session.units import units_of
-from armillary.session.validation import handed_in, other_workers, refuse_on_every_rank, why_unfit
+from armillary.session.validation import (
+    handed_in,
+    other_workers,
+    refuse_on_every_rank,
+    refuse_other_models,
+    why_unfit,
+)
 
 __all__ = ["attach", "attach_over", "begin_run"]
 
@@ -124,6 +130,7 @@ def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport:
     """
     transport.step = job.first_step
     with transport.within("attach"):
+        refuse_other_models("attach", job.model, transport)
         return _attached(transport, plan, job, owns_transport)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.runtime.checkpointing.checkpoint import (
+    APART,
     Marker,
     RowIndex,
     latest_checkpoint,
@@ -32,6 +33,7 @@ from armillary.runtime.checkpointing.saved import REST
 from armillary.runtime.first_error import FirstError
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.optimizers import kind_of
+from armillary.session.apart import is_apart
 from armillary.session.every import CheckpointEvery
 from armillary.session.exchange_state import index_of_ranks, own_tensors, write_ranks
 from armillary.session.job import Job
@@ -52,7 +54,8 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
 
     Raises:
         ValueError: ranks disagree on what to save, or something in it could not be loaded. RuntimeError: a rank could
-            not write; the message names it.
+            not write; the message names it. Or ranks no longer hold alike what the plan keeps alike: what rank 0 (and
+            owners of rows) hold is then in a folder whose name says so, and no older one is removed.
     """
     folder, loop = Path(folder), {} if loop is None else loop
     if keep < 1:
@@ -69,6 +72,7 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
     updates = {key: one.updates for key, one in run.averages.items()}
     _refuse_disagreement(run, (transport.step, str(folder), keep, names, updates))
     run.settle()
+    apart = is_apart(run, "run.save").error
     tensors = [*row_tensors(run.tables, run.held, run.optimizer, run.transport), *average_tensors(run.tables)]
     tensors.sort(key=lambda tensor: -tensor.shard.dtype.itemsize)  # which keeps files aligned
     own = own_tensors(run)
@@ -80,7 +84,7 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
             if run.rank == 0:
                 _refuse_unloadable("model", rest["model"])
                 _refuse_unloadable("optimizer", rest["optimizer"])
-                path = new_folder(folder, transport.step)
+                path = new_folder(folder, transport.step, APART if apart else "")
         trouble.agree(transport)
         path = Path(transport.share(path)[0])
         with trouble.kept():
@@ -100,8 +104,14 @@ def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None,
                 plan=json.loads(run.plan.to_json()), departures=tuple(run.plan.departures),
             )  # fmt: skip
             mark(path, marker)
-            prune(folder, keep)
+            if not apart:
+                prune(folder, keep)
     trouble.agree(transport)
+    if apart:
+        raise RuntimeError(
+            f"rank {run.rank}: {apart}. What was to be saved is in {path}, which is never taken for the newest; older "
+            "checkpoints are as they were"
+        )
     return path
 
 

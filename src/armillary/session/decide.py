@@ -38,7 +38,7 @@ from armillary.session.owned_habits import unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.room import with_room_of
-from armillary.session.validation import handed_in, refuse_unfit
+from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["JobRequest", "Subject", "assumptions_of", "decide", "first_batches", "open_transport", "subject_of"]
@@ -122,6 +122,7 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
 
 def _decided(subject: Subject, request: JobRequest, transport: Transport) -> Decided:
     refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
+    refuse_other_models("plan", subject.model, transport)
     topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
     found = request.profile or _profiled(subject, topology, transport)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.optimizers import split
+from armillary.session.apart import refuse_apart
 from armillary.session.job import Job
 from armillary.session.row_tensors import RowTensor, gathered, row_tensors
 
@@ -26,9 +27,11 @@ def export(run: Job) -> dict[str, Any] | None:
 
     Raises:
         ValueError: the optimizer holds a parameter that the model does not.
+        RuntimeError: ranks no longer hold alike what the plan keeps alike.
     """
     names = run.names
     run.settle()
+    refuse_apart(run, "run.export")
     whole: dict[tuple[str, str], Tensor] = {}
     for tensor in row_tensors(run.tables, run.held, run.optimizer, run.transport):
         whole[tensor.table.name, tensor.entry] = gathered(tensor, run.transport)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from armillary.exchanges.look_up import State
 from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.hybrid.drift import HeldAlike
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
@@ -65,8 +66,12 @@ class Job(Protocol):
 
     def batches(self, loader: Iterable[Item]) -> Iterator[Item]: ...
 
-    def serve(self) -> None:
+    def serve(self, state: State = "aside") -> None:
         """Serves look-ups of other ranks until all are in a call that all make between two steps. Collective."""
+
+    def alike(self) -> HeldAlike:
+        """Between two steps, collective: finishes what is under way. What other ranks should hold as this one does; all
+        that the plan lets differ is left out."""
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked. Collective."""

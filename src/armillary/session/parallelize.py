@@ -30,11 +30,12 @@ from armillary.session.events import Decided
 from armillary.session.kept_start import BatchShapes, KeptStart, hosts_of, joined, made_for, shapes_of
 from armillary.session.links import measure_links
 from armillary.session.plain_loader import is_plain_loader
+from armillary.session.random_state import unmoved
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.room import with_room_of
 from armillary.session.run import Run
 from armillary.session.train_job import TrainJob
-from armillary.session.validation import NOT_HELD, handed_in, refuse_unfit, unheld
+from armillary.session.validation import NOT_HELD, handed_in, refuse_other_models, refuse_unfit, unheld
 from armillary.session.watched import Keeping, Watched, parameter_facts
 
 __all__ = ["auto_plan", "measure", "parallelize"]
@@ -124,9 +125,10 @@ def parallelize(
         return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
         raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
-    subject = Subject(model, job.optimizer, loss, _drawn(batches))
-    asked = JobRequest(_over(request, batches), autotune=autotune)
-    return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
+    with unmoved(batches):
+        subject = Subject(model, job.optimizer, loss, _drawn(batches))
+        asked = JobRequest(_over(request, batches), autotune=autotune)
+        return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
 
 
 def _half_given(there: str, lacking: str) -> ValueError:
@@ -151,6 +153,7 @@ def _decided(subject: Subject, asked: JobRequest, connecting: Connecting, keep: 
     transport = open_transport(connecting.process_group, connecting.patience)
     with transport.within("the measuring and planning"):
         refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
+        refuse_other_models("plan", subject.model, transport)
         wanted = made_for(subject.model, subject.optimizer, asked, hosts_of(transport))
         start, workers = KeptStart.found(Path(keep), wanted, transport), transport.place.workers
         batch = by_rank_zero(transport, lambda: joined([shapes_of(one) for one in subject.draw(workers)]))
@@ -174,6 +177,7 @@ def _begun(job: TrainJob, subject: Subject, decided: Decided, connecting: Connec
     )  # fmt: skip
 
 
+@unmoved()
 def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: str | Path | None) -> Run:
     """Under the provisional plan."""
     _refuse_unwatched(job.model, request)
@@ -216,6 +220,7 @@ def _known(
         alone = Transport(patience=patience, process_group=process_group)  # a restart need not know of nodes
         with alone.within("the measuring"):
             refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
+            refuse_other_models("parallelize", job.model, alone)
             start = KeptStart.found(Path(keep), made_for(job.model, job.optimizer, request, hosts_of(alone)), alone)
         alone.close()
         if start.decided is not None:
@@ -223,6 +228,7 @@ def _known(
     alone = open_transport(process_group, patience)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
+        refuse_other_models("parallelize", job.model, alone)
         topology = measured(alone)
     alone.close()
     return start, topology
@@ -301,8 +307,9 @@ def auto_plan(
     request = PlanRequest(
         constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
-    subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
-    return decide(subject, JobRequest(_over(request, batches), autotune=autotune))
+    with unmoved(batches):
+        subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
+        return decide(subject, JobRequest(_over(request, batches), autotune=autotune))
 
 
 def _over(request: PlanRequest, batches: Iterable[Any]) -> PlanRequest:

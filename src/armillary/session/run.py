@@ -26,6 +26,7 @@ from armillary.planning.owners import MARGIN
 from armillary.planning.request import NO_CONSTRAINTS
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.transport import Transport
+from armillary.session.apart import refuse_apart, unless_it_ends_an_error
 from armillary.session.checkpoint import save
 from armillary.session.ema import Ema, begin_ema
 from armillary.session.engines.owned_loop import OwnedLoop
@@ -154,10 +155,14 @@ class Run:
         without gradients, and holds the newest weights; afterwards its modules are in the mode they were in.
 
         Raises:
-            ValueError: no rank has a batch.
+            ValueError: no rank has a batch. RuntimeError: ranks no longer hold alike what the plan keeps alike.
         """
-        with self._transport.within("evaluate"):
-            return evaluated(self._engine, batches, measure)
+        engine = self._engine
+        with engine.transport.within("evaluate"):
+            with engine.transport.unrecorded():
+                engine.serve("evaluated")
+            refuse_apart(engine, "run.evaluate")
+            return evaluated(engine, batches, measure)
 
     def ema(self, decay: float) -> Ema:
         """An exponential moving average of every parameter, tables whose rows are spread among them: an owner averages
@@ -217,7 +222,9 @@ class Run:
             keep: how many of the newest checkpoints in `folder` stay.
 
         Raises:
-            ValueError: ranks disagree on what to save. RuntimeError: a rank could not write; the message names it.
+            ValueError: ranks disagree on what to save. RuntimeError: a rank could not write, and the message names it;
+                or ranks no longer hold alike what the plan keeps alike: then the folder is `step-00001234-apart`, which
+                is never the newest, and older checkpoints stay.
         """
         with self._aside("save") as engine:
             return save(engine, folder, loop=loop, keep=keep)
@@ -248,6 +255,7 @@ class Run:
 
         Raises:
             ValueError: the optimizer holds a parameter that the model does not.
+            RuntimeError: ranks no longer hold alike what the plan keeps alike.
         """
         with self._aside("export") as engine:
             return export(engine)
@@ -299,6 +307,10 @@ class Run:
 
         Returns:
             The losses of the steps of which no call of `step` told them.
+
+        Raises:
+            RuntimeError: ranks no longer hold alike what the plan keeps alike. The model is plain by then, and each
+                rank has its own values. Nothing is compared where an exception is being handled.
         """
         if self._closed:
             return []
@@ -307,10 +319,13 @@ class Run:
         with engine.transport.within("close"):
             told = engine.drained()
             engine.finish()
+            apart = unless_it_ends_an_error(engine, "run.close")
             engine.undo(gather)
         self._let_go("was closed")
         if self._owns_transport:
             engine.transport.close()
+        if apart:
+            raise RuntimeError(f"rank {self._rank}: {apart}. The run is closed")
         return told
 
     def _give_up(self, error: BaseException) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "other_job",
     "other_workers",
     "refuse_on_every_rank",
+    "refuse_other_models",
     "refuse_unfit",
     "row_complaints",
     "unheld",
@@ -47,6 +48,11 @@ def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
 
 def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     names = {parameter: name for name, parameter in model.named_parameters()}
+    if not any(parameter.requires_grad for parameter in names):
+        yield (
+            "no parameter of the model requires a gradient, so there is nothing to train; call requires_grad_(True) on "
+            "what is to learn, or use the model as it is"
+        )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind, seen = kind_of(optimizer), set[Tensor]()
     if strangers := [tuple(parameter.shape) for parameter in held if parameter not in names]:
@@ -58,6 +64,35 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         if parameter in seen:
             yield f"{kind} holds {names[parameter]!r} twice, and would step it twice; give it each parameter once"
         seen.add(parameter)
+
+
+def refuse_other_models(who: str, model: nn.Module, transport: Transport) -> None:
+    """Collective, before anything is measured or planned: ranks must have built the same model.
+
+    Raises:
+        ValueError: they have not. On every rank; the message names the first parameter that differs.
+    """
+    mine = [(name, _form(parameter)) for name, parameter in model.named_parameters()]
+    everyones = transport.share(hashlib.sha256(repr(mine).encode()).digest())
+    if len(set(everyones)) == 1:
+        return
+    first, *others = transport.share(mine)
+    for rank, theirs in enumerate(others, start=1):
+        for number in range(max(len(theirs), len(first))):
+            one, other = (held[number] if number < len(held) else None for held in (theirs, first))
+            if one != other:
+                raise ValueError(
+                    f"{who}: ranks built different models: parameter {number} is {_said(one)} on rank {rank} and "
+                    f"{_said(other)} on rank 0; build the same model on every rank, in the same order"
+                )
+
+
+def _form(parameter: Tensor) -> str:
+    return f"{tuple(parameter.shape)} {_dtype(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+
+
+def _said(held: tuple[str, str] | None) -> str:
+    return "nothing" if held is None else f"{held[0]} {held[1]}"
 
 
 def unheld(model: nn.Module, optimizer: Optimizer) -> list[str]:

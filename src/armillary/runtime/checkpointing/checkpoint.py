@@ -25,6 +25,7 @@ import torch
 from armillary.runtime.checkpointing.row_file import FilePart, FileRecord, StoredRows, digest, sync_folder
 
 __all__ = [
+    "APART",
     "Marker",
     "RowIndex",
     "latest_checkpoint",
@@ -40,6 +41,7 @@ __all__ = [
 MARKER = "complete.json"
 FORMAT = 2
 KNOWN = (1, 2)  # 1: without a plan
+APART = "-apart"  # ends the name of a save of ranks that had come apart: it is no checkpoint to go on from
 _FOLDER = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
@@ -89,12 +91,12 @@ class Marker:
         return cls(**{**fields, "files": files, "rows": rows, "departures": departures})
 
 
-def new_folder(parent: Path, step: int) -> Path:
-    """Makes an empty folder for a save: `step-00001234`, or `step-00001234.2` where that is taken."""
+def new_folder(parent: Path, step: int, ends: str = "") -> Path:
+    """Makes an empty folder for a save: `step-00001234`, or `step-00001234.2` where that is taken, and `ends`."""
     parent.mkdir(parents=True, exist_ok=True)
     attempt = 1
     while True:
-        folder = parent / (f"step-{step:08d}" if attempt == 1 else f"step-{step:08d}.{attempt}")
+        folder = parent / f"step-{step:08d}{'' if attempt == 1 else f'.{attempt}'}{ends}"
         try:
             folder.mkdir()
         except FileExistsError:

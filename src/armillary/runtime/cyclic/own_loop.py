@@ -21,6 +21,7 @@ the rate is that of the gradient's step.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from torch.optim import Optimizer
 from armillary.runtime.cyclic.delayed_step import Options, options_of, refuse_own_options, step_with
 from armillary.runtime.cyclic.reducer import Reducer
 from armillary.runtime.cyclic.step_means import Means
-from armillary.runtime.when_final import when_final
+from armillary.runtime.hybrid.in_backward import refuse_step_inside, refuse_taken
+from armillary.runtime.when_final import after_hooks
 
 __all__ = ["OwnLoop", "unchanged"]
 
@@ -83,7 +85,12 @@ class OwnLoop:
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._step_ends()),
         ]
-        self._hooks += [when_final(one, self, OwnLoop._arrived) for one in self._parameters if one.requires_grad]
+        self._names = [name for unit in reducer.units for name in unit.bucket.layout.names]
+        self._undo = [
+            after_hooks(one, self, partial(OwnLoop._arrived, number=number), self._names[number])
+            for number, one in enumerate(self._parameters)
+            if one.requires_grad
+        ]
 
     def settle(self) -> None:
         """Waits until what is under way has arrived; training goes on unchanged."""
@@ -122,6 +129,8 @@ class OwnLoop:
         """Takes the hooks off; what is under way is lost unless drained before."""
         for hook in self._hooks:
             hook.remove()
+        for undo in self._undo:
+            undo()
 
     def _apply_last(self) -> None:
         """Steps with the gradients that have arrived last, which stay as they are."""
@@ -133,10 +142,11 @@ class OwnLoop:
         finally:
             self._is_own_step = False
 
-    def _arrived(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+    def _arrived(self, _: Tensor, number: int) -> None:
+        parameter = self._parameters[number]
+        gradient = refuse_taken(self._reducer.place.rank, self._names[number], parameter)
         self._open(parameter)
-        gradient, parameter.grad = parameter.grad, None
+        parameter.grad = None
         with self._within():
             self._reducer.put(self.steps, parameter, gradient)
 
@@ -182,6 +192,7 @@ class OwnLoop:
     def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_own_step:
             return
+        refuse_step_inside(self._reducer.place.rank)
         if any(value is not None for value in [*args[1:], kwargs.get("closure")]):
             raise RuntimeError("own loop: optimizer.step(closure); call backward before, and step without")
         if self._is_open:

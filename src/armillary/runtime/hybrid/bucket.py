@@ -5,6 +5,12 @@ parameter that no rank used (its gradient stays None) from one that some did (th
 
 A gradient that comes as rows is kept as rows where exchange and optimizer take them. Its place in the flat tensor is
 then never written to, so a large table costs no memory and no pass over it.
+
+Note [Kept gradients]. What a loop keeps of a `.grad` must stay as it was when the next backward writes into the bucket,
+as by DDP's default. So `.grad` is a tensor of its own over the bucket's memory: torch counts who holds that memory.
+When a backward finds somebody besides the parameters, it leaves the memory to them, takes other, and copies from then
+on. Where nobody keeps a gradient nothing is copied. A gradient whose memory others see before it is exchanged stays
+where it is, and gets the mean in place.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +24,9 @@ from armillary.exchanges.parcel import Parcel, Rows
 from armillary.exchanges.residual import gaps_of, without_gaps
 from armillary.facts.layout import Layout
 
-__all__ = ["Bucket", "layout_beside"]
+__all__ = ["Bucket", "layout_beside", "other_form"]
+
+ALONE = 2  # holders of the memory of a tensor that nobody else sees: itself, and the storage that asks
 
 
 def layout_beside(
@@ -41,11 +49,9 @@ class Bucket:
     ):
         self.parameters = list(parameters)
         self.layout = layout or layout_beside(self.parameters)
-        first = self.parameters[0]
-        self.flat = torch.zeros(self.layout.numel + self.layout.tail, dtype=first.dtype, device=first.device)
-        self.values, self.room = self.flat.split_with_sizes((self.layout.numel, self.layout.tail))
-        pieces = [self.values[begin:end] for begin, end in self.layout.spans]
-        self.views = [_laid_out_as(p, piece) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.is_kept = False  # somebody keeps gradients
+        self._take_memory()
         self.waiting = set(range(len(self.parameters)))
         self.listable = {
             index
@@ -54,6 +60,45 @@ class Bucket:
         }
         self.rows: dict[int, Rows] = {}  # of this backward, instead of what lies in the flat tensor
         self._written = set[int]()  # those of the listable that hold something in the flat tensor
+
+    def _take_memory(self) -> None:
+        first = self.parameters[0]
+        self.flat = torch.zeros(self.layout.numel + self.layout.tail, dtype=first.dtype, device=first.device)
+        self.values, self.room = self.flat.split_with_sizes((self.layout.numel, self.layout.tail))
+        self.views = [
+            _laid_out_as(parameter, self.values[begin:end])
+            for (begin, end), parameter in zip(self.layout.spans, self.parameters, strict=True)
+        ]
+        self._storage = self.flat.untyped_storage()
+        self._own_holders = _holders(self._storage)
+
+    def leave_kept(self) -> None:
+        """A backward begins whose gradients are shown to the user: those of earlier ones stay. See Note [Kept
+        gradients]."""
+        if self.is_kept or (holders := _holders(self._storage) - self._own_holders) == 0:
+            return
+        there = sum(self._lies_here(index) for index in range(len(self.parameters)))
+        if holders > there:
+            self.is_kept = True
+            self._take_memory()
+            self._written = set(self.listable)
+
+    def _lies_here(self, index: int) -> bool:
+        there = self.parameters[index].grad
+        if there is None or there.layout != torch.strided:
+            return False
+        return there.numel() > 0 and there.data_ptr() == self.views[index].data_ptr()
+
+    def refuse_cast(self, rank: int) -> None:
+        """
+        Raises:
+            ValueError: a parameter has another dtype, device or shape than when the bucket was made.
+        """
+        kind = (self.flat.dtype, self.flat.device)
+        for name, parameter, shape in zip(self.layout.names, self.parameters, self.shapes, strict=True):
+            if (parameter.dtype, parameter.device) != kind or parameter.shape != shape:
+                now = _text(parameter.shape, parameter.dtype, parameter.device)
+                raise ValueError(f"rank {rank}: {other_form(name, now, _text(shape, *kind))}")
 
     def reset(self) -> None:
         """A backward begins: every parameter is waited for."""
@@ -64,12 +109,31 @@ class Bucket:
     def is_ready(self) -> bool:
         return not self.waiting
 
-    def deposit(self, index: int, scale: float) -> None:
-        """Puts scale * gradient of that parameter in its place; its `.grad` becomes the view."""
+    def deposit(self, index: int, scale: float, arrived: Tensor | None = None) -> bool:
+        """Puts scale * gradient of that parameter in its place. Whether its `.grad` lies there too: not where somebody
+        would see that.
+
+        Args:
+            arrived: what a backward that goes on has just brought, if any; it shares its memory with a new `.grad`.
+        """
         parameter = self.parameters[index]
-        assert parameter.grad is not None
-        self.put(index, parameter.grad, scale)
-        parameter.grad = self._gradient(index, self.rows)
+        there = parameter.grad
+        assert there is not None
+        self.put(index, there, scale)
+        if index in self.rows or there.layout != torch.strided or there.requires_grad:
+            parameter.grad = self._gradient(index, self.rows)
+        elif not self.is_kept and not self._lies_here(index):
+            is_dense = arrived is not None and arrived.layout == torch.strided
+            is_new = arrived is not None and is_dense and arrived.data_ptr() == there.data_ptr()
+            if is_new or _holders(there.untyped_storage()) == ALONE:
+                self._lay(there, index)
+        return self._lies_here(index)
+
+    def _lay(self, gradient: Tensor, index: int) -> Tensor:
+        """The tensor becomes one over that parameter's place."""
+        view = self.views[index]
+        with torch.no_grad():
+            return gradient.set_(self._storage, view.storage_offset(), view.shape, view.stride())
 
     def put(self, index: int, gradient: Tensor, scale: float) -> None:
         """Puts scale * gradient in that parameter's place."""
@@ -106,7 +170,10 @@ class Bucket:
 
     def _gradient(self, index: int, rows: Mapping[int, Rows]) -> Tensor:
         if index not in rows:
-            return self.views[index]
+            view, like = self.views[index], self.parameters[index]
+            if self.is_kept or like.stride() != view.stride():  # fused optimizers walk in the order of memory
+                return torch.empty_like(like, requires_grad=False).copy_(view)
+            return self._lay(view.new_empty(0), index)
         listed = rows[index]
         return torch.sparse_coo_tensor(
             listed.numbers[None], listed.values, self.parameters[index].shape, is_coalesced=True, check_invariants=False
@@ -142,16 +209,34 @@ class Bucket:
 
     def withdraw(self, result: Parcel) -> None:
         """Takes what the exchange gave: `.grad` of every parameter that some rank used becomes final."""
-        means = self.means(result)
-        for parameter in self.parameters:
-            parameter.grad = means.get(parameter)
+        used = set(self._used(result))
+        for index, parameter in enumerate(self.parameters):
+            if index in used:
+                self._show(index, result.rows)
+            else:
+                parameter.grad = None
+
+    def _show(self, index: int, rows: Mapping[int, Rows]) -> None:
+        """`.grad` is final; the tensor that is there stays, if it can."""
+        parameter = self.parameters[index]
+        there = parameter.grad
+        is_plain = there is not None and there.layout == torch.strided and not there.requires_grad
+        if there is None or index in rows or not is_plain:
+            parameter.grad = self._gradient(index, rows)
+        elif not self._lies_here(index):
+            there.copy_(self.views[index])
+        elif there.stride() != parameter.stride():
+            parameter.grad = self._gradient(index, rows)
 
     def means(self, result: Parcel) -> dict[nn.Parameter, Tensor]:
         """Takes what the exchange gave: of every parameter that some rank used, its final gradient."""
+        return {self.parameters[index]: self._gradient(index, result.rows) for index in self._used(result)}
+
+    def _used(self, result: Parcel) -> list[int]:
+        """What the exchange gave is here; of which parameters some rank used it."""
         self._keep(result)
         self._written |= self.listable - result.rows.keys()
-        kept = enumerate(zip(self.parameters, result.used.tolist(), strict=True))
-        return {parameter: self._gradient(index, result.rows) for index, (parameter, used) in kept if used > 0}
+        return [index for index, used in enumerate(result.used.tolist()) if used > 0]
 
     def weigh_in(self) -> Parcel:
         """The weights, to be sent."""
@@ -178,6 +263,24 @@ class Bucket:
             return
         for begin, end in self.layout.spans if self.layout.align > 1 else [(0, self.layout.numel)]:
             self.values[begin:end] = result.values[begin:end]
+
+
+def other_form(name: str, now: str, before: str) -> str:
+    """That a parameter was cast or replaced since the run began, with the remedy."""
+    return (
+        f"{name} is {now} and was {before} when the run began (model.float(), half() or to() since then?), so its "
+        "gradients no longer cross; call run.close(), cast then, and begin a run anew"
+    )
+
+
+def _text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """How many hold this memory: tensors, views of them, arrays, and the storage that asks."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 def _laid_out_as(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -25,15 +25,16 @@ __all__ = ["DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"
 
 @dataclass(eq=False)
 class DenseUnit:
-    """leaves: whether its gradients leave in the backward that goes on. spare: a second bucket, if what one backward
-    sends is still under way in the next: they take turns. pushes, skipped: how many there were, and those of which
-    nothing counted, as some rank's numbers were not finite."""
+    """leaves: whether its gradients leave in the backward that goes on. is_shown: whether the user sees them. spare: a
+    second bucket, if what one backward sends is still under way in the next: they take turns. pushes, skipped: how many
+    there were, and those of which nothing counted, as some rank's numbers were not finite."""
 
     name: str
     bucket: Bucket
     exchange: DenseExchange
     state: State = field(default_factory=dict)
     leaves: bool = True
+    is_shown: bool = True
     spare: Bucket | None = None
     pushes: int = 0
     skipped: int = 0
@@ -65,6 +66,8 @@ class DenseUnit:
         if self.spare is not None:
             self.bucket, self.spare = self.spare, self.bucket
         self.leaves = self.exchange.carries == "gradient" and self.exchange.due(steps)
+        if self.is_shown:
+            self.bucket.leave_kept()
         self.bucket.reset()
 
     def meets(self, steps: int) -> bool:

@@ -1,28 +1,167 @@
-"""Whether what every rank should hold alike still is alike: checksums of parameters, now and then.
+"""Whether what every rank should hold alike still is alike: checksums of parameters, then values where these differ.
 
 After an exchange every rank holds the same gradient, takes the same step and so has the same weights. Nothing else
-would show that this has ended, on one rank, by its own doing: each would train on, away from the others.
+would show that this has ended: each rank would train on, away from the others. So it is looked at now and then in a
+loop, and whenever weights leave a run. What a plan lets differ is not among what is compared.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllGather, Program
 from armillary.runtime.agreement import checksum
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.group_options import Option, unlike_options
 from armillary.runtime.transport import Transport
 
-__all__ = ["refuse_drift"]
+__all__ = ["Alikeness", "HeldAlike", "alike", "compare", "refuse_drift", "warn"]
 
 EVERY = 1000
 EARLY = (3, 10, 100)  # most faults are there from the beginning; the first two steps of a loop are watched
 ROUNDING = 1e-5  # of a tensor's norm: what unlike processors make of the same steps
+BLOCK = 1 << 20  # numbers that are compared at once
 
 
-def refuse_drift(units: Sequence[object], transport: Transport, serve: Callable[[], None]) -> None:
+@dataclass(frozen=True, eq=False)
+class HeldAlike:
+    """What this rank holds, of which every other that holds it has the same. parameters: by name. options: of the
+    optimizer that steps them."""
+
+    parameters: Mapping[str, Tensor]
+    options: Sequence[Option] = ()
+
+
+class Alikeness(NamedTuple):
+    """The same on every rank; empty where there is nothing to say."""
+
+    error: str = ""
+    warning: str = ""
+
+
+class _Told(NamedTuple):
+    """Of one rank: by name a checksum and the shape, and options."""
+
+    sums: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    options: Sequence[Option]
+
+
+class _Apart(NamedTuple):
+    """A rank that holds a parameter otherwise than another, by so much of its norm."""
+
+    name: str
+    rank: int
+    other: int
+    share: float
+
+
+def alike(units: Sequence[object]) -> Iterator[tuple[str, Any]]:
+    """The dense parameters that all ranks should hold alike, by name."""
+    for unit in units:
+        if isinstance(unit, DenseUnit) and unit.exchange.keeps_replicas_alike:
+            yield from zip(unit.bucket.layout.names, unit.parameters, strict=True)
+
+
+def is_looked_at(step: int) -> bool:
+    """Whether parameters are compared after that step of a loop."""
+    return step % EVERY == 0 or step in EARLY
+
+
+@torch.no_grad()  # a watch over the loop takes it for no read of the loop's
+def compare(held: HeldAlike, transport: Transport, when: str) -> Alikeness:
+    """Collective. Whether ranks that hold the same parameters hold them alike, bit for bit; else by how much not.
+
+    Args:
+        when: as in "after step 3"; begins what is said.
+    """
+    if transport.place.workers == 1:
+        return Alikeness()
+    mine = _Told(
+        {name: checksum(value) for name, value in held.parameters.items()},
+        {name: tuple(value.shape) for name, value in held.parameters.items()},
+        held.options,
+    )
+    everyones: list[_Told] = transport.share(mine)
+    found = _far_apart(held, transport, everyones)
+    worst = max(found, key=lambda one: one.share, default=None)
+    options = _unlike_options(everyones)
+    if worst is not None and worst.share > ROUNDING:
+        names = len({one.name for one in found if one.share > ROUNDING})
+        more = f" (and {names - 1} more)" if names > 1 else ""
+        said = f"{when} the ranks no longer hold {worst.name}{more} alike: {_by(worst)}{options}"
+        return Alikeness(error=f"{said}. {ADVICE}")
+    if options:
+        return Alikeness(error=f"{when} the ranks' optimizers differ{options}. {ADVICE}")
+    if worst is not None and worst.share > 0:
+        said = f"{when} the ranks no longer hold {worst.name} alike to the last bit: {_by(worst)}"
+        return Alikeness(warning=f"{said}; unlike processors round otherwise, and this grows slowly")
+    return Alikeness()
+
+
+ADVICE = (
+    "Since they last were alike, something was changed on some ranks only: parameters, gradients between backward and "
+    "step, or the optimizer; begin again from a checkpoint that was saved before"
+)
+
+
+def _by(worst: _Apart) -> str:
+    return f"rank {worst.rank} is {worst.share:.1e} of its norm away from rank {worst.other}"
+
+
+def _unlike_options(everyones: Sequence[_Told]) -> str:
+    """Of ranks that hold the same parameters; in words that are added to others."""
+    alike: dict[tuple[str, ...], dict[int, Sequence[Option]]] = {}
+    for rank, theirs in enumerate(everyones):
+        alike.setdefault(tuple(theirs.sums), {})[rank] = theirs.options
+    for those in alike.values():
+        if said := unlike_options(those):
+            return f", in {said}"
+    return ""
+
+
+def _far_apart(held: HeldAlike, transport: Transport, everyones: Sequence[_Told]) -> list[_Apart]:
+    """Collective where checksums differ: every parameter is compared with that of a rank whose checksum most have."""
+    shapes = {name: shape for theirs in everyones for name, shape in theirs.shapes.items()}
+    found = []
+    for name, shape in shapes.items():
+        sums = {rank: theirs.sums[name] for rank, theirs in enumerate(everyones) if name in theirs.sums}
+        most, _ = Counter(sums.values()).most_common(1)[0]
+        if all(one == most for one in sums.values()):
+            continue
+        root = next(rank for rank, one in sums.items() if one == most)
+        away = transport.share(_distance(held.parameters.get(name), shape, transport, root))
+        found += [_Apart(name, rank, root, away[rank]) for rank, one in sums.items() if one != most]
+    return found
+
+
+def _distance(value: Tensor | None, shape: tuple[int, ...], transport: Transport, root: int) -> float:
+    """Collective: of a tensor from that of another rank, over its norm; in blocks, so that memory for one is needed."""
+    dtype, device = transport.share(None if value is None else (value.dtype, value.device.type))[root]
+    mine = torch.zeros(shape, dtype=dtype, device=device) if value is None else value.detach()
+    square, whole = 0.0, 0.0
+    for block in mine.reshape(-1).split(BLOCK):
+        theirs = block.clone()
+        transport.spread(theirs, root)
+        wide = torch.complex128 if theirs.is_complex() else torch.float64
+        one, other = block.to(wide), theirs.to(wide)
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        square += float(torch.where(is_same, 0, one - other).abs().square().sum().nan_to_num(torch.inf))
+        whole += float(other.abs().square().nan_to_num(0.0).sum())
+    return float((square / (whole or 1.0)) ** 0.5) if square else 0.0
+
+
+def warn(comparison: Alikeness, transport: Transport) -> None:
+    """Rank 0 says what is no more than rounding."""
+    if comparison.warning and transport.place.rank == 0:
+        warnings.warn(comparison.warning, stacklevel=2)
+
+
+def refuse_drift(held: Callable[[], HeldAlike], transport: Transport, serve: Callable[[], None]) -> None:
     """After a step, on all ranks: looks in steps 3, 10, 100 and every 1,000.
 
     Args:
@@ -32,48 +171,11 @@ def refuse_drift(units: Sequence[object], transport: Transport, serve: Callable[
         RuntimeError: ranks hold a parameter otherwise; the message names it, and who. If that is little more than
             rounding, it is a warning.
     """
-    steps = transport.step
-    if transport.place.workers == 1 or not (steps % EVERY == 0 or steps in EARLY):
+    if transport.place.workers == 1 or not is_looked_at(transport.step):
         return
-    named = dict(_alike(units))
-    if not named:
-        return
-    mine = torch.tensor([checksum(value) for value in named.values()])
     with transport.unrecorded():
         serve()
-        everyones: Tensor = transport.complete(_gathered(mine), "checksums")
-        unlike = [name for name, sums in zip(named, everyones.unbind(1), strict=True) if len(sums.unique()) > 1]
-        if unlike:
-            values = transport.complete(_gathered(named[unlike[0]].detach().reshape(-1)), "checksums")
-            _tell(unlike, values.double(), transport)
-
-
-def _gathered(tensor: Tensor) -> Program[Tensor]:
-    found: Tensor = yield AllGather(tensor)
-    return found
-
-
-def _alike(units: Sequence[object]) -> Iterator[tuple[str, Tensor]]:
-    """What all ranks should hold alike, by name."""
-    for unit in units:
-        if isinstance(unit, DenseUnit) and unit.exchange.keeps_replicas_alike:
-            yield from zip(unit.bucket.layout.names, unit.parameters, strict=True)
-
-
-def _tell(unlike: Sequence[str], values: Tensor, transport: Transport) -> None:
-    """values: of the first that is unlike, by rank."""
-    apart = (values - values[0]).norm(dim=1) / (values[0].norm() or 1.0)
-    rank = int(apart.nan_to_num(torch.inf).argmax())
-    names = unlike[0] + (f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else "")
-    said = (
-        f"after step {transport.step} the ranks no longer hold {names} alike: rank {rank} is "
-        f"{float(apart[rank]):.1e} of its norm away from rank 0"
-    )
-    if float(apart[rank]) <= ROUNDING:
-        if transport.place.rank == 0:
-            warnings.warn(f"{said}; unlike processors round otherwise, and this grows slowly", stacklevel=2)
-        return
-    raise RuntimeError(
-        f"rank {transport.place.rank}: {said}. Change parameters, optimizer options and .grad alike on every rank, and "
-        "begin again from a checkpoint"
-    )
+        comparison = compare(held(), transport, f"after step {transport.step}")
+    warn(comparison, transport)
+    if comparison.error:
+        raise RuntimeError(f"rank {transport.place.rank}: {comparison.error}")

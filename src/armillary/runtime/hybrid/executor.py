@@ -22,14 +22,17 @@ from torch.autograd import Variable
 
 from armillary.facts.collectives import Program, summed
 from armillary.runtime.hybrid.dense_unit import DenseUnit, sick_together, warned_of_a_second_push
-from armillary.runtime.hybrid.drift import refuse_drift
+from armillary.runtime.hybrid.drift import alike
+from armillary.runtime.hybrid.group_options import LastOptions, unlike_options
+from armillary.runtime.hybrid.in_backward import Backward, refuse_taken
 from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
+from armillary.runtime.hybrid.in_step import BACKWARD, STEPS, WROTE, Word, refuse_other_ways, refuse_written, said
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.runtime.transport import Transport
-from armillary.runtime.when_final import when_final
+from armillary.runtime.when_final import after_hooks
 
 __all__ = ["Executor", "RowUnit"]
 
@@ -73,6 +76,11 @@ class Executor:
     is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
     is_owing: bool = False  # gradients that count wait for an exchange
     with_data: int = 0  # the first rank whose data have not run out
+    options: LastOptions = field(default_factory=lambda: LastOptions(()))  # with which optimizers stepped last
+    doing: int = BACKWARD
+    late: list[int] = field(default_factory=list)  # ranks that took part in the last exchange in their step only
+    saying: InFlight | None = None  # what every rank says of itself
+    seen: list[tuple[Tensor | None, int]] = field(default_factory=list)  # gradients then, with their versions
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
     flights: list[InFlight] = field(default_factory=list)
 
@@ -92,12 +100,10 @@ class Executor:
             if isinstance(unit, DenseUnit) and unit.exchange.carries == "gradient":
                 for index, parameter in enumerate(unit.bucket.parameters):
                     if parameter.requires_grad:
-                        name, told = (
-                            unit.bucket.layout.names[index],
-                            partial(Executor._arrived, place=place, index=index),
-                        )
-                        hook = when_final(parameter, self, told, name)
-                        self.removals.append(hook.remove)
+                        name = unit.bucket.layout.names[index]
+                        told = partial(Executor._arrived, place=place, index=index)
+                        self.removals.append(after_hooks(parameter, self, told, name))
+        self.backward = Backward(self.transport.place.rank, dict(alike(self.units)))
 
     @property
     def scale(self) -> float:
@@ -123,6 +129,15 @@ class Executor:
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
         self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
 
+    def refuse_cast(self) -> None:
+        """
+        Raises:
+            ValueError: a parameter is of another dtype, device or shape than when the run began.
+        """
+        for unit in self.units:
+            if isinstance(unit, DenseUnit):
+                unit.bucket.refuse_cast(self.transport.place.rank)
+
     def throw_away(self, tables: Sequence[RowTable], others: Sequence[Tensor]) -> None:
         """What accumulated of these tables is dropped, as that of dense parameters was. others: may owe still."""
         if self.is_owing:
@@ -136,17 +151,20 @@ class Executor:
         for remove in self.removals:
             remove()
 
-    def _arrived(self, _: Tensor, place: int, index: int) -> None:
+    def _arrived(self, arrived: Tensor, place: int, index: int) -> None:
         """The gradient of a parameter of the dense unit at that place."""
         if not self._is_leaving():
             return
         unit = self.units[place]
         assert isinstance(unit, DenseUnit)
+        name = unit.bucket.layout.names[index]
+        refuse_taken(self.transport.place.rank, name, unit.bucket.parameters[index])
         if self.is_settled and not self.is_open and not self.is_warned:
             self.is_warned = warned_of_a_second_push(self.units, unit.bucket.parameters[index])
         self._open()
         if unit.leaves:
-            unit.bucket.deposit(index, self.scale)
+            if unit.bucket.deposit(index, self.scale, arrived):
+                self.backward.leaves(name)
             self._launch_ready()
 
     def on_rows(self, table: RowTable) -> None:
@@ -167,6 +185,7 @@ class Executor:
             return
         self.is_open = True
         self.flights = []
+        self.backward.begin()
         for unit in self.units:
             if isinstance(unit, DenseUnit):
                 unit.open(self.transport.step + 1)
@@ -203,6 +222,7 @@ class Executor:
             self.look_ups.meet_in_backward(self.declared_weight)
             self.prefetch.begin_push()
             self.part = self._part() if self.mean == "weights" else 1.0
+            self._say()
         with torch.no_grad():
             program, requests = self._program(unit)
         flight = InFlight(program, unit.name, requests - 1)
@@ -230,10 +250,16 @@ class Executor:
         push = table.exchange.push(gradients, routes, table.ownership, table.place)
         return push, table.exchange.push_requests
 
-    def settle(self) -> None:
-        """The end of backward: launches what is left, waits for all of it, makes every `.grad` final."""
+    def settle(self, doing: int = BACKWARD) -> None:
+        """The end of backward: launches what is left, waits for all of it, makes every `.grad` final.
+
+        Args:
+            doing: LATE where this rank's backward touched nothing, and its optimizer is about to step.
+        """
+        self.doing = doing
         with self.transport.within("backward"):
             self._settle()
+        self.doing = BACKWARD
 
     def _settle(self) -> None:
         self._open()
@@ -245,6 +271,8 @@ class Executor:
                     self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
             self.prefetch.end_push()
+            self._hear()
+            self.backward.end()
             landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
             for unit, result in zip(self.leaving, landed, strict=True):
                 self._take_home(unit, result)
@@ -253,7 +281,62 @@ class Executor:
         self.is_settled = True
         self.settled += 1
         self.norms.forget()
+        self.seen = self._versions() if self.late else []
         self.on_settled()
+
+    def _word(self, doing: int) -> InFlight:
+        word = Word(self.transport.step, doing, self.options.number)
+        return InFlight(said(word, self.transport.place.workers), "words", 0)
+
+    def _say(self) -> None:
+        """Before the first group leaves, when every rank is in its backward."""
+        if self.transport.place.workers > 1:
+            self.saying = self._word(self.doing)
+            start_coalesced([self.saying], self.transport)
+
+    def _hear(self) -> None:
+        """All that was sent has landed."""
+        self.late = []
+        if self.saying is None:
+            return
+        with self.transport.unrecorded():
+            heard, self.saying = self.saying.finish(self.transport), None
+            refuse_other_ways(heard)
+            self.late = heard.late if len(heard.late) < len(heard.words) else []
+            everyones = self.transport.share(self.options.options) if not heard.has_one_option else []
+        if unlike := unlike_options(dict(enumerate(everyones))):
+            raise RuntimeError(
+                f"rank {self.transport.place.rank}: in step {self.transport.step} ranks stepped with different "
+                f"options: {unlike}, so their parameters are no longer alike; set options alike on every rank (let "
+                "schedulers see the same numbers everywhere), and begin again from a checkpoint"
+            )
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        """Of every gradient that is exchanged."""
+        dense = [p.grad for unit in self.units if isinstance(unit, DenseUnit) and unit.leaves for p in unit.parameters]
+        found = [*dense, *(table.gradient for table in self.tables)]
+        return [(one, -1 if one is None else one._version) for one in found]
+
+    def refuse_written(self) -> None:
+        """Collective, before the first step after an exchange in which some rank came late.
+
+        Raises:
+            RuntimeError: a rank wrote into its gradients in between.
+        """
+        if not self.late:
+            return
+        now = self._versions()
+        pairs = zip(now, self.seen, strict=True)
+        wrote = any(one is not other or version != before for (one, version), (other, before) in pairs)
+        with self.transport.unrecorded(), self.transport.within("step"):
+            if self.look_ups.pulled:
+                self.look_ups.serve_until("aside")
+            word = self._word(WROTE if wrote else STEPS)
+            start_coalesced([word], self.transport)
+            heard = word.finish(self.transport)
+        late, self.late, self.seen = self.late, [], []
+        refuse_other_ways(heard)
+        refuse_written(heard, late)
 
     def _part(self) -> float:
         """What this rank declared over what all did; known from the look-ups' headers, else asked for."""
@@ -278,7 +361,6 @@ class Executor:
         self.is_settled = False
         self.weight = 1.0
         self._meet()
-        refuse_drift(self.units, self.transport, lambda: self.look_ups.serve_until("idle"))
 
     def _meet(self) -> None:
         """Weights are exchanged where they are due."""

@@ -183,7 +183,9 @@ class LoopWatch(TorchDispatchMode):
             self.activation_bytes = max(self.activation_bytes, there)
         self.since, self.is_backward = now, is_backward
 
-    def _arrived(self, _: Tensor, name: str) -> None:
+    def _arrived(self, parameter: Tensor, name: str) -> None:
+        if parameter.grad is None:  # a hook took it, which will be refused
+            return
         self.arrived = time.perf_counter()
         self.arrivals.pop(name, None)  # the last time counts
         self.arrivals[name] = None

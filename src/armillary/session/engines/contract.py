@@ -1,9 +1,11 @@
 """What an engine of a schedule that owns the loop is made of, and what it can do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from armillary.facts.plan import Plan
 from armillary.runtime.cyclic.step_losses import StepLosses
@@ -77,6 +79,9 @@ class Engine(Protocol):
     @property
     def teller(self) -> int | None:
         """The process that knows a step's losses; None where each knows those of its own micro-batches."""
+
+    def alike(self) -> Mapping[str, Tensor]:
+        """When everything is settled: the parameters here, by name, that other processes hold as this one does."""
 
     @property
     def units(self) -> Sequence[DenseUnit]:

@@ -31,9 +31,8 @@ def even_batches(
     first.open(loader)
     source = Source(loader, prefetch.depth if first.is_plain or not first.only_plain else 0, left)
     batch: Batch | None = source.take()
-    if batch is None:
-        rank = executor.transport.place.rank
-        raise ValueError(f"run.batches: rank {rank} has no batch; give every rank at least one")
+    _refuse_none(executor, batch is not None)
+    assert batch is not None
     last = batch
     prefetch.begin_loop()
     try:
@@ -55,6 +54,20 @@ def even_batches(
         prefetch.end_loop()
         at_work().stand_by(False)
         at_work().with_data = 0
+
+
+def _refuse_none(executor: Executor, mine: bool) -> None:
+    """Collective, when a loop begins; ranks that are still evaluating are served meanwhile.
+
+    Raises:
+        ValueError: a rank has no batch. On every rank.
+    """
+    rank, transport = executor.transport.place.rank, executor.transport
+    with transport.within("batches"), transport.unrecorded():
+        executor.look_ups.serve_until("idle")
+        most = int(transport.agree_largest([0.0 if mine else rank + 1.0])[0])
+    if most:
+        raise ValueError(f"run.batches: rank {most - 1 if mine else rank} has no batch; give every rank at least one")
 
 
 def _first_of(executor: Executor, mine: bool) -> int | None:

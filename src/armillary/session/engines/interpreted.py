@@ -1,12 +1,16 @@
 """What carries out every schedule's list of instructions: pipelines, rings, stages on one device or on several."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
+from armillary.runtime.cyclic.versions import parameters_of
+from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.schedules.by_worker import placed
 from armillary.session.cyclic.lent_stages import LentStages
 from armillary.session.cyclic.own_stages import OwnStages
@@ -27,6 +31,8 @@ class InterpretedEngine:
         self._steps = 0  # handed in
         replicas = replicas_of(parts)
         self.units = [unit for units in replicas.groups.values() for unit in units] if replicas.reduces else []
+        for unit in self.units:
+            unit.is_shown = False
         if parts.options.method.is_side_by_side:
             seat = side_by_side(schedule, replicas, tables)
         else:
@@ -36,6 +42,7 @@ class InterpretedEngine:
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         where = placed(schedule, seat.ranks)
         here = [j for j in self._numbers if place.rank in where.ranks(j)]
+        self._here = [parts.stages[j] for j in here if j not in self.runtime.borrowed]
         if len(here) < schedule.stages:
             self.teller = where.ranks(schedule.stages - 1)[-1]
             self._own = OwnStages(parts.stages, here, parts.transport)
@@ -53,6 +60,12 @@ class InterpretedEngine:
     def step(self, given: Sequence[Given]) -> list[StepLosses]:
         self._steps += 1
         return self.runtime.step(given)
+
+    def alike(self) -> Mapping[str, Tensor]:
+        """Of the stages that run here and whose weights stay here; rows of tables have an owner each."""
+        apart = {name for unit in self.units if not _is_alike(unit) for name in unit.bucket.layout.names}
+        named = {one.names[own]: p for one in self._here for own, p in parameters_of(one).items() if p.requires_grad}
+        return {name: parameter for name, parameter in named.items() if name not in apart}
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -80,3 +93,7 @@ class InterpretedEngine:
         """Takes the hooks off that refuse reads of weights which are lent."""
         if self._lent is not None:
             self._lent.detach()
+
+
+def _is_alike(unit: DenseUnit) -> bool:
+    return unit.exchange.keeps_replicas_alike

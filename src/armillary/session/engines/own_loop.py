@@ -1,15 +1,16 @@
 """What carries out a schedule that leaves the model whole behind the user's own loop, where nobody gave the loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from armillary.runtime.cyclic.own_loop import OwnLoop, unchanged
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.step_means import Means
 from armillary.runtime.cyclic.updates import clipped
+from armillary.runtime.hybrid.drift import alike
 from armillary.schedules.clipping import Clip, square_of_stage
 from armillary.session.engines.contract import Parts
 from armillary.session.engines.replicas import beside_bytes, replicas_of
@@ -46,6 +47,9 @@ class OwnLoopEngine:
     def settle(self) -> list[StepLosses]:
         self.runtime.settle()
         return []
+
+    def alike(self) -> Mapping[str, Tensor]:
+        return dict(alike(self.units))
 
     def drain(self) -> list[StepLosses]:
         self.runtime.drain()

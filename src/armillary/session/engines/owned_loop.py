@@ -21,6 +21,8 @@ from armillary.facts.plan import Forecast, Plan
 from armillary.runtime.checkpointing.optimizer_state import parameter_names, plain, table_state
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.drift import HeldAlike
+from armillary.runtime.hybrid.group_options import options_now
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
@@ -219,10 +221,16 @@ class OwnedLoop:
         taken, self._finished = self._finished, []
         return taken
 
-    def serve(self) -> None:
+    def serve(self, state: State = "aside") -> None:
         """Ranks may still look up on their own, before they make a call that all make between two steps."""
         if self.parts.tables.look_ups is not None:
-            self.parts.tables.look_ups.serve_until("aside")
+            self.parts.tables.look_ups.serve_until(state)
+
+    def alike(self) -> HeldAlike:
+        """What the other processes that hold these stages should hold, too, between two steps."""
+        self.settle()
+        there = self.engine.alike()
+        return HeldAlike(there, options_now(self.optimizer, {*there.values()}, reads_tensors=True))
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""

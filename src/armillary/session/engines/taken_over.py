@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.hybrid.bucket import other_form
 from armillary.runtime.hybrid.optimizers import kind_of
 from armillary.session.engines.contract import Parts
 from armillary.session.owned_habits import gradient_hooks, step_hooks
 
 __all__ = ["TakenOver", "take_over"]
+
+Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,7 @@ class TakenOver:
     Args of note:
         who: begins every complaint: the rank and its schedule.
         parameters: of the model, by name. trained: names of those that were trained.
+        kinds: dtype and device of each parameter, by name.
         groups: the parameters of each of the optimizer's groups.
         modules: by path, of a model that was traced; else none. training: paths of those that were in training mode.
         is_by_run: whether steps are taken by `run.step`, so that autograd never meets the parameters themselves.
@@ -37,6 +41,7 @@ class TakenOver:
     optimizer: Optimizer
     parameters: Mapping[str, nn.Parameter]
     trained: frozenset[str]
+    kinds: Mapping[str, Kind]
     groups: tuple[tuple[Tensor, ...], ...]
     modules: Mapping[str, nn.Module]
     training: frozenset[str]
@@ -62,12 +67,18 @@ class TakenOver:
             )
 
     def _complaints(self) -> Iterator[str]:
+        yield from self._other_kinds()
         yield from self._other_training()
         yield from self._other_groups()
         yield from self._other_modes()
         if self.is_by_run:
             yield from gradient_hooks(self.parameters)
         yield from step_hooks(self.optimizer, self.hooks)
+
+    def _other_kinds(self) -> Iterator[str]:
+        for name, parameter in self.parameters.items():
+            if (parameter.dtype, parameter.device) != self.kinds[name]:
+                yield other_form(name, _text(parameter.dtype, parameter.device), _text(*self.kinds[name]))
 
     def _other_training(self) -> Iterator[str]:
         changed = [
@@ -124,6 +135,10 @@ class TakenOver:
             self.optimizer.param_groups.extend(added)
 
 
+def _text(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
+
+
 def _step_hooks(optimizer: Optimizer) -> Sequence[dict[int, Callable[..., Any]]]:
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
@@ -143,6 +158,7 @@ def take_over(who: str, parts: Parts) -> TakenOver:
         optimizer,
         parameters,
         frozenset(name for name, one in parameters.items() if one.requires_grad),
+        {name: (one.dtype, one.device) for name, one in parameters.items()},
         tuple(tuple(group["params"]) for group in optimizer.param_groups),
         modules,
         frozenset(path for path, one in modules.items() if one.training),

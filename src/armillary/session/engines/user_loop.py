@@ -19,13 +19,18 @@ from armillary.runtime.consensus import differing, mean_optimizer, shown, take_m
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.buffers import Buffers
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.hybrid.drift import HeldAlike, alike, refuse_drift
 from armillary.runtime.hybrid.executor import RowUnit
+from armillary.runtime.hybrid.group_options import LastOptions, options_now
+from armillary.runtime.hybrid.in_backward import refuse_step_inside
+from armillary.runtime.hybrid.in_step import LATE
 from armillary.runtime.hybrid.optimizers import holder, hooks_beside, members
-from armillary.runtime.hybrid.row_update import close_window, leaves_untouched_rows, open_window, options_of
+from armillary.runtime.hybrid.row_update import close_window, open_window
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.profiling.probe import Loss
 from armillary.session.average import Average
 from armillary.session.engines.even_batches import even_batches
+from armillary.session.engines.new_options import WindowOptions, refuse_strangers
 from armillary.session.engines.refused_state import refuse_state
 from armillary.session.engines.user_state import held_by_group, rest_of
 from armillary.session.engines.zero_grad import Heard, tell_of_zero_grad
@@ -74,11 +79,14 @@ class UserLoop:
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
-        self.options: dict[str, dict[str, Any]] = {}  # of the optimizer for each window, as last seen
+        left_apart = differing(executor.units).values()
+        executor.options = LastOptions(self.known - {*left_apart})
+        lazy = {name for one in plan.groups if one.is_lazy for name in one.parameters}
+        self._window_options = WindowOptions(self.rank, job.optimizer, lazy)
         self._stepping = {table.name: holder(job.optimizer, table.parameter) for table in executor.tables}
         self._stepped = set[Optimizer]()  # in this step
         self._exchanged: dict[Optimizer, int] = {}  # how many backwards had been, when each stepped last
-        self._refuse_new_options()
+        self._window_options.refuse_new(self._windows())
         for one in members(job.optimizer):
             if self._spread(one):
                 self._undo += refuse_state(one, self._refuse_state)
@@ -189,6 +197,12 @@ class UserLoop:
         apart = differing(self.executor.units)
         return f"under this plan workers hold different weights between steps ({', '.join(apart)})" if apart else ""
 
+    def alike(self) -> HeldAlike:
+        """What every rank should hold as this one does, between two steps."""
+        copies = {name: table.shard for name, table in self.tables.items() if not table.is_pulled}
+        options = options_now(self.optimizer, self.executor.options.alike, reads_tensors=True)
+        return HeldAlike({**dict(alike(self.units)), **copies}, options)
+
     def keep_up(self) -> None:
         self.settle()
         self.executor.prefetch.hold_no_more()
@@ -287,6 +301,7 @@ class UserLoop:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """With a closure the gradients are there only when it returns."""
+        refuse_step_inside(self.rank)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin_step(optimizer)
@@ -311,13 +326,16 @@ class UserLoop:
             )
         if self.watcher is not None:
             self.watcher.before_step(leaves_one=optimizer in self._stepped)
-        self._refuse_strangers()
-        self._refuse_new_options()
+        self.executor.refuse_cast()
+        refuse_strangers(self.rank, self.model, self.optimizer, self.known)
+        self._window_options.refuse_new(self._windows())
         if optimizer in self._stepped:
             self._close_step()
         has_new = self.executor.settled != self._exchanged.get(optimizer, 0)
         if not (self.executor.is_settled and has_new):  # this rank's backward touched nothing that is exchanged
-            self.executor.settle()
+            self.executor.settle(LATE)
+        self.executor.refuse_written()
+        self.executor.options.read(optimizer)
         if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
             self.executor.prefetch.join()
         with torch.no_grad():
@@ -355,6 +373,7 @@ class UserLoop:
                 self.serve("idle")
             self.buffers.spread(self.executor.with_data)
             self.executor.after_step()
+            refuse_drift(self.alike, self.transport, lambda: self.serve("idle"))
         self.tally.end_step()
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
@@ -363,33 +382,6 @@ class UserLoop:
         """A checkpoint of this name was loaded, which had been saved under this plan."""
         if self.watcher is not None:
             self.watcher = self.watcher.loaded(self, saved_plan, name)
-
-    def _refuse_strangers(self) -> None:
-        """Parameters that learn but are not in the plan would drift apart on the ranks."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self.known:
-                    name = next((name for name, p in self.model.named_parameters() if p is parameter), None)
-                    raise ValueError(
-                        f"rank {self.rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a "
-                        "gradient but is not in the plan (unfrozen after attach?); call run.close(), which makes the "
-                        "model plain, plan again and attach anew"
-                    )
-
-    def _refuse_new_options(self) -> None:
-        """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that."""
-        for table in self._windows():
-            group = options_of(self.optimizer, table.parameter)
-            if group is None or any(one.is_lazy for one in self.plan.groups if table.name in one.parameters):
-                continue
-            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
-            if self.options.setdefault(table.name, options) != options:
-                if not leaves_untouched_rows(self._stepping[table.name], group):
-                    raise ValueError(
-                        f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which "
-                        "rows move that get no gradient; set them before attach, or plan the table as lazy"
-                    )
-                self.options[table.name] = options
 
     def _tables_of(self, optimizer: Optimizer) -> list[RowTable]:
         return [table for table in self.tables.values() if self._stepping[table.name] is optimizer]
