@@ -1,5 +1,6 @@
 """Ranks that come apart are told at the next exchange, save, export, evaluate or close, by parameter and rank."""
 
+import time
 import warnings
 
 import pytest
@@ -505,3 +506,36 @@ def random_numbers(rank, world, kind):
 @pytest.mark.parametrize("kind", ["loader", "own generator", "watched"])
 def test_parallelize_leaves_random_numbers_as_they_were(crew, kind):
     assert crew(2).run(random_numbers, kind) == [True, True]
+
+
+class Centred(nn.Module):
+    """Takes the mean over all ranks off what it computes, by a collective of its own."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer, self.rank, self.calls = nn.Linear(6, 2), rank, []
+
+    def forward(self, value):
+        if self.rank == 1:
+            time.sleep(0.002)  # this rank is slower
+        hidden = self.layer(value)
+        sums = torch.stack([hidden.detach().mean(), torch.tensor(float(len(self.calls)))])
+        dist.all_reduce(sums)
+        self.calls.append(float(sums[1]) / 2)
+        return hidden - sums[0] / 2
+
+
+def forwards(rank, world):
+    """What each forward found of the others' number, beside its own."""
+    torch.manual_seed(0)
+    model = Centred(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(4, 6) for _ in range(4)]
+    run = armillary.parallelize(model, optimizer, batches, lambda m, b: m(b).square().mean(), timeout=30)
+    run.close()
+    return model.calls == list(map(float, range(len(model.calls)))), len(model.calls)
+
+
+def test_a_model_with_collectives_makes_as_many_forwards_on_every_rank_and_pairs_its_sums(crew):
+    (fine, count), other = crew(2).run(forwards)
+    assert fine and count > 6 and other == (fine, count)

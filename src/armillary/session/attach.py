@@ -40,6 +40,7 @@ from armillary.session.validation import (
     other_workers,
     refuse_on_every_rank,
     refuse_other_models,
+    refuse_unfit,
     why_unfit,
 )
 
@@ -130,6 +131,7 @@ def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport:
     """
     transport.step = job.first_step
     with transport.within("attach"):
+        refuse_unfit("attach", handed_in(job.model, job.optimizer), transport)
         refuse_other_models("attach", job.model, transport)
         return _attached(transport, plan, job, owns_transport)
 
@@ -140,7 +142,7 @@ def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: b
         return Run(owned, (_at_work(job.model),), owns_transport)
     model, optimizer = job.model, job.optimizer
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    complaint = handed_in(model, optimizer) or _other_nodes(plan, transport)
+    complaint = _other_nodes(plan, transport)
     if not complaint:
         for one in members(optimizer):
             begin_optimizer_state(one)
@@ -165,8 +167,8 @@ def _at_work(model: nn.Module) -> Callable[[], None]:
 
 
 def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
-    complaint = handed_in(job.model, job.optimizer) or _other_nodes(plan, transport)
-    complaint = complaint or owned_misfit(plan, job, transport.place.workers) or _no_road(plan, job.model, transport)
+    complaint = _other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
+    complaint = complaint or _no_road(plan, job.model, transport)
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
     if options_of(plan).method.is_cut:

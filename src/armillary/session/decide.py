@@ -34,6 +34,7 @@ from armillary.session.at_once import timed_at_once
 from armillary.session.autotune import fastest
 from armillary.session.events import Decided
 from armillary.session.links import measure_links as measure
+from armillary.session.own_collectives import makes_collectives
 from armillary.session.owned_habits import unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
@@ -172,7 +173,8 @@ def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
-    """What rank 0 sees of the model, with the stage times that the ranks of this job find together."""
+    """What rank 0 sees of the model, with the stage times that the ranks of this job find together. All look at once
+    where the model makes collectives of its own."""
 
     def look() -> str:
         batches = subject.draw(topology.workers)
@@ -180,10 +182,16 @@ def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Pro
         seen = profile(subject.model, batches, subject.loss, workers=topology.workers, workers_per_node=per_node)
         return seen.to_json()
 
-    found = Profile.from_json(by_rank_zero(transport, look))
+    def mine() -> Batch:
+        return _own(subject, transport.place)[0]
+
     if transport.place.workers == 1:  # what is planned for are other machines
-        return found
-    return timed_at_once(found, subject.model, lambda: _own(subject, transport.place)[0], subject.loss, transport)
+        return Profile.from_json(by_rank_zero(transport, look))
+    if makes_collectives(subject.model, mine, subject.loss, transport):
+        found = Profile.from_json(transport.share(look())[0])
+    else:
+        found = Profile.from_json(by_rank_zero(transport, look))
+    return timed_at_once(found, subject.model, mine, subject.loss, transport)
 
 
 def _own(subject: Subject, place: RankInfo) -> list[Batch]:

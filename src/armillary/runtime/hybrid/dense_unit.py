@@ -50,6 +50,7 @@ class DenseUnit:
             ValueError: it begins with a state that no checkpoint could keep.
         """
         if self.exchange.is_guarded:
+            self.bucket.leave_kept()
             with torch.no_grad():
                 weights = self.bucket.weigh_in().values.clone()
                 self.bucket.flat.zero_()

@@ -271,9 +271,9 @@ class Executor:
                     self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
             self.prefetch.end_push()
+            landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
             self._hear()
             self.backward.end()
-            landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
             for unit, result in zip(self.leaving, landed, strict=True):
                 self._take_home(unit, result)
         self.flights = []
@@ -286,7 +286,7 @@ class Executor:
 
     def _word(self, doing: int) -> InFlight:
         word = Word(self.transport.step, doing, self.options.number)
-        return InFlight(said(word, self.transport.place.workers), "words", 0)
+        return InFlight(said(word, self.transport.place.workers), "rank states", 0)
 
     def _say(self) -> None:
         """Before the first group leaves, when every rank is in its backward."""
