@@ -1,5 +1,6 @@
 """Every figure of the README's table stands on the page that its benchmark wrote."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -46,11 +47,30 @@ def test_every_other_figure_stands_on_the_page_of_its_benchmark():
     page = f"{(PEERS / 'README.md').read_text()} {FIGURES} {timed}"
     readme = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^(?:\||    ).*$", "", readme, flags=re.MULTILINE).replace("\n", " ")
-    spoken = prose[: prose.index("**Tested**")] + prose[prose.index("**Not for you**") :]
+    spoken = prose[: prose.index("**Tested**")] + prose[prose.index("## Beside") :]
     told = re.findall(FIGURE, spoken)
     assert {"400,000 x 256", "100 Mbit/s", "1.43 GB"} <= set(told)
     turned = re.sub(r"workers (\d+)", r"\1 workers", page)
     assert [figure for figure in told if figure not in turned] == []
+
+
+def test_the_plan_is_the_one_that_the_tutorial_prints():
+    shown = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    assert shown in (ROOT / "docs" / "tutorial.md").read_text()
+
+
+def test_the_first_command_comes_early():
+    before = (ROOT / "README.md").read_text().partition("    make train")[0]
+    assert len(before.split()) < 120
+
+
+def test_the_picture_shows_the_figures_of_the_table():
+    path = ROOT / "docs" / "pictures" / "step_time.py"
+    spec = importlib.util.spec_from_file_location("step_time", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = {mode: f"{milliseconds:.0f}" for mode, milliseconds in module.measured().items() if mode in module.NAMES}
+    assert drawn == {contender: measured()[contender][0] for contender in CONTENDERS.values()}
 
 
 def test_links_lead_somewhere():

@@ -184,7 +184,8 @@ def test_a_report_has_every_group_with_forecast_and_measured(crew, name):
     plan = plan_of(name)
     answers = crew(EVERY[name][0]).run(reported, name, plan)
     assert len(set(answers)) == 1 and "2 steps" in answers[0]
-    assert 'under ":" what was measured' in answers[0] and "workers in all steps of this plan" in answers[0]
+    assert "forecast" in answers[0] and "measured" in answers[0]
+    assert "workers in all steps of this plan" in answers[0]
     assert all(group.name in answers[0] for group in plan.groups)
     is_on_edges = any(group.exchange is None for group in plan.groups) and plan.workers > 1
     assert ("of which, by edge" in answers[0]) == is_on_edges

@@ -157,10 +157,10 @@ def test_the_first_lines_say_what_will_be_done_and_what_it_takes_beside_plain_al
     plan = armillary.Plan.load(here / "plan.json")
     words = " ".join(text.split("\n\n")[0].split())
     assert (
-        words.startswith("4 workers: ") and "3 tables dealt out by row" in words and "18 parameters kept whole" in words
+        words.startswith("4 workers: ") and "3 tables sharded by row" in words and "18 parameters kept whole" in words
     )
     assert 0 < plan.step_seconds < plan.all_reduce_seconds  # a million rows whole, or those that were read
-    assert "a step (plain all-reduce: " in words
+    assert "a step (all-reduce of everything: " in words
     whole = told("plan", "wide.py", "--topology", "four.json", "--exchange", "all_reduce=*", "--json")
     assert json.loads(whole)["plan"]["step_seconds"] == pytest.approx(plan.all_reduce_seconds, rel=0.2)
 

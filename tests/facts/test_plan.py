@@ -63,7 +63,7 @@ def test_a_step_that_prints_as_the_sum_of_the_table_is_not_held_against_it():
     alike = replace(PLAN, step_seconds=PLAN.forecast.seconds + 1e-6, all_reduce_seconds=PLAN.forecast.seconds + 9e-6)
     assert "than the sum" not in str(alike)
     near = replace(PLAN, step_seconds=0.02540, all_reduce_seconds=0.02544)
-    assert "25.4 ms a step (plain all-reduce: the same)" in " ".join(str(near).split())
+    assert "25.4 ms a step (all-reduce of everything: the same)" in " ".join(str(near).split())
 
 
 def test_the_table_adds_up():
@@ -116,9 +116,12 @@ def test_the_first_lines_say_what_is_done_and_what_a_step_takes_beside_plain_all
         "4 workers: 4 parameters kept whole on every worker, in 2 groups by all_reduce; embedding.w"
     )
     assert "by owned_rows(owners=2). NOT exact: lazy. Expected: 73.5 ms a step if nothing of it hides" in words
-    for mine, plain, said in ((0.05, 0.2, "50.0 ms a step (plain all-reduce: 200.0 ms)"), (0.05, 0.05, ": the same)")):
+    for mine, plain, said in (
+        (0.05, 0.2, "50.0 ms a step (all-reduce of everything: 200.0 ms)"),
+        (0.05, 0.05, ": the same)"),
+    ):
         assert said in str(replace(PLAN, step_seconds=mine, all_reduce_seconds=plain))
-    assert "plain all-reduce" not in str(replace(PLAN, step_seconds=0.05))
+    assert "all-reduce of everything" not in str(replace(PLAN, step_seconds=0.05))
 
 
 def test_no_line_of_the_table_ends_in_blanks():

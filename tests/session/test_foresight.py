@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import armillary
 from armillary.cli.compare import _page
@@ -46,13 +47,13 @@ def test_a_chrome_trace_has_every_span_in_microseconds_on_the_thread_of_its_lane
     trace = json.loads(json.dumps(chrome_trace(played)))
     names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert list(names.values()) == [
-        "processor", "link inside the node", "link between nodes", "exposed: the processor waits"
+        "processor", "link inside the node", "link between nodes", "not hidden: the processor waits"
     ]  # fmt: skip
     drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(drawn) == len(played.spans)
     assert max(event["ts"] + event["dur"] for event in drawn) == pytest.approx(played.step_seconds * 1e6)
     assert sum(event["args"]["sent_bytes"] for event in drawn) == pytest.approx(scene[0].forecast.sent_bytes)
-    waits = sum(event["dur"] for event in drawn if names[event["tid"]].startswith("exposed"))
+    waits = sum(event["dur"] for event in drawn if names[event["tid"]].startswith("not hidden"))
     assert waits == pytest.approx(1e6 * sum(played.exposed_seconds.values()))
 
 
@@ -60,7 +61,7 @@ def test_a_timeline_shows_every_lane_its_units_and_what_was_assumed(scene):
     figure = plot_timeline(simulate(*scene), "a name", ["links by hand"])
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "exposed:\nthe processor waits", "link between nodes", "link inside the node", "processor"
+        "not hidden:\nthe processor waits", "link between nodes", "link inside the node", "processor"
     ]  # fmt: skip
     assert axes.get_xlabel() == "ms since the step began"
     assert "a name: 4 workers, step" in axes.get_title("left")
@@ -91,7 +92,12 @@ def test_curves_are_of_every_number_of_workers_and_no_plan_beats_compute_alone()
         for point in curve.points:
             assert point.samples_per_second <= found.samples * point.workers / found.compute_seconds
             assert 0 <= point.exposed_seconds < point.step_seconds
-    figure = plot_scaling([found], ["links by hand", "no stragglers"])
+    long = "compute as profiled here on one core, the same for any number of workers; " * 2
+    figure = plot_scaling([found], ["links by hand", "no stragglers", long])
+    FigureCanvasAgg(figure).draw()
+    for text in figure.texts:  # nothing is cut off
+        ends = text.get_window_extent()
+        assert ends.x0 >= 0 and ends.x1 <= figure.bbox.width, text.get_text()
     (axes,) = figure.axes
     assert axes.get_ylabel() == "words per second, all workers" and axes.get_xlabel() == "workers"
     assert "links by hand" in figure.get_supxlabel() and "no stragglers" in figure.get_supxlabel()

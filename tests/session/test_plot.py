@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from datetime import date
 from itertools import count
 
@@ -18,6 +19,7 @@ from armillary.session.events import Ended
 from armillary.session.folder import keep_end
 from armillary.session.glance import AMONG, sampled
 from armillary.session.plot import plot
+from armillary.session.report import Comparison
 
 
 def plan():
@@ -96,3 +98,20 @@ def test_a_sample_is_the_same_again_and_draws_no_more_than_it_may():
     assert first == sampled(count(), 3, seed=1) != sampled(count(), 3, seed=2)
     assert next(endless) == AMONG
     assert sampled(iter("ab"), 3, seed=1) == ["a", "b"]
+
+
+def test_a_plot_shows_forecast_beside_measured_of_the_longest_groups_and_of_the_others_together():
+    def line(number):
+        return Comparison(f"group {number}", "all_reduce", Forecast(seconds=number * 1e-3), Forecast(seconds=2e-3))
+
+    lines = [{"kind": "progress", "step": step, "loss": 2.0, "samples_per_second": 5.0} for step in (10, 20, 30)]
+    compared = (*map(line, range(1, 11)), Comparison("idle", "", Forecast(), Forecast()))
+    ended = replace(ended_with({}), comparison=compared)
+    *_, last = plot(lines, ended, find("language_model", small("language_model")), plan()).axes
+    assert [label.get_text() for label in last.get_yticklabels()] == [
+        *(f"group {number}" for number in range(10, 2, -1)), "2 others"
+    ]  # fmt: skip
+    forecast, measured = last.containers[:2]
+    assert [bar.get_width() for bar in forecast] == pytest.approx([*range(10, 2, -1), 3.0])
+    assert [bar.get_width() for bar in measured] == pytest.approx([2.0] * 8 + [4.0])
+    assert [text.get_text() for text in last.get_legend().get_texts()] == ["forecast", "measured"]

@@ -39,10 +39,10 @@ def compare_asked(run: Path, band: Band, is_json: bool) -> NoReturn:
 
 
 def _page(found: Compared) -> Page:
-    header = ["forecast : measured", "exchange"]
+    header = ["group", "exchange"]
     for title, _, _ in UNITS.values():
-        header += [title, ":", "off"]
-    header += ["middle half", "verdict"]
+        header += [f"{title} plan", "run", "off"]
+    header += ["quartiles", "verdict"]
     table = Table(header, [_cells(line) for line in found.lines], (0, 1, 11, 12))
     band = ", ".join(
         f"{NAMES[name]} {getattr(found.band, name):.0%} ({getattr(found.band.small, name):.1%})" for name in UNITS
@@ -50,9 +50,10 @@ def _page(found: Compared) -> Page:
     legend = _reasons(found) + ("" if found.is_within else WHAT_TO_DO)
     legend += (
         f"bands, in brackets the share of the whole step below which a group's difference is let pass: {band}\n"
+        "plan: what was forecast; run: what was measured\n"
         "off: of the larger of the two, as the bands are; x22 is 22 times the forecast\n"
         "group: bytes and memory are means over workers, time is in flight since the last rank had asked\n"
-        "middle half: from the first to the third quartile of steps; a group's time is held to it, ms is the median\n"
+        "quartiles: the first and the third of all steps' ms; a group's time is judged by them, ms is the median\n"
         "step: the median, from batch to update (a script's: from end to end); memory is of all tensors in its fullest "
         "moment, which a script does not count\n"
         "process: what it grew by; libraries and the allocator need more than tensors, which nobody forecasts"

@@ -79,7 +79,7 @@ def scaling_page(found: Sequence[Scaling], out: Path) -> Page:
                 share = f"{point.samples_per_second / (alone * point.workers):.0%}"
                 times = (f"{point.step_seconds * 1e3:,.1f}", f"{point.exposed_seconds * 1e3:,.1f}")
                 rows.append((one.workload, curve.name, str(point.workers), *times, rate, share))
-    header = ("workload", "plan", "workers", "step ms", "exposed ms", "throughput", "of compute alone")
+    header = ("workload", "plan", "workers", "step ms", "not hidden ms", "throughput", "of compute alone")
     written = ", ".join(str(out / name) for name in ("scaling.json", "scaling.png") if (out / name).exists())
     words = "Simulated throughput of the chosen plan and of a plan that all-reduces everything, by number of workers."
     return words, Table(header, rows, (0, 1)), f"written: {written}"

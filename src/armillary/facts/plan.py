@@ -176,7 +176,7 @@ class Plan:
         title = (
             f"plan for {number_of(self.workers, 'worker')}{'' if is_of_data else f' ({self.mesh})'}, "
             f"{self.workers_per_node} a node, model {self.model_fingerprint}\n"
-            f"schedule {self.schedule}; mean over {divisor}"
+            f"schedule {self.schedule}{' (the loop is yours)' if is_plain else ''}; mean over {divisor}"
         )
         ahead = [
             f"prefetch {kind} ({meaning}): {', '.join(names)}"

@@ -48,7 +48,7 @@ def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: flo
         plain = seconds_text(all_reduce_seconds)
         is_same = abs(step_seconds - all_reduce_seconds) <= SAME * all_reduce_seconds
         is_same = is_same or seconds_text(step_seconds) == plain
-        against = f" (plain all-reduce: {'the same' if is_same else plain})"
+        against = f" (all-reduce of everything: {'the same' if is_same else plain})"
     sent, held = _bytes(total.sent_bytes), _mib(total.memory_bytes)
     peak = f", {_mib(total.memory_bytes + total.peak_bytes)} at most" if total.peak_bytes else ""
     return f"Expected: {seconds}{against}; a worker sends {sent} in it and holds {held} between steps{peak}."
@@ -57,7 +57,7 @@ def expected_words(total: Forecast, step_seconds: float, all_reduce_seconds: flo
 def _said(layout: str, by: str, groups: Sequence[Group], stages: int) -> str:
     count = sum(len(group.parameters) for group in groups)
     if layout == "row_sharded":
-        return f"{_named(groups)} dealt out by row, each row with its owner, {by}"
+        return f"{_named(groups)} sharded by row over the workers, {by}"
     if layout == "stage_sharded":
         where = "its stage" if count == 1 else f"their {number_of(stages, 'stage')}"
         return f"{number_of(count, 'parameter')} kept with {where}, {by}"

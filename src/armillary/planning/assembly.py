@@ -53,7 +53,7 @@ def _told(group: Group, alone_seconds: float) -> Group:
     more = group.forecast.seconds - alone_seconds
     if more < 1e-6 or not group.reason:
         return group
-    return replace(group, reason=f"{group.reason}; {seconds_text(more)} more ends the look-ups of all tables")
+    return replace(group, reason=f"{group.reason}; {seconds_text(more)} more for one message that ends all lookups")
 
 
 def _alike(chosen: Mapping[str, Candidate], question: Question) -> list[tuple[Choice, list[ParameterFact]]]:

@@ -55,7 +55,7 @@ def with_slower_said(plan: Plan, case: Case, is_constrained: bool) -> Plan:
     mine, other = seconds_text(plan.step_seconds), seconds_text(plan.all_reduce_seconds)
     if plan.step_seconds <= SLOWER * plan.all_reduce_seconds or mine == other:
         return plan
-    note = f"slower than plain all-reduce ({mine}, not {other}): {_why_slower(plan, case, is_constrained)}"
+    note = f"slower than all-reduce of everything ({mine}, not {other}): {_why_slower(plan, case, is_constrained)}"
     return replace(plan, notes=(*plan.notes, note))
 
 

@@ -43,7 +43,7 @@ def reason(
         return f"not by row: {why_not_by_row(fact)}"
     if question.case.topology.workers == 1:
         return "one worker: nothing crosses"
-    said = f"alpha {fact.alpha:.2g}: {seconds_text(one.forecast.seconds)}"
+    said = f"a worker reads {100 * fact.alpha:.2g} % of its rows: {seconds_text(one.forecast.seconds)}"
     if free[fact.name] != one:
         cheaper = free[fact.name]
         return f"{said}; {cheaper.choice}, {seconds_text(cheaper.forecast.seconds)}, does not fit in memory"
@@ -61,10 +61,10 @@ def _against(one: Candidate, question: Question, fact: ParameterFact) -> str:
         round_ = idle_round(question.case.topology).seconds
     saved = one.forecast.seconds - other.forecast.seconds
     if other.is_row_sharded and saved > 0 and round_:
-        said += f" and {seconds_text(round_)} for the round that ends look-ups"
+        said += f" and {seconds_text(round_)} for the message that ends lookups"
     saved += round_ if one.is_row_sharded else -round_
     more = other.forecast.memory_bytes - one.forecast.memory_bytes
-    return f"{said}, no clear gain for {bytes_text(more)} more" if saved > 0 and more > 0 else said
+    return f"{said}, not clearly faster and {bytes_text(more)} more memory" if saved > 0 and more > 0 else said
 
 
 def verdicts(free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question) -> tuple[Verdict, ...]:
@@ -88,10 +88,10 @@ def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question
         return f"{seconds_text(slower)} slower"
     more = way.forecast.memory_bytes - chosen.forecast.memory_bytes
     if chosen == free and more > 0:
-        return f"{seconds_text(-slower)} faster, no clear gain for {bytes_text(more)} more"
+        return f"{seconds_text(-slower)} faster, which is not clear, and {bytes_text(more)} more memory"
     more += way.peak.crossing_bytes - chosen.peak.crossing_bytes
     if more > 0 and chosen != free:
         return f"needs {bytes_text(more)} more, which do not fit"
     if slower >= 0:
         return f"{seconds_text(slower)} slower"
-    return f"{seconds_text(-slower)} faster, but costs the round that ends look-ups"
+    return f"{seconds_text(-slower)} faster, but takes one message more, which ends lookups"

@@ -1,4 +1,4 @@
-"""A run at a glance: training loss, held-out metric and throughput against steps."""
+"""A run at a glance: loss, held-out metric and throughput against steps, and each group's forecast beside measured."""
 
 import math
 from collections import Counter
@@ -9,14 +9,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from armillary.facts.forecast import Forecast
 from armillary.facts.plan import Plan
 from armillary.facts.profile_table import seconds_text
 from armillary.session.events import Ended
+from armillary.session.report import Comparison
 from armillary.session.workload import Workload, baseline_name
 
 __all__ = ["plan_in_words", "plot"]
 
 BLUE, ORANGE, GREY = "#2563a8", "#c2570c", "#777777"
+MOST_GROUPS, LONGEST_NAME = 8, 28
 JOINED_FROM = 3  # points: a line through fewer shows a curve that nobody has seen
 
 
@@ -24,9 +27,19 @@ def plot(lines: Sequence[Mapping[str, Any]], ended: Ended, workload: Workload, p
     """The figure of a run's metrics (`folder.note`); the last metric of the workload's report is the one drawn."""
     progress = [line for line in lines if line["kind"] == "progress"]
     evaluated = [line for line in lines if line["kind"] == "evaluated"]
-    figure = Figure(figsize=(9, 9), dpi=120, layout="constrained")
+    groups = _longest(ended.comparison)
+    figure = Figure(figsize=(9, 9 + (1 + 0.45 * len(groups)) * bool(groups)), dpi=120, layout="constrained")
     figure.suptitle(f"{workload.name}, {date.today()}\n{plan_in_words(plan)}\n{_step_in_words(ended)}", fontsize=11)
-    panels = figure.subplots(3 if evaluated else 2, 1, sharex=True)
+    count = 3 if evaluated else 2
+    heights = [3.0] * count + [1 + 0.45 * len(groups)] * bool(groups)
+    every = figure.subplots(len(heights), 1, height_ratios=heights)
+    panels = every[:count]
+    for panel in panels[1:]:
+        panel.sharex(panels[0])
+    for panel in panels[:-1]:
+        panel.tick_params(labelbottom=False)
+    if groups:
+        _draw_groups(every[count], groups)
     steps = [line["step"] for line in progress]
     style = "-" if len(steps) >= JOINED_FROM else "o"
     panels[0].plot(steps, [line["loss"] for line in progress], style, color=BLUE, linewidth=1)
@@ -40,6 +53,34 @@ def plot(lines: Sequence[Mapping[str, Any]], ended: Ended, workload: Workload, p
     for panel in panels:
         panel.grid(alpha=0.3)
     return figure
+
+
+def _longest(lines: Sequence[Comparison]) -> list[Comparison]:
+    """Those that took time or were to: the longest, and the others together."""
+    timed = [line for line in lines if line.forecast.seconds or line.measured.seconds]
+    ranked = sorted(timed, key=lambda line: -max(line.forecast.seconds, line.measured.seconds))
+    first, rest = ranked[:MOST_GROUPS], ranked[MOST_GROUPS:]
+    if rest:
+        sums = [sum((getattr(line, side) for line in rest), Forecast()) for side in ("forecast", "measured")]
+        first.append(Comparison(f"{len(rest)} others", "", *sums))
+    return first
+
+
+def _draw_groups(axes: Axes, groups: Sequence[Comparison]) -> None:
+    """Milliseconds in flight of each group, forecast above measured."""
+    for offset, color, side in ((-0.2, GREY, "forecast"), (0.2, BLUE, "measured")):
+        values = [getattr(line, side).seconds * 1e3 for line in groups]
+        bars = axes.barh([place + offset for place in range(len(groups))], values, 0.36, color=color, label=side)
+        axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=3, fontsize=8)
+    axes.set_yticks(range(len(groups)), [_shortened(line.group) for line in groups], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds in flight in a step, by group")
+    axes.legend(loc="lower right")
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"..{name[2 - LONGEST_NAME :]}"
 
 
 def plan_in_words(plan: Plan) -> str:

@@ -21,9 +21,8 @@ from armillary.session.traced import everyones_trace
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 
-LEGEND = """under ":" what was measured, left of it the forecast; sent, memory: per worker and step, the mean over
-workers in all steps of this plan; time: of a group in flight, since the last rank had asked, the
-median of the last steps; the plan's own is of the group alone"""
+LEGEND = """sent, memory: per worker and step, the mean over workers in all steps of this plan; time: of a group in
+flight, since the last rank had asked, the median of the last steps; the plan's own is of the group alone"""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def _measured(edge: SeenEdge) -> Forecast:
 
 def _edge_table(edges: Sequence[EdgeLine]) -> Table:
     rows = [(edge.name, *_edge_cells(edge)) for edge in edges]
-    return Table(("of which, by edge", "sent kB/step", ":", "time ms", ":"), rows)
+    return Table(("of which, by edge", *_paired("sent kB/step", "time ms")), rows)
 
 
 def _edge_cells(edge: EdgeLine) -> tuple[str, ...]:
@@ -165,9 +164,11 @@ def _edge_cells(edge: EdgeLine) -> tuple[str, ...]:
 def comparison_table(lines: Sequence[Comparison]) -> Table:
     """Bytes sent, memory and seconds per step, one row a line."""
     rows = [(line.group, line.exchange, *_cells(line)) for line in lines]
-    pairs = ("sent kB/step", "memory MiB", "time ms")
-    header = ("forecast : measured", "exchange", *(cell for pair in pairs for cell in (pair, ":")))
-    return Table(header, rows, (0, 1))
+    return Table(("group", "exchange", *_paired("sent kB/step", "memory MiB", "time ms")), rows, (0, 1))
+
+
+def _paired(*figures: str) -> tuple[str, ...]:
+    return tuple(cell for figure in figures for cell in (f"{figure} forecast", "measured"))
 
 
 def _cells(line: Comparison) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Scaling curves drawn: throughput against workers, one panel a workload, with what was assumed below."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ __all__ = ["plot_scaling"]
 STYLES = (("#2563a8", "o-", True), ("#c2570c", "s:", False))
 GREY = "#777777"
 COLUMNS = 2
+LETTERS, SMALL_LETTERS = 8.5, 14  # that fit on an inch, of the title and of what stands below
 
 
 def plot_scaling(found: Sequence[Scaling], assumptions: Sequence[str]) -> Figure:
@@ -24,21 +26,20 @@ def plot_scaling(found: Sequence[Scaling], assumptions: Sequence[str]) -> Figure
     """
     columns = min(COLUMNS, len(found))
     rows = -(-len(found) // columns)
-    size = (6.2 * columns + 0.4, 4.2 * rows + 0.8 + 0.2 * (1 + len(assumptions)))
+    inches = 6.2 * columns + 0.4
+    below = ["percent: of compute alone. Assumed:"]
+    for line in assumptions:
+        below += wrap(f"- {line}", int(SMALL_LETTERS * inches), subsequent_indent="  ")
+    size = (inches, 4.2 * rows + 0.8 + 0.2 * len(below))
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, one in zip(panels, found):
         _draw(axes, one)
     for axes in panels[len(found) :]:
         axes.set_visible(False)
-    figure.suptitle("Simulated throughput of data-parallel training (a forecast, not a measurement)", fontsize=13)
-    figure.supxlabel(
-        "percent: of compute alone. Assumed:\n" + "\n".join(f"- {line}" for line in assumptions),
-        fontsize=8.5,
-        color="#444444",
-        x=0.01,
-        ha="left",
-    )
+    title = "Forecast throughput of data-parallel training, simulated"
+    figure.suptitle("\n".join(wrap(title, int(LETTERS * inches))), fontsize=13)
+    figure.supxlabel("\n".join(below), fontsize=8.5, color="#444444", x=0.01, ha="left")
     return figure
 
 

@@ -42,7 +42,7 @@ MEANINGS = {
     "push": "push (gradients)",
     "send": "to another stage",
     "all-reduce": "gradients of replicas",
-    "wait": "exposed",
+    "wait": "not hidden",
 }
 SMALLEST_LABEL = 0.045  # share of the step that a bar must take to carry its name
 CHARACTERS = 150  # that fit in the width of the picture
@@ -88,7 +88,7 @@ def _summary(simulation: Simulation) -> str:
     exposed, sent = sum(simulation.exposed_seconds.values()), sum(simulation.sent_bytes.values())
     return (
         f"{simulation.workers} workers, step {simulation.step_seconds * 1e3:.1f} ms: processor "
-        f"{simulation.processor_seconds * 1e3:.1f} ms, exposed {exposed * 1e3:.1f} ms; "
+        f"{simulation.processor_seconds * 1e3:.1f} ms, not hidden {exposed * 1e3:.1f} ms; "
         f"{sent / 1e6:.2f} MB sent per worker"
     )
 

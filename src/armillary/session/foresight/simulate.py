@@ -58,7 +58,7 @@ class Simulated:
         waits = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in exposed.items()) or "nothing"
         total = f"step of {played.workers} workers: {played.step_seconds * 1e3:.2f} ms"
         busy = f"processor {played.processor_seconds * 1e3:.2f} ms"
-        return f"{total}: {busy}, exposed {sum(exposed.values()) * 1e3:.2f} ms ({waits})", table
+        return f"{total}: {busy}, not hidden {sum(exposed.values()) * 1e3:.2f} ms ({waits})", table
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -12,7 +12,7 @@ LANES: dict[Lane, str] = {
     "processor": "processor",
     "inside": "link inside the node",
     "between": "link between nodes",
-    "exposed": "exposed: the processor waits",
+    "exposed": "not hidden: the processor waits",
 }
 
 
