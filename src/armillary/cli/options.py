@@ -131,7 +131,7 @@ Lazy = Annotated[
 Replicate = Annotated[list[str], _many("--replicate", "PATTERN", "Keep these parameters whole on every worker.")]
 ALLOWED = "Let the plan choose among ways that are NOT exact: lossy (rounded or thinned gradients)."
 Allow = Annotated[list[str], _many("--allow", "DEPARTURE", ALLOWED)]
-EXCHANGED = "Send these parameters by this exchange, for example 'owned_rows(owners=2)=emb.*'."
+EXCHANGED = "Communicate these parameters this way: 'int8=*', or row-wise sharding, 'owned_rows(owners=2)=emb.*'."
 Exchanges = Annotated[list[str], _many("--exchange", "CHOICE=PATTERN", EXCHANGED)]
 PlanFile = Annotated[
     Path | None,
@@ -166,7 +166,8 @@ Rule = Annotated[
     str,
     typer.Option(
         metavar="RULE",
-        help="Plan by this rule: 'price', or 'parallax' (tables by their owners, as many as its search finds).",
+        help="Plan by this rule: 'price' (the shortest forecast), or 'parallax' (row-wise sharding of tables, over as "
+        "many ranks as its search finds).",
         rich_help_panel=PLAN,
     ),
 ]
@@ -175,7 +176,7 @@ Schedule = Annotated[
     str,
     typer.Option(
         metavar="CHOICE",
-        help="Who computes what when, written as plans print it: 'ring(slack=1)', 'pipeline(micro_batches=4, "
+        help="Which rank computes what and when: '1f1b(micro_batches=8)', 'ring(slack=1)', 'pipeline(micro_batches=4, "
         f"clip_norm=1.0)'. Schedules: {', '.join(schedules())}. "
         "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, "
         "corrections, bucket_bytes; a schedule that lacks one says which it has. The plan says what is NOT exact.",
@@ -186,7 +187,7 @@ Edges = Annotated[
     list[str],
     _many(
         "--edge", "CHOICE[=STAGES]",
-        "Code what stages of a pipeline hand on, NOT exact: 'quantize(bits=8)' for all, or 'one_bit=0,2' behind stages "
+        "Compress activations between pipeline stages, NOT exact: 'int8' between all, or 'one_bit=0,2' behind stages "
         "0 and 2. Options beside the codec's: warm_up=STEPS, at_eval=off.",
         SCHEDULE,
     ),
@@ -195,7 +196,7 @@ EdgeBacks = Annotated[
     list[str],
     _many(
         "--edge-back", "CHOICE[=STAGES]|same",
-        "Code the gradients that come back; 'same': as the activation was, in its places if it keeps some.",
+        "Compress the gradients that come back; 'same': as the activation was, in its places if it keeps some.",
         SCHEDULE,
     ),
 ]  # fmt: skip

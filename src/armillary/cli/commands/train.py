@@ -88,7 +88,7 @@ Keep = Annotated[
 RebalanceEvery = Annotated[
     int,
     typer.Option(
-        metavar="N", help="At every N-th checkpoint, move tables whose owners are unbalanced. 0: never.",
+        metavar="N", help="At every N-th checkpoint, move rows of tables from ranks that serve too many. 0: never.",
         callback=not_negative, rich_help_panel=PLAN,
     ),
 ]  # fmt: skip
