@@ -284,7 +284,7 @@ def test_a_group_is_inside_whose_middle_half_reaches_the_band(run_folder, lower)
     found = compare_run(run_folder, Band())
     line = line_of(found, "bucket 0")
     assert abs(line.measured.seconds / line.forecast.seconds - 1) == pytest.approx(0.5)
-    assert line.outside == () and found.is_within and line.passes == {"seconds": "within the middle half"}
+    assert line.outside == () and found.is_within and line.passes == {"seconds": "between the quartiles"}
     low, high = sorted([lower, 1 + 5 * (lower - 1)])
     assert (line.middle.low, line.middle.high) == pytest.approx(
         (low * line.forecast.seconds, high * line.forecast.seconds)

@@ -179,7 +179,7 @@ def _judged(
         elif name == "sent_bytes" and is_decided and abs(expected - seen) <= band.decided_bytes * max(expected, seen):
             passes[name] = f"the data decide, within {band.decided_bytes:.0%}"
         elif abs(expected - near) <= share * max(expected, near):
-            passes[name] = "within the middle half"
+            passes[name] = "between the quartiles"
         elif abs(expected - near) <= small * all_of_it:
             passes[name] = f"less than {small:.1%} of the step"
         else:
