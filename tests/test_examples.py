@@ -64,6 +64,6 @@ def test_a_cut_net_reads_digits_on_two_ranks(crew, tmp_path):
 
 def test_a_solver_and_its_training_run_side_by_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    losses = load(EXAMPLES / "in_situ" / "train.py").main(steps=24)
-    assert len(losses) > 5 and losses[-1] < losses[0]
+    losses = load(EXAMPLES / "in_situ" / "train.py").main(steps=80)
+    assert sum(losses[-5:]) / 5 < 0.9  # 1 is a model that says nothing changes
     assert (tmp_path / "in_situ.png").stat().st_size > 10_000
