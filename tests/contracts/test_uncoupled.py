@@ -5,8 +5,11 @@ from contextlib import contextmanager
 from itertools import chain
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import armillary
 from armillary.cli.main import app
 from armillary.facts.choice import Choice
 from armillary.facts.topology import Link, Topology
@@ -112,3 +115,25 @@ def test_two_processes_train_as_one_does(crew):
         assert crew(2).run(verified, more, False) == [(0.0, 0)] * 2
     for tolerance, apart in crew(2).run(verified, "", True):
         assert tolerance == 0.0 and apart > 0
+
+
+def squared(model, batch):
+    return square(model(batch), batch)
+
+
+def on_two_replicas(rank, world):
+    """Two stages each; the first learns from a loss of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    draws = [torch.Generator().manual_seed(number) for number in range(16)]
+    batches = [torch.randn(5, 3, generator=draw) for draw in draws]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = {"schedule": Choice("local_first", {"stages": 2, "micro_batches": 2}), "exchanges": (), "steps": 4}
+    with shelf():
+        return armillary.verify(model, optimizer, batches, squared, **asked)
+
+
+def test_replicas_of_an_uncoupled_schedule_are_held_to_the_losses_of_their_stages(crew):
+    for found in crew(4).run(on_two_replicas):
+        assert found.is_equal and found.workers == 4, str(found)
+        assert {"0.weight", "4.weight"} <= {one.parameter for one in found.judged if one.is_trained}

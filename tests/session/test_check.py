@@ -8,7 +8,7 @@ import torch
 import armillary
 from armillary.codecs.codec import Codec, codec
 from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.exchange import dense_exchange
+from armillary.exchanges.exchange import DENSE, dense_exchange
 from armillary.exchanges.leg import Leg
 from armillary.facts.collectives import AllGather
 from armillary.reference import schedule_contract
@@ -16,6 +16,7 @@ from armillary.schedules.gpipe import gpipe
 from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
+from contracts import test_meet_every, test_ring_gossip
 from contracts.journey import registered
 
 
@@ -507,3 +508,22 @@ def test_ranks_that_wait_for_ever_are_named(monkeypatch):
     SCHEDULES.register("mine", method())
     with pytest.raises(ValueError, match=r"on 3 processes, under the rules of gloo: .*rank 1 waits at F"):
         armillary.check("mine")
+
+
+# Exchanges of weights: what arrives takes the place of a rank's own, whoever used them.
+
+
+def half_precision(found, state, place):
+    return found.answered(found.values.half(), found.tail), state
+
+
+@pytest.mark.parametrize("example", [test_meet_every, test_ring_gossip])
+def test_of_weights_no_tail_is_asked_but_all_else_is(example):
+    name = example.CHOICE.name
+    with example.shelf():
+        assert f"exchange {name}" in armillary.check(name) and "keeps its 7 rules" in armillary.check(name)
+        kept, faulty = DENSE[name], with_push(half_precision)
+        changed = kept._replace(make=lambda **options: faulty(kept.make(**options)))
+        DENSE._entries = {**DENSE.all(), name: changed}
+        with pytest.raises(ValueError, match="it is not so that values arrive in their dtype"):
+            armillary.check(name)

@@ -190,4 +190,4 @@ class Reference:
                     value = self.edges.crossed(value, came, place, batch[0])
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)
-        return value.detach(), [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+        return value.detach(), [(p, g.to_dense()) for p, g in zip(parameters, gradients) if g is not None]

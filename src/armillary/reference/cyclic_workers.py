@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from armillary.facts.structure import mapped
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.crossing import Crossing
 from armillary.reference.edges import Edges
@@ -61,6 +62,7 @@ class WorkersReference:
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self.edges = Edges()  # to be set before the first step
+        self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
         self.rows: Mapping[nn.Parameter, Meanings] = {}  # of tables whose rows are coded, likewise
         self._step = 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
@@ -124,6 +126,7 @@ class WorkersReference:
         leaves: list[Tensor] = []
         parameters: list[nn.Parameter] = []
         value, target = batch
+        own = list[Tensor]()  # losses of stages that learn from one
         number = worker * self.schedule.micro_batches + micro_batch  # among those of all workers
         for j, stage in enumerate(self.stages):
             version = self.schedule.version((self._step, micro_batch, j), self.drains)
@@ -140,12 +143,15 @@ class WorkersReference:
             reads = CodedReads(coded, 1.0) if coded else nullcontext()
             with seeded(self.seed, (self._step, number, j), device), reads:
                 value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
+                if j in self.objectives:
+                    own.append(self.objectives[j](value, target))
+                    value = mapped(Tensor.detach, value)
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 else:
                     value = self.edges.crossed(value, came, (self._step, number, j), batch[0], worker)
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
-        return value.detach(), ((p, g) for p, g in zip(parameters, found, strict=True) if g is not None)
+        found = torch.autograd.grad([*own, value], leaves, allow_unused=True)
+        return value.detach(), ((p, g.to_dense()) for p, g in zip(parameters, found, strict=True) if g is not None)
 
     def _step_but_quiet_rows(self) -> None:
         lazy = [p for p, is_lazy in self.tables.items() if is_lazy and p.grad is not None]

@@ -19,7 +19,7 @@ from armillary.facts.layout import Layout
 from armillary.facts.topology import Link, Topology
 from armillary.reference import lockstep
 
-__all__ = ["EXCHANGE_RULES", "NotAsked", "is_the_sum"]
+__all__ = ["EXCHANGE_RULES", "NotAsked", "is_the_sum", "rules_of"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
 LINK = Link(1e-4, 1e8)
@@ -158,7 +158,8 @@ def is_the_sum(exchange: DenseExchange) -> str:
 
 
 def brings_the_tail_exactly(exchange: DenseExchange) -> str:
-    """Whatever the values are, and however many ranks add up to more than their dtype counts to."""
+    """Whatever the values are, and however many ranks add up to more than their dtype counts to. Nobody reads the tail
+    of weights: they take the place of this rank's, whoever used them."""
     for dtype in DTYPES:
         layout = layout_for(exchange, dtype)
         if exchange.refuses(layout):
@@ -175,7 +176,7 @@ def brings_the_tail_exactly(exchange: DenseExchange) -> str:
             for result, _ in moved:
                 if result.values.dtype != getattr(torch, dtype) or result.tail.dtype != torch.float64:
                     return f"values in {dtype}: they arrive in {result.values.dtype}, the tail in {result.tail.dtype}"
-                if not torch.equal(result.tail, total):
+                if exchange.carries == "gradient" and not torch.equal(result.tail, total):
                     return f"values in {dtype}, {_said(shape)}: {_few(result.tail)} arrives for {_few(total)}"
     return ""
 
@@ -283,12 +284,21 @@ def _said(shape: Shape) -> str:
     return f"{shape.workers} workers, {shape.per_node} a node"
 
 
+TAIL, DTYPE = "the tail arrives exactly, whatever the values are", "values arrive in their dtype"
+
 EXCHANGE_RULES: Mapping[str, Callable[[DenseExchange], str]] = {
     "a push means what the oracle says, values, tail and state": means_what_its_oracle_says,
-    "the tail arrives exactly, whatever the values are": brings_the_tail_exactly,
+    TAIL: brings_the_tail_exactly,
     "as many bytes are sent as it says": sends_what_it_says,
     "every rank makes as many requests as the others, and no more than it says": asks_alike_and_no_more_than_it_says,
     "its legs are of the requests it makes, with no fewer messages and bytes": says_legs_as_it_asks,
     "a push leaves the state that it was given": leaves_the_state_it_was_given,
     "a state has a number for each value, or as many as `counts` says": keeps_its_state_by_parameter,
 }
+
+
+def rules_of(exchange: DenseExchange) -> Mapping[str, Callable[[DenseExchange], str]]:
+    """Those that are asked of it."""
+    if exchange.carries == "gradient":
+        return EXCHANGE_RULES
+    return {DTYPE if rule == TAIL else rule: broken_by for rule, broken_by in EXCHANGE_RULES.items()}

@@ -18,7 +18,10 @@ def balanced(link_costs: Sequence[Cost], stages: int) -> tuple[int, ...]:
     """
     count = len(link_costs)
     if not 1 <= stages <= count:
-        raise ValueError(f"stages: {count} modules make no {stages} stages; want at most one stage per module")
+        raise ValueError(
+            f"stages: {count} modules make no {stages} stages; name more of them in the order of their calls, as in "
+            "stages=['net.0', 'net.2'] (to parallelize, auto_plan or profile), or take fewer stages"
+        )
     before = [0.0]
     for forward, backward in link_costs:
         before.append(before[-1] + forward + backward)

@@ -14,7 +14,7 @@ from armillary.facts.choice import Choice
 from armillary.facts.raised import Raised, said_of
 from armillary.facts.registry import guess
 from armillary.reference.codec_contract import CODEC_RULES
-from armillary.reference.exchange_contract import EXCHANGE_RULES, NotAsked, is_the_sum
+from armillary.reference.exchange_contract import NotAsked, is_the_sum, rules_of
 from armillary.reference.schedule_contract import SCHEDULE_RULES
 from armillary.schedules.registry import SCHEDULES, read
 
@@ -105,7 +105,7 @@ def _of_exchange(asked: Choice) -> Iterator[_Example]:
     for options in _asked(asked, DENSE[name].examples) if name in DENSE else ():
         exchange = _built(name, options)
         sums = {} if DENSE[name].departs else {"it is the sum": partial(is_the_sum, exchange)}
-        yield _Example(f"exchange {Choice(name, options)}", {**_bound(EXCHANGE_RULES, exchange), **sums})
+        yield _Example(f"exchange {Choice(name, options)}", {**_bound(rules_of(exchange), exchange), **sums})
 
 
 def _built(name: str, options: Mapping[str, Any]) -> DenseExchange:

@@ -89,12 +89,13 @@ def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> 
 @dataclass(frozen=True)
 class Subject:
     """What is to be trained. draw: workers -> some batches, at least one each, in the order of `profile`; rank 0 looks
-    at all of them, every rank is timed with its own."""
+    at all of them, every rank is timed with its own. stages: modules that a cut may begin with; none: the children."""
 
     model: nn.Module
     optimizer: Optimizer
     loss: Loss
     draw: Callable[[int], Iterable[Batch]]
+    stages: Sequence[str] = ()
 
 
 def subject_of(workload: Workload, seed: int) -> Subject:
@@ -178,9 +179,8 @@ def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Pro
 
     def look() -> str:
         batches = subject.draw(topology.workers)
-        per_node = topology.workers_per_node
-        seen = profile(subject.model, batches, subject.loss, workers=topology.workers, workers_per_node=per_node)
-        return seen.to_json()
+        nodes = {"workers": topology.workers, "workers_per_node": topology.workers_per_node}
+        return profile(subject.model, batches, subject.loss, **nodes, stages=subject.stages).to_json()
 
     def mine() -> Batch:
         return _own(subject, transport.place)[0]

@@ -38,8 +38,8 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
         )
     if len(members(job.optimizer)) > 1:
         yield (
-            f"schedule {name} owns the loop and steps one optimizer, got {kind_of(job.optimizer)}; make one, "
-            "with groups of parameters, or plan without a schedule"
+            f"schedule {name} owns the loop and steps one optimizer, got {kind_of(job.optimizer)}; plan without a "
+            "schedule, where several optimizers work together, or make one with groups of parameters"
         )
     if job.scaler is not None and job.scaler.is_enabled():
         yield (

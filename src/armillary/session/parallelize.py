@@ -61,6 +61,7 @@ def parallelize(
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
     schedule: Choice | str = SIMULTANEOUS,
+    stages: Sequence[str] = (),
     prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
@@ -95,7 +96,7 @@ def parallelize(
         constraints: name, alias or glob pattern -> layout, or exchange, as text or as a `Choice`.
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         mean: over "workers", or over the "weights" that the loop declares by `run.weigh`.
-        schedule: by name, as in "ring(slack=1)" or Choice("ring", {"slack": 1}); with batches and loss.
+        schedule, stages: by name, as in "ring(slack=1)"; paths of modules at which it may cut. With batches and loss.
         prefetch: whether look-ups of the next batches leave early in a loop over `run.batches`; None: by price.
         autotune, steps_by_run, micro_batches: how many of the best plans are timed here; steps are taken by `run.step`,
             so a schedule may be chosen by price; of a step, where the caller cuts them. All with batches and loss.
@@ -122,13 +123,19 @@ def parallelize(
         broadcast_buffers=broadcast_buffers,
     )  # fmt: skip
     if batches is None and loss is None:
+        _refuse_stages(stages)
         return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
         raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
     with unmoved(batches):
-        subject = Subject(model, job.optimizer, loss, _drawn(batches))
+        subject = Subject(model, job.optimizer, loss, _drawn(batches), stages)
         asked = JobRequest(_over(request, batches), autotune=autotune)
         return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
+
+
+def _refuse_stages(stages: Sequence[str]) -> None:
+    if stages:
+        raise ValueError("parallelize: stages are cut by a plan that is made beforehand; give batches and loss")
 
 
 def _half_given(there: str, lacking: str) -> ValueError:
@@ -274,6 +281,7 @@ def auto_plan(
     lazy: Sequence[str] = (),
     mean: Mean = "workers",
     schedule: Choice | str = SIMULTANEOUS,
+    stages: Sequence[str] = (),
     prefetch: bool | None = None,
     autotune: int = 0,
     steps_by_run: bool = False,
@@ -290,6 +298,7 @@ def auto_plan(
     Args:
         batches: as one worker sees them; two a worker are drawn, one at least, and none is trained on. A loader does.
         loss: loss(model, batch) -> scalar tensor.
+        stages: as in `parallelize`.
         constraints, lazy, mean, schedule, steps_by_run, micro_batches, allow, edge, edge_back: as in `plan`; under mean
             "weights" the loop declares them (`run.weigh`).
         prefetch: plan for a loop over `run.batches`, which is then some batches ahead of the training. The same
@@ -308,7 +317,7 @@ def auto_plan(
         constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     with unmoved(batches):
-        subject = Subject(model, as_one(optimizer), loss, _drawn(batches))
+        subject = Subject(model, as_one(optimizer), loss, _drawn(batches), stages)
         return decide(subject, JobRequest(_over(request, batches), autotune=autotune))
 
 

@@ -49,6 +49,7 @@ class ScheduleTruth:
             side_by_side = WorkersReference(stages, optimizer, schedule, loss, tables, seed, options.clip)
             side_by_side.crossings = _crossings(plan, named, workers)
             side_by_side.edges = self.edges
+            side_by_side.objectives = options.method.objectives(options)
             side_by_side.rows = {named[name]: meanings for name, meanings in coded_rows(plan).items()}
             return side_by_side
         own = range(options.micro_batches) if options.method.keeps_own_statistics else None

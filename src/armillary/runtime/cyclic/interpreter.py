@@ -97,6 +97,7 @@ class Interpreter:
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
         self._reducers = {j: seat.replicas.reducer(j, self._is_late(j)) for j in self._stages if seat.replicas.reduces}
         self._means = {j: self._means_of(stage) for j, stage in self._stages.items()}
+        self.is_lent = self._lowering.is_lent  # some rank borrows weights; all of them know
         self.borrowed = {j: Borrowed(self._stages[j]) for j in self._lowering.borrowed}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
         self._kept = dict.fromkeys(self._lowering.lends, 0)  # the oldest version that other ranks may still get

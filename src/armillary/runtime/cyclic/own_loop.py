@@ -148,7 +148,7 @@ class OwnLoop:
         self._open(parameter)
         parameter.grad = None
         with self._within():
-            self._reducer.put(self.steps, parameter, gradient)
+            self._reducer.put(self.steps, parameter, gradient.to_dense())
 
     def _open(self, first: nn.Parameter | None) -> None:
         """The first gradient of a backward is there."""

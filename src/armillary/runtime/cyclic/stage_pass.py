@@ -136,8 +136,9 @@ def _handing_over(weights: Weights, take: Take) -> Iterator[None]:
 
 
 def _taken_off(leaf: Tensor) -> Tensor | None:
+    """Dense, since sums over micro-batches and ranks lie in flat tensors: of an Embedding(sparse=True), too."""
     gradient, leaf.grad = leaf.grad, None
-    return gradient
+    return gradient.to_dense() if gradient is not None and gradient.layout != torch.strided else gradient
 
 
 def detached(value: Any) -> Value:

@@ -198,10 +198,12 @@ def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None
     elif not all(map(_same, whole.output.leaves, cut_up.output.leaves)):
         lacking.append("return other values")
     if lacking:
+        named = ", ".join(written[:3])
+        why = f". Its forward changes buffers ({named}), which the stages do not change alike" if written else ""
         raise ValueError(
             f"stages: the {len(stages)} stages one after the other do not compute what {type(model).__name__} does: "
-            f"they {lacking[0]}; its forward is not the chain that was named. Name the right chain, or cut it by "
-            f"tracing"
+            f"they {lacking[0]}{why}. Put its modules into an nn.Sequential in the order of their calls, or plan "
+            f"without a schedule that cuts"
         )
 
 

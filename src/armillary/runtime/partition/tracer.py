@@ -177,9 +177,13 @@ def _untraced(model: nn.Module, given: tuple[Any, ...], failure: Exception) -> s
     if isinstance(causes[-1], _Unopened):
         return str(causes[-1])
     said = str(causes[-1]).strip().partition("\n")[0] or type(causes[-1]).__name__
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    culprit = _culprit(model, given)
+    changed = ", ".join([name for name, one in model.named_buffers() if not torch.equal(one, before[name])][:3])
+    why = f". Its forward changes buffers ({changed}), which torch's tracer loses" if changed else ""
     return (
-        f"stages: {_culprit(model, given)} cannot be traced: {said.rstrip('.')}. A schedule that cuts a model runs one "
-        f"path of its forward, whatever the batch holds. {REMEDY}"
+        f"stages: {culprit} cannot be traced: {said.rstrip('.')}{why}. A schedule that cuts a model runs one path of "
+        f"its forward, whatever the batch holds. {REMEDY}"
     )
 
 

@@ -20,8 +20,6 @@ from armillary.session.workload import Batch
 
 __all__ = ["SplitLoss", "scaler_refused"]
 
-NOT_REACHED = "One of the differentiated Tensors"  # of torch: no way leads back to it
-
 
 class SplitLoss:
     """
@@ -66,9 +64,13 @@ class SplitLoss:
         return self._loss(_StandIn(self._model, lambda *_: output), batch)
 
     def _refuse_what_cannot_be_split(self, batch: Batch) -> None:
+        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         torch.manual_seed(0)
         whole = self._loss(self._model, batch).detach()
         given = self.input_of(batch)
+        with torch.no_grad():
+            for buffer, value in before:  # which a forward may change, and the next one read (spectral norm)
+                buffer.copy_(value)
         torch.manual_seed(0)
         output = self._model(*given)
         if kind := unopened(output):
@@ -102,17 +104,18 @@ class SplitLoss:
     def _of_output_alone(self, output: Any, batch: Batch) -> Tensor:
         """
         Raises:
-            ValueError: the loss goes back through the model itself, from its output to what it was given.
+            ValueError: the loss wants more than the output: the way back to what the model was given, for example.
         """
         try:
             return self.of_output(output, batch)
-        except RuntimeError as error:
-            if not str(error).startswith(NOT_REACHED):
+        except Exception as error:
+            if str(error).startswith("schedule: "):
                 raise
             raise ValueError(
-                "schedule: the loss takes a gradient of the model's output by its input (a gradient penalty, say), "
-                "and the two are not on one rank once the model is cut; compute the gradient inside the model's "
-                "forward, in one module, or plan without a schedule that cuts"
+                f"schedule: the loss fails on the model's output alone, which is all that it sees of a model that is "
+                f"cut ({type(error).__name__}: {error}). A gradient of the output by the input (a gradient penalty) "
+                "has no way back to there; compute it inside of the model's forward, in one module, or plan without a "
+                "schedule that cuts"
             ) from error
 
 

@@ -46,7 +46,7 @@ class InterpretedEngine:
         if len(here) < schedule.stages:
             self.teller = where.ranks(schedule.stages - 1)[-1]
             self._own = OwnStages(parts.stages, here, parts.transport)
-        if self.runtime.borrowed:
+        if self.runtime.is_lent:  # also where this rank owns all: it is the one that the others wait for
             self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)
 
     @property
