@@ -31,7 +31,19 @@ MAY_IMPORT = {
     "solvers": {"facts"},
     "repurpose": set(),
     "feeds": set(),
-    "cli": {"facts", "codecs", "exchanges", "schedules", "planning", "reference", "runtime", "session", "workloads"},
+    "residency": {"facts"},
+    "cli": {
+        "facts",
+        "codecs",
+        "exchanges",
+        "schedules",
+        "planning",
+        "reference",
+        "runtime",
+        "session",
+        "workloads",
+        "residency",
+    },
     "armillary": {"face", "facts", "session", "planning", "runtime"},
 }
 
@@ -193,6 +205,8 @@ COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
 
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
+    "cli/commands/residency.py": {"armillary.cli.residency"},
+    "residency/planner.py": {"scipy.optimize", "scipy.sparse"},  # a fifth of a second, for who plans
     "runtime/partition/tracer.py": {
         "torch.distributed.pipelining"
     },  # brings torch._dynamo: as long again as torch itself
@@ -258,12 +272,14 @@ def test_files_and_functions_stay_small():
 LONG = {
     "attach",
     "auto_plan",
+    "hold",
     "parallelize",
     "_embedding_bag",
     "_traced_embedding_bag",
     "measure_command",
     "plan",
     "plan_command",
+    "residency_command",
     "sample",
     "simulate_command",
     "train_command",

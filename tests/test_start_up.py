@@ -31,7 +31,7 @@ def test_the_library_brings_neither_the_tracer_nor_a_drawing_library_nor_a_comma
     assert not found & set(NOT_BY_THE_LIBRARY)
 
 
-COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
+COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify", "residency")
 ANSWERED_AT_ONCE = {
     ("--help",): "Workloads: language_model",
     ("--version",): "armillary 0.",
@@ -69,6 +69,7 @@ ANSWERED_AT_ONCE = {
     ("train", "vision", "--runs", __file__): "test_start_up.py is no folder; pass another --runs",
     ("measure", "--out", __file__): "test_start_up.py is no folder",
     ("plan", "vision", "--out", f"{__file__}/plan.json"): "test_start_up.py is no folder",
+    ("residency", "vision", "--memory", "40 pounds"): "want a size such as 40MiB or 2GiB, got '40 pounds'",
     ("compare", "nowhere"): "compare: nowhere has no plan.json; give the folder of a run that ended",
     ("compare", "nowhere", "--seconds", "15"): "a band is a share between 0 and 1, got {'seconds': 15.0}",
 }
@@ -89,7 +90,8 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
     text = " ".join(said.replace("\u2502", " ").split())
     for arguments, expected in ANSWERED_AT_ONCE.items():
         assert expected in text, arguments
-    assert said.count("ended with 0") == 9 and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - 9
+    fine = 2 + len(COMMANDS)
+    assert said.count("ended with 0") == fine and said.count("ended with 2") == len(ANSWERED_AT_ONCE) - fine
     assert not found & set(NOT_BY_HELP)
 
 

@@ -1,4 +1,4 @@
-"""The command `armillary`: measure, plan, simulate, twin, train, compare and verify."""
+"""The command `armillary`: measure, plan, simulate, twin, train, residency, compare and verify."""
 
 from importlib.metadata import version
 from typing import Annotated
@@ -8,6 +8,7 @@ import typer
 from armillary.cli.commands.compare import compare_command
 from armillary.cli.commands.measure import measure_command
 from armillary.cli.commands.plan import plan_command
+from armillary.cli.commands.residency import residency_command
 from armillary.cli.commands.simulate import simulate_command
 from armillary.cli.commands.train import train_command
 from armillary.cli.commands.twin import twin_command
@@ -42,6 +43,7 @@ app.command("train", epilog=EXIT_CODES)(train_command)
 app.command("plan", epilog=EXIT_CODES)(plan_command)
 app.command("compare", epilog=EXIT_CODES)(compare_command)
 app.command("measure", epilog=EXIT_CODES)(measure_command)
+app.command("residency", epilog=EXIT_CODES)(residency_command)
 app.command("simulate", epilog=EXIT_CODES)(simulate_command)
 app.command("twin", epilog=EXIT_CODES)(twin_command)
 app.command("verify", epilog=EXIT_CODES)(verify_command)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
+from armillary.facts.marks import marked
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.planning.parallax import PLAIN
 from armillary.runtime.hybrid.bucket import layout_beside
@@ -36,6 +37,8 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
             f"schedule {name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
             f"loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
         )
+    if mark := marked(job.model):
+        yield f"schedule {name} owns the loop, and the model {mark}"
     if len(members(job.optimizer)) > 1:
         yield (
             f"schedule {name} owns the loop and steps one optimizer, got {kind_of(job.optimizer)}; plan without a "

@@ -1,0 +1,76 @@
+"""`armillary residency`: trains a few steps under a memory budget, and says what other budgets would cost."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from armillary.cli.asked import AskedWorkload
+from armillary.cli.options import PLAN, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, WorkloadName
+from armillary.cli.refusal import refusing
+
+__all__ = ["residency_command"]
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+SIZE = re.compile(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*")
+
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="For all tensors together, such as 40MiB or 2GiB: weights, gradients, optimizer state, activations.",
+        rich_help_panel=PLAN,
+    ),
+]
+TierFolder = Annotated[
+    Path | None,
+    typer.Option("--tier", metavar="FOLDER", help="Swap to a file in this folder, on a disk.", rich_help_panel=PLAN),
+]
+Stages = Annotated[
+    list[str],
+    typer.Option(
+        "--stage",
+        metavar="PATTERN",
+        help="Modules to decide for, such as 'blocks.*'. Repeatable; the model's children if none are given.",
+        rich_help_panel=PLAN,
+    ),
+]
+
+
+def residency_command(
+    workload: WorkloadName,
+    memory: Memory,
+    tier: TierFolder = None,
+    stages: Stages = [],  # noqa: B006  typer copies it
+    imports: Imports = [],  # noqa: B006
+    options: Set = [],  # noqa: B006
+    small: IsSmall = False,
+    corpus: Corpus = "",
+    data: Data = "",
+    seed: Seed = 0,
+    json: AsJson = False,
+) -> None:
+    """Train ten steps of WORKLOAD in one process within --memory, and print the plan beside what was measured.
+
+    Each stage keeps its activations, recomputes them, or swaps them to --tier. A last table says what six budgets,
+    from the least that fits to keeping all, would take.
+    """
+    with refusing():
+        task = AskedWorkload(workload, options, corpus, small, data)
+        memory_bytes = bytes_of(memory)
+    from armillary.cli.residency import residency_asked
+
+    residency_asked(task, memory_bytes, tier, stages, seed, json)
+
+
+def bytes_of(text: str) -> int:
+    """
+    Raises:
+        ValueError: it is no size.
+    """
+    found = SIZE.fullmatch(text)
+    if found is None or found[2].upper() not in UNITS or found[1].count(".") > 1:
+        raise ValueError(f"--memory: want a size such as 40MiB or 2GiB, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2].upper()])
