@@ -5,13 +5,8 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import RankInfo, build_row
-from armillary.runtime.hybrid.row_update import (
-    close_window,
-    leaves_untouched_rows,
-    open_window,
-    replace_parameter,
-    steps_by_row,
-)
+from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows, steps_by_row
+from armillary.runtime.hybrid.row_update import close_window, open_window, replace_parameter
 from armillary.runtime.hybrid.table import RowTable
 
 ROWS, WIDTH = 12, 3

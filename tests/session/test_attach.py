@@ -222,7 +222,7 @@ REFUSALS = {
     optimizer_of(Muonish): r"'emb.weight' is updated by row but Muonish steps a matrix.*'replicated'\}",
     optimizer_of(Lambish): r"'emb.weight' is updated by row but Lambish",
     optimizer_of(Globalish): r"'emb.weight' is updated by row but Globalish",
-    optimizer_of(Hoarding): r"Hoarding does not move a matrix whose gradient is not zero",
+    optimizer_of(Hoarding): r"'emb.weight' is updated by row but Hoarding keeps parameters.* in own",
     optimizer_of(lambda ps: torch.optim.SparseAdam(list(ps))): r"SparseAdam cannot step a matrix with a plain dense",
     lazy_lamb: r"'emb.weight' is updated by row but Lambish",
     not_held: r"'emb.weight' is exchanged by row but the optimizer does not hold it; freeze it, or add it",

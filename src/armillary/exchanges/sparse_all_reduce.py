@@ -59,9 +59,18 @@ def _on_demand(fact: ParameterFact, topology: Topology) -> Sequence[dict[str, An
     return []
 
 
-@dense_exchange({}, offers=_on_demand)
-def sparse_all_reduce() -> DenseExchange:
-    """One small gather (how many rows each worker touched, and the tail), then the rows of all or everything."""
+@dense_exchange({}, {"keeps_rows": True}, offers=_on_demand)
+def sparse_all_reduce(keeps_rows: bool = False) -> DenseExchange:
+    """One small gather (how many rows each worker touched, and the tail), then the rows of all or everything.
+
+    Args:
+        keeps_rows: rows travel as rows, however many there are, for an optimizer that takes nothing else.
+
+    Raises:
+        ValueError: keeps_rows is neither True nor False.
+    """
+    if not isinstance(keeps_rows, bool):
+        raise ValueError(f"exchange: sparse_all_reduce wants keeps_rows=True or keeps_rows=False, got {keeps_rows!r}")
 
     def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         values, layout, tables = parcel.values, parcel.layout, list(_tables(parcel.layout))
@@ -73,7 +82,7 @@ def sparse_all_reduce() -> DenseExchange:
         tail = tails.sum(0).to(parcel.tail)
         counts = [(int(one), int(other)) for one, other in told.tolist()]
         sizes = tuple(count * ID_BYTES + numbers * values.element_size() for count, numbers in counts)
-        if max(sizes) * place.workers > 2 * values.nbytes:
+        if not keeps_rows and max(sizes) * place.workers > 2 * values.nbytes:
             for number, listed in parcel.rows.items():
                 begin, end = layout.spans[number]
                 values[begin:end].view(layout.shapes[number])[listed.numbers] = listed.values
@@ -99,15 +108,24 @@ def sparse_all_reduce() -> DenseExchange:
 
     def most_bytes(layout: Layout, topology: Topology) -> list[float]:
         header = (topology.workers - 1) * _numbers(layout) * NUMBER_BYTES
+        if keeps_rows:
+            return [header + (topology.workers - 1) * _all_rows_bytes(layout)] * topology.workers
         return [header + 2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
 
     def legs(layout: Layout, topology: Topology) -> list[Leg]:
         others = topology.workers - 1
         header = Leg("slowest", others * _numbers(layout) * NUMBER_BYTES, others, "AllGather")
+        if keeps_rows:
+            return [header, Leg("slowest", others * _all_rows_bytes(layout), 1)]
         whole = Leg("slowest", 2 * others / topology.workers * layout.nbytes, 2 * others, "AllReduce")
         return [header, whole]
 
     return DenseExchange(push, 2, most_bytes, legs, most_bytes=most_bytes, takes_rows=True)
+
+
+def _all_rows_bytes(layout: Layout) -> int:
+    """Of every row, with its number."""
+    return sum(table.rows for table in _tables(layout)) * ID_BYTES + layout.nbytes
 
 
 def _numbers(layout: Layout) -> int:

@@ -17,7 +17,7 @@ from armillary.planning.buckets import arrival_of, buckets
 from armillary.planning.candidates import Candidate, Question
 from armillary.planning.pricing import dense_forecast, idle_round
 
-__all__ = ["consensus_of", "dense_group", "groups", "with_idle_round"]
+__all__ = ["WHOLE", "consensus_of", "dense_group", "groups", "with_idle_round"]
 
 WHOLE = "read whole"
 UNKNOWN = Forecast()

@@ -15,11 +15,11 @@ from armillary.facts.plan import Choice, Forecast
 from armillary.planning.buckets import BucketLimits
 from armillary.planning.constraints import allows, layout_of, why_not
 from armillary.planning.demand import Constraint
-from armillary.planning.parallax import plain
+from armillary.planning.parallax import LISTED, PLAIN, parallax, plain
 from armillary.planning.peak import PeakPart, peak_part
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
 
-__all__ = ["Candidate", "Question", "allowed", "candidate", "candidates"]
+__all__ = ["Candidate", "Question", "allowed", "candidate", "candidates", "ruled"]
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,32 @@ def candidates(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]
     On one worker nothing crosses, so nothing is offered by row.
     """
     demanded, topology = question.wanted.get(fact.name), question.case.topology
-    exchanges = {**dense_exchanges(), **(row_exchanges() if fact.shardable and topology.workers > 1 else {})}
+    upkeep = question.case.assumptions.of(fact.name)
+    by_row = fact.shardable and topology.workers > 1 and not upkeep.stays_whole
+    exchanges = {**dense_exchanges(), **(row_exchanges() if by_row else {})}
     choices = [
         Choice(name, way)
         for name, entry in exchanges.items()
         for way in entry.offers(fact, topology)
         if (not entry.departs or name == demanded) and (name in row_exchanges() or not why_not(fact, Choice(name, way)))
     ]
+    if upkeep.mixes_rows:
+        choices = [choice for choice in choices if layout_of(choice) != "row_sharded"]
+    if upkeep.lists_rows:
+        choices = [LISTED, *(choice for choice in choices if choice.name in row_exchanges())]
     if isinstance(demanded, Choice) and demanded not in choices:
         choices.append(demanded)
     if isinstance(demanded, str) and not any(allows(demanded, choice) for choice in choices):
         choices.append(plain(demanded))
     return tuple(candidate(fact, choice, question) for choice in choices)
+
+
+def ruled(fact: ParameterFact, question: Question) -> Choice:
+    """Parallax's choice, where the parameter's optimizer can be split by row."""
+    upkeep = question.case.assumptions.of(fact.name)
+    if upkeep.lists_rows and not fact.shardable:
+        return LISTED
+    return PLAIN["replicated"] if upkeep.mixes_rows else parallax(fact)
 
 
 def allowed(fact: ParameterFact, question: Question) -> tuple[Candidate, ...]:

@@ -5,7 +5,7 @@ A demand names a parameter (or one of its aliases, or a glob pattern) and says a
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
 
@@ -19,11 +19,13 @@ from armillary.facts.plan import Choice
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
-from armillary.planning.parallax import PLAIN
+from armillary.planning.parallax import PLAIN, plain
 
 __all__ = [
     "allows",
+    "coded_beside",
     "departs",
+    "is_spread",
     "layout_of",
     "names_of",
     "needs_rows",
@@ -32,6 +34,14 @@ __all__ = [
     "why_not",
     "why_not_by_row",
 ]
+
+
+Against = Callable[[str, bool], str]
+
+
+def nothing_against(parameter: str, is_spread: bool) -> str:
+    """Nobody has tried the optimizer."""
+    return ""
 
 
 def layout_of(choice: Choice) -> Layout:
@@ -88,9 +98,17 @@ def _means(pattern: str, fact: ParameterFact) -> bool:
     return any(pattern == name or fnmatchcase(name, pattern) for name in (fact.name, *fact.aliases))
 
 
-def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: Topology) -> dict[str, Constraint]:
+def resolve(
+    constraints: Mapping[str, Constraint],
+    profile: Profile,
+    topology: Topology,
+    against: Against = nothing_against,
+) -> dict[str, Constraint]:
     """What is demanded of each parameter that something is demanded of. A name outweighs a pattern. A pattern that
     wants rows spread means those that can be, so {"*": "row_sharded"} spreads every table that can be.
+
+    Args:
+        against(parameter, is_spread): why its optimizer cannot have it by row, or spread by row; empty if it can.
 
     Raises:
         ValueError: a constraint names no parameter, is unknown, contradicts another, or cannot be honoured.
@@ -99,7 +117,7 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
     for pattern, constraint in constraints.items():
         refuse_unknown(pattern, constraint)
         _refuse_more_owners(pattern, constraint, topology)
-        for fact in _able(pattern, constraint, matching(pattern, profile.parameters)):
+        for fact in _able(pattern, constraint, matching(pattern, profile.parameters), against):
             entry = (pattern in (fact.name, *fact.aliases), pattern, constraint)
             other = named.get(fact.name, entry)
             if other[0] == entry[0] and other[2] != constraint:
@@ -110,8 +128,21 @@ def resolve(constraints: Mapping[str, Constraint], profile: Profile, topology: T
                 )
             named[fact.name] = max(other, entry, key=lambda one: one[0])
     for name, (_, _, constraint) in named.items():
-        _refuse_impossible(profile.parameter(name), constraint)
+        _refuse_impossible(profile.parameter(name), constraint, against)
     return {name: constraint for name, (_, _, constraint) in named.items()}
+
+
+def coded_beside(constraints: Mapping[str, Constraint], parameters: Sequence[ParameterFact]) -> frozenset[str]:
+    """Tables that are to be coded only because a pattern for others means them too, as "*" does. Such a pattern means
+    what does not travel by row: a table's rows say all of its gradient, and the whole of it in code may be hundreds of
+    times as long."""
+    found: set[str] = set()
+    for pattern, constraint in constraints.items():
+        meant = matching(pattern, parameters) if _codes(constraint) else []
+        if any(not fact.shardable for fact in meant):
+            found |= {fact.name for fact in meant if fact.shardable}
+    named = {fact.name for pattern in constraints for fact in parameters if pattern in (fact.name, *fact.aliases)}
+    return frozenset(found - named)
 
 
 def refuse_unknown(pattern: str, constraint: Constraint) -> None:
@@ -164,7 +195,7 @@ def _refuse_more_owners(pattern: str, constraint: Constraint, topology: Topology
         )
 
 
-def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> list[ParameterFact]:
+def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact], against: Against) -> list[ParameterFact]:
     """Those that the constraint can be honoured for, where it is for a pattern.
 
     Raises:
@@ -172,9 +203,10 @@ def _able(pattern: str, constraint: Constraint, meant: list[ParameterFact]) -> l
     """
     if not needs_rows(constraint) or any(pattern in (fact.name, *fact.aliases) for fact in meant):
         return meant
-    if able := [fact for fact in meant if fact.shardable]:
+    why = {fact.name: against(fact.name, is_spread(constraint)) for fact in meant if fact.shardable}
+    if able := [fact for fact in meant if fact.shardable and not why[fact.name]]:
         return able
-    reasons = "; ".join(f"{fact.name}: {why_not_by_row(fact)}" for fact in meant)
+    reasons = "; ".join(f"{fact.name}: {why.get(fact.name) or why_not_by_row(fact)}" for fact in meant)
     raise ValueError(f"plan: nothing that {pattern!r} means can be {constraint} ({reasons}); drop the constraint")
 
 
@@ -184,17 +216,38 @@ def needs_rows(constraint: Constraint) -> bool:
     return name == "row_sharded" or name in row_exchanges()
 
 
+def is_spread(constraint: Constraint) -> bool:
+    """Whether it wants rows with owners, who step them."""
+    name = constraint.name if isinstance(constraint, Choice) else constraint
+    if isinstance(constraint, str) and constraint in LAYOUTS:
+        return constraint == "row_sharded"
+    return name in row_exchanges() and layout_of(plain(name) if isinstance(constraint, str) else constraint) != (
+        "replicated"
+    )
+
+
+def _codes(constraint: Constraint) -> bool:
+    """Whether gradients are to be rounded or thinned."""
+    entry = dense_exchanges().get(constraint.name if isinstance(constraint, Choice) else constraint)
+    return entry is not None and "lossy" in entry.departs
+
+
 def why_not(fact: ParameterFact, choice: Choice) -> str:
     """Why a dense exchange cannot carry a parameter; empty where it can."""
     exchange = build_dense(choice.name, **choice.options)
     return exchange.refuses(flat([fact], exchange.align, exchange.is_guarded))
 
 
-def _refuse_impossible(fact: ParameterFact, constraint: Constraint) -> None:
+def _refuse_impossible(fact: ParameterFact, constraint: Constraint, against: Against) -> None:
     is_row = needs_rows(constraint)
     reason = why_not(fact, constraint) if isinstance(constraint, Choice) and not is_row else ""
     if reason:
         raise ValueError(f"plan: {fact.name!r} cannot be {constraint}: {reason}; drop the constraint for it")
+    if is_row and fact.shardable and (why := against(fact.name, is_spread(constraint))):
+        raise ValueError(
+            f"plan: {fact.name!r} cannot be {constraint}: {why}; take an element-wise optimizer for it, or drop the "
+            "constraint"
+        )
     if isinstance(constraint, Choice) and is_row and fact.shardable:
         codes = build_row(constraint.name, **constraint.options).codes
         if reason := codes.refuses(fact.bytes // fact.shape[0], fact.bytes // fact.elements):

@@ -16,9 +16,8 @@ from armillary.exchanges.exchange import row_exchanges
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 from armillary.facts.profile_table import seconds_text
-from armillary.planning.candidates import Question, candidate
+from armillary.planning.candidates import Question, candidate, ruled
 from armillary.planning.constraints import allows
-from armillary.planning.parallax import parallax
 from armillary.planning.partitions import Search, search
 
 __all__ = ["OwnerSearch", "SearchedTable", "by_forecast", "note", "searched_tables"]
@@ -77,7 +76,7 @@ def searched_tables(question: Question) -> tuple[SearchedTable, ...]:
 
 
 def _searched_table(fact: ParameterFact, question: Question) -> SearchedTable | None:
-    demanded, rule, topology = question.wanted.get(fact.name), parallax(fact), question.case.topology
+    demanded, rule, topology = question.wanted.get(fact.name), ruled(fact, question), question.case.topology
     entry = row_exchanges().get(rule.name)
     if fact.rows is None or entry is None or isinstance(demanded, Choice) or not allows(demanded, rule):
         return None

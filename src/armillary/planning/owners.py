@@ -16,7 +16,7 @@ from armillary.facts.plan import Choice, Group, Plan
 from armillary.planning.assembly import with_idle_round
 from armillary.planning.buckets import default_limits
 from armillary.planning.candidates import Candidate, Question, allowed, candidate
-from armillary.planning.constraints import allows, resolve
+from armillary.planning.constraints import allows, coded_beside, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.expected import with_expected
 from armillary.planning.fitting import needed_bytes
@@ -73,8 +73,15 @@ def reprice(
 
 def _question(plan: Plan, case: Case, constraints: Mapping[str, Constraint]) -> Question:
     lazy = frozenset(group.parameters[0] for group in plan.groups if group.is_lazy)
-    wanted = resolve(constraints, case.profile, case.topology)
+    wanted = _wanted(constraints, case)
     return Question(case, wanted, lazy, default_limits(case.topology.backend))
+
+
+def _wanted(constraints: Mapping[str, Constraint], case: Case) -> dict[str, Constraint]:
+    """Of tables that travel by row already."""
+    beside = coded_beside(constraints, case.profile.parameters)
+    found = resolve(constraints, case.profile, case.topology, case.against)
+    return {name: one for name, one in found.items() if name not in beside}
 
 
 def _owned(plan: Plan) -> list[Group]:
@@ -116,7 +123,7 @@ def still_allowed(
     plan: Plan, case: Case, constraints: Mapping[str, Constraint], owners: Mapping[str, Choice]
 ) -> dict[str, Choice]:
     """Of `owners`, those that differ from the plan's and fit it: the same exchange, and none that is forbidden."""
-    wanted = resolve(constraints, case.profile, case.topology)
+    wanted = _wanted(constraints, case)
     present = {group.parameters[0]: group.own_exchange for group in _owned(plan)}
     return {
         name: choice

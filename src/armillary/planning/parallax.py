@@ -15,7 +15,7 @@ from armillary.facts.group import Layout
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
 
-__all__ = ["PLAIN", "UNKNOWN", "parallax", "plain"]
+__all__ = ["LISTED", "PLAIN", "UNKNOWN", "parallax", "plain"]
 
 # The exchange that a layout means where nobody says more.
 PLAIN: Mapping[Layout, Choice] = MappingProxyType(
@@ -24,6 +24,9 @@ PLAIN: Mapping[Layout, Choice] = MappingProxyType(
 
 # What a parameter goes by while nobody knows how it is read: the rows that some worker touched, or all.
 UNKNOWN = Choice("sparse_all_reduce")
+
+# What it goes by where its optimizer takes no gradient but one that lists its rows.
+LISTED = Choice("sparse_all_reduce", {"keeps_rows": True})
 
 
 def parallax(fact: ParameterFact) -> Choice:

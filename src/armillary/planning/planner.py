@@ -15,25 +15,26 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.mesh import Mesh
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.assembly import consensus_of, groups
+from armillary.planning.assembly import WHOLE, consensus_of, groups
 from armillary.planning.bucket_sizes import by_clock, sizes
 from armillary.planning.buckets import default_limits
 from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
-from armillary.planning.candidates import Candidate, Question, candidate
+from armillary.planning.candidates import Candidate, Question, candidate, ruled
 from armillary.planning.choosing import cheapest, margin
-from armillary.planning.constraints import allows, departs, names_of, resolve
+from armillary.planning.constraints import allows, coded_beside, departs, layout_of, names_of, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.edges import EdgeRequest
 from armillary.planning.expected import with_expected, with_slower_said
 from armillary.planning.explanation import Verdict, reason, verdicts
 from armillary.planning.fitting import NothingFits, fit, menu, refuse_too_large
 from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
-from armillary.planning.parallax import parallax, plain
+from armillary.planning.parallax import LISTED, plain
 from armillary.planning.peak import peak_bytes
 from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
@@ -206,11 +207,12 @@ def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerS
     question = _question(case, request)
     chosen, reasons = {}, {}
     for fact in question.trained:
-        demanded, rule = question.wanted.get(fact.name), parallax(fact)
+        demanded, rule = question.wanted.get(fact.name), ruled(fact, question)
         if allows(demanded, rule):
             owned = searched[fact.name].choice if fact.name in searched else rule
             chosen[fact.name] = candidate(fact, owned, question)
-            reasons[fact.name] = "Parallax's rule: read by row only" if fact.shardable else "read whole"
+            by_row = layout_of(rule) == "row_sharded"
+            reasons[fact.name] = "Parallax's rule: read by row only" if by_row else WHOLE
         else:
             chosen[fact.name] = candidate(fact, _demanded_choice(demanded), question)
             reasons[fact.name] = f"by constraint {demanded}"
@@ -244,9 +246,37 @@ def _refuse_with_schedule(schedule: Choice, wanted: Mapping[str, Any]) -> None:
 
 
 def _question(case: Case, request: PlanRequest) -> Question:
-    wanted = resolve(request.constraints, case.profile, case.topology)
+    wanted = resolve(request.constraints, case.profile, case.topology, case.against)
     quiet = names_of(request.lazy, case.profile.parameters)
-    return Question(case, wanted, quiet, default_limits(case.topology.backend))
+    for name in sorted(quiet):
+        if why := case.against(name, is_spread=True):
+            raise ValueError(f"plan: {name!r} cannot be lazy: {why}; drop it from lazy")
+    for name, constraint in wanted.items():
+        if case.assumptions.of(name).lists_rows and not _lists(constraint):
+            raise ValueError(
+                f"plan: {name!r} cannot be {constraint}: its optimizer takes only gradients that list rows; drop the "
+                "constraint for it"
+            )
+    return _rows_uncoded(Question(case, wanted, quiet, default_limits(case.topology.backend)), request)
+
+
+def _rows_uncoded(question: Question, request: PlanRequest) -> Question:
+    """A pattern that wants gradients coded means what does not travel by row."""
+    beside = coded_beside(request.constraints, question.case.profile.parameters)
+    others = {name: one for name, one in question.wanted.items() if name not in beside}
+    if len(others) == len(question.wanted):
+        return question
+    free = cheapest(menu(replace(question, wanted=others)), question.case.topology)
+    if request.rule != PRICE:
+        free = {fact.name: candidate(fact, ruled(fact, question), question) for fact in question.trained}
+    by_row = {name for name in beside if free[name].choice.name in row_exchanges()}
+    return replace(question, wanted={name: one for name, one in question.wanted.items() if name not in by_row})
+
+
+def _lists(constraint: Constraint) -> bool:
+    """Whether what is demanded can give an optimizer a list of rows."""
+    name = constraint.name if isinstance(constraint, Choice) else constraint
+    return name not in dense_exchanges() or constraint == LISTED
 
 
 def _demanded_choice(constraint: Constraint | None) -> Choice:
@@ -296,6 +326,24 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
             f"NOT exact: forward writes into {', '.join(written)} (max_norm does), on each worker by what that one "
             "read, so the workers' copies drift apart"
         )
+    notes += _of_optimizers(question)
     if unread := [fact.name for fact in question.trained if fact.arrival is None]:
         notes.append(f"no gradient was seen in the profile: {', '.join(unread)}")
     return tuple(notes)
+
+
+def _of_optimizers(question: Question) -> list[str]:
+    """What is to be known of those that do not step each row of a table by itself, whether it has a gradient or not."""
+    upkeep = {fact: question.case.assumptions.of(fact.name) for fact in question.trained}
+    mixing: dict[str, list[str]] = {}
+    for fact, one in upkeep.items():
+        if one.mixes_rows and fact.shardable and question.case.topology.workers > 1:
+            mixing.setdefault(one.mixes_rows, []).append(fact.name)
+    listed = [fact.name for fact, one in upkeep.items() if one.lists_rows]
+    notes = [f"{', '.join(names)} not spread by row: {why}" for why, names in mixing.items()]
+    if listed:
+        notes.append(
+            f"lazy rows of {', '.join(listed)}: their optimizer takes only gradients that list rows (sparse=True) and "
+            "leaves all other rows alone, here as in one process"
+        )
+    return notes

@@ -152,7 +152,9 @@ def _prefetching_plan(plan: Plan, names: Sequence[str], case: Case, may_wait: bo
 
 
 def _moves_quiet_rows(group: Group, case: Case) -> bool:
-    return any(case.assumptions.of(name).moves_quiet_rows for name in group.parameters)
+    """Or may not be stepped in two parts, as one that counts its steps by gradients that list rows."""
+    found = [case.assumptions.of(name) for name in group.parameters]
+    return any(one.moves_quiet_rows or one.lists_rows for one in found)
 
 
 def _with_kinds(plan: Plan, names: Sequence[str], sending: Mapping[str, PrefetchKind], case: Case) -> Plan:

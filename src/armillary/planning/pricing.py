@@ -9,7 +9,7 @@ Source: Parallax's table of transfers (Kim et al., EuroSys 2019). Departure: ind
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
@@ -54,6 +54,7 @@ __all__ = [
 
 KEY_BYTES = 8
 TIMED_ITEM_BYTES = 4  # of the values with which exchanges are timed
+UNSAID = ("mixes_rows", "lists_rows", "stays_whole", "own")  # of assumptions, where they are empty
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,10 @@ class Assumptions:
         row_seconds: index work (unique, gather, segment sum) per row asked for or served. The default is a round
             figure for one CPU core and rows of about a kilobyte.
         memory_bytes_per_second: at which a rank fills, copies and updates whole tensors; a round figure likewise.
-        own: parameter -> what its optimizer keeps and does, where that is not as the first three say.
+        mixes_rows: why rows cannot be stepped apart, in words; empty where they can.
+        stays_whole: why no row exchange can carry it, in words; empty where one can.
+        lists_rows: whether it takes only gradients that list their rows, and moves no others (SparseAdam).
+        own: parameter -> what its optimizer keeps and does, where that is not as the others say.
     """
 
     optimizer_slots: int = 2
@@ -76,6 +80,9 @@ class Assumptions:
     row_seconds: float = 1e-6
     memory_bytes_per_second: float = 5e9
     step_slots: float = 0.0
+    mixes_rows: str = ""
+    lists_rows: bool = False
+    stays_whole: str = ""
     own: Mapping[str, Upkeep] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,11 +95,11 @@ class Assumptions:
 
     def of(self, parameter: str) -> Upkeep:
         found = self.own.get(parameter)
-        return found or Upkeep(self.optimizer_slots, self.moves_quiet_rows, self.step_slots)
+        return found or Upkeep(**{one.name: getattr(self, one.name) for one in fields(Upkeep)})
 
     def as_fields(self) -> dict[str, Any]:
         """As `Plan.priced_with` has them."""
-        return {name: value for name, value in asdict(self).items() if name != "own" or value}
+        return {name: one for name, one in asdict(self).items() if one or name not in UNSAID}
 
 
 def assumptions_behind(plan: Plan) -> Assumptions:
@@ -126,6 +133,11 @@ class Case:
     def memory_bytes_per_second(self) -> float:
         measured = self.topology.processor
         return self.assumptions.memory_bytes_per_second if measured is None else measured.memory_bytes_per_second
+
+    def against(self, parameter: str, is_spread: bool) -> str:
+        """Why its optimizer cannot have it exchanged by row, or spread by row; empty where it can."""
+        upkeep = self.assumptions.of(parameter)
+        return upkeep.stays_whole or (upkeep.mixes_rows if is_spread else "")
 
     def by_slots(self, facts: Iterable[ParameterFact]) -> dict[int, list[ParameterFact]]:
         """The same parameters, by how many tensors of state the optimizer keeps of each."""

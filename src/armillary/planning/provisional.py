@@ -11,7 +11,7 @@ from armillary.facts.profile import Profile
 from armillary.facts.profile_table import bytes_text
 from armillary.facts.stage import StageFact
 from armillary.facts.topology import TURN_BYTES, Topology
-from armillary.planning.parallax import UNKNOWN
+from armillary.planning.parallax import LISTED, UNKNOWN
 from armillary.planning.planner import bucketings
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
@@ -39,6 +39,7 @@ def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions:
     trained = [fact for fact in seen.parameters if fact.requires_grad]
     large = [fact for fact in trained if len(fact.shape) > 1 and fact.bytes >= TURN_BYTES]
     wanted = {fact.name: UNKNOWN for fact in large if topology.workers > 1}
+    wanted |= {fact.name: LISTED for fact in trained if assumptions.of(fact.name).lists_rows}
     roomy = replace(topology, memory_bytes=sys.maxsize)
     made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
     weights = sum(fact.bytes for fact in trained)

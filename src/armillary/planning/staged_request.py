@@ -40,7 +40,7 @@ def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
     method = SCHEDULES[schedule.name]
     tables: dict[str, TableRequest] = {}
     ways: dict[str, Choice] = {}
-    for name, demanded in resolve(request.constraints, case.profile, case.topology).items():
+    for name, demanded in resolve(request.constraints, case.profile, case.topology, case.against).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
         if layout_of(choice) == "row_sharded":
             tables[name] = TableRequest(choice, name in quiet)

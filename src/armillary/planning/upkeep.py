@@ -12,6 +12,9 @@ class Upkeep:
     optimizer_slots: int = 2
     moves_quiet_rows: bool = True
     step_slots: float = 0.0
+    mixes_rows: str = ""
+    lists_rows: bool = False
+    stays_whole: str = ""
 
     def __post_init__(self) -> None:
         if min(self.optimizer_slots, self.step_slots) < 0:

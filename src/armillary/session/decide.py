@@ -22,8 +22,16 @@ from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.rule import refuse_with_rule
 from armillary.planning.upkeep import Upkeep
+from armillary.runtime.hybrid.optimizer_trial import (
+    leaves_untouched_rows,
+    stepped_ones,
+    wants_listed_rows,
+    why_not_by_row,
+    why_whole,
+)
+from armillary.runtime.hybrid.optimizer_twin import tried_alone
 from armillary.runtime.hybrid.optimizers import as_one, members
-from armillary.runtime.hybrid.row_update import leaves_untouched_rows, twin_to_try, wants_closure
+from armillary.runtime.hybrid.row_trial import SmallStep
 from armillary.runtime.measure import workers_per_node
 from armillary.runtime.patience import PATIENCE, Patience
 from armillary.runtime.profiling.probe import Loss
@@ -35,7 +43,7 @@ from armillary.session.autotune import fastest
 from armillary.session.events import Decided
 from armillary.session.links import measure_links as measure
 from armillary.session.own_collectives import makes_collectives
-from armillary.session.owned_habits import unserved
+from armillary.session.owned_habits import joins_parameters, unserved
 from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.room import with_room_of
@@ -170,7 +178,10 @@ def _planned(
 def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
     """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
     is_by_price = wanted.steps_by_run and not wanted.owns_loop
-    return next(unserved(subject.model, subject.optimizer), "") if is_by_price else ""
+    if not is_by_price:
+        return ""
+    against = [*unserved(subject.model, subject.optimizer), *joins_parameters(subject.optimizer)]
+    return next(iter(against), "")
 
 
 def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
@@ -237,17 +248,33 @@ def assumptions_of(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module 
     Raises:
         ValueError: the model has none of the optimizer's parameters.
     """
-    groups = [(options, _of_group(one, options)) for one in members(as_one(optimizer)) for options in one.param_groups]
-    found = [upkeep for _, upkeep in groups]
+    kinds = [
+        (options, like, _of_kind(one, options, like))
+        for one in members(as_one(optimizer))
+        for options in one.param_groups
+        for like in {parameter.dim(): parameter for parameter in options["params"]}.values()
+    ]
+    found = [upkeep for _, _, upkeep in kinds]
+    if not found:
+        raise ValueError("assumptions_of: the optimizer holds no parameter")
+    reasons = {(upkeep.mixes_rows, upkeep.stays_whole) for upkeep in found}
     most = Upkeep(
         optimizer_slots=max(one.optimizer_slots for one in found),
         moves_quiet_rows=any(one.moves_quiet_rows for one in found),
         step_slots=max(one.step_slots for one in found),
+        mixes_rows=max(reasons)[0] if model is None or len(reasons) == 1 else "",
+        lists_rows=all(one.lists_rows for one in found),
+        stays_whole=max(reasons)[1] if model is None or len(reasons) == 1 else "",
     )
     if model is None:
         return Assumptions(**asdict(most))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    kept = {names[p]: upkeep for options, upkeep in groups for p in options["params"] if p in names}
+    kept = {
+        names[p]: upkeep
+        for options, like, upkeep in kinds
+        for p in options["params"]
+        if p in names and p.dim() == like.dim()
+    }
     if not kept:
         raise ValueError(
             "assumptions_of: no tensor of the optimizer is a parameter of this model; give the model that it trains"
@@ -255,27 +282,33 @@ def assumptions_of(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module 
     return Assumptions(**asdict(most), own={name: upkeep for name, upkeep in kept.items() if upkeep != most})
 
 
-def _of_group(optimizer: Optimizer, options: dict[str, Any]) -> Upkeep:
-    if wants_closure(optimizer):
-        return Upkeep()  # Adam's
-    quiet = leaves_untouched_rows(optimizer, options)
-    matrix, tried, temporary_bytes = _tried(optimizer, options)
+def _of_kind(optimizer: Optimizer, options: dict[str, Any], like: Tensor) -> Upkeep:
+    """Of the parameters of a group that have as many dimensions as this one."""
+    mixes, whole = (ask(optimizer, options, like) for ask in (why_not_by_row, why_whole))
+    mixes, whole = (why and f"{type(optimizer).__name__} {why}" for why in (mixes, whole))
+    tried = stepped_ones(optimizer, options, like)
+    if tried is None:
+        return Upkeep(mixes_rows=mixes, stays_whole=whole)  # Adam's
+    temporary_bytes = _second_step_bytes(tried)
     kept = ((p, optimizer.state[p]) for p in options["params"] if p.dim() and optimizer.state.get(p))
-    parameter, state = next(kept, (matrix, tried))
-    slots = sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values())
-    temporaries = float(temporary_bytes // matrix.nbytes)
-    return Upkeep(optimizer_slots=slots, moves_quiet_rows=not quiet, step_slots=temporaries)
+    parameter, state = next(kept, (tried.parameter, tried.optimizer.state[tried.parameter]))
+    return Upkeep(
+        optimizer_slots=sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values()),
+        moves_quiet_rows=not leaves_untouched_rows(optimizer, options, like),
+        step_slots=float(temporary_bytes // tried.parameter.nbytes),
+        mixes_rows=mixes,
+        lists_rows=wants_listed_rows(optimizer, options, like),
+        stays_whole=whole,
+    )
 
 
-def _tried(optimizer: Optimizer, options: dict[str, Any]) -> tuple[Tensor, Mapping[str, Any], int]:
-    """A twin steps on one parameter twice: that, its state, and the temporary bytes of the second step. The optimizer
-    itself is left alone."""
-    matrix = nn.Parameter(torch.ones(16, 16))
-    twin = twin_to_try(optimizer, options, [matrix])
+def _second_step_bytes(tried: SmallStep) -> int:
+    """The most bytes that were made in it and are no state."""
     live = LiveBytes()
-    for _ in range(2):
-        matrix.grad = torch.ones(16, 16)
-        with live:
-            live.mark()
-            twin.step()
-    return matrix, twin.state[matrix], live.added_bytes
+    with tried_alone():
+        for _ in range(2):
+            tried.parameter.grad = tried.gradient.clone()
+            with live:
+                live.mark()
+                tried.optimizer.step()
+    return live.added_bytes

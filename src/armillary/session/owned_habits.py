@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.runtime.cyclic.own_options import own_options
+from armillary.runtime.hybrid.optimizer_trial import why_not_by_parameter
 from armillary.runtime.hybrid.optimizers import hooks_beside, kind_of, members
 
-__all__ = ["gradient_hooks", "of_optimizer", "step_hooks", "unserved"]
+__all__ = ["gradient_hooks", "joins_parameters", "of_optimizer", "step_hooks", "unserved"]
 
 OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 
@@ -33,6 +34,17 @@ def of_optimizer(optimizer: Optimizer) -> Iterator[str]:
             yield (
                 f"{type(one).__name__} changes its options {', '.join(found)} when it steps, as a trial shows, which "
                 f"would be undone; take one that keeps such numbers in its state, or {OWN_LOOP}"
+            )
+
+
+def joins_parameters(optimizer: Optimizer) -> Iterator[str]:
+    """What speaks against a schedule that steps the stages of a model apart."""
+    for one in members(optimizer):
+        reasons = [why_not_by_parameter(one, group) for group in one.param_groups if group["params"]]
+        if why := next(filter(None, reasons), ""):
+            yield (
+                f"its stages are stepped apart, which {type(one).__name__} cannot be: {why}; take one that steps each "
+                f"parameter by itself, clip by the schedule's clip_norm, or {OWN_LOOP}"
             )
 
 

@@ -10,11 +10,12 @@ from armillary.facts.marks import marked
 from armillary.facts.plan import Choice, Group, Plan
 from armillary.planning.parallax import PLAIN
 from armillary.runtime.hybrid.bucket import layout_beside
+from armillary.runtime.hybrid.optimizer_trial import wants_listed_rows
 from armillary.runtime.hybrid.optimizers import kind_of, members
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.cyclic.tables import table_complaints
-from armillary.session.owned_habits import of_optimizer, unserved
+from armillary.session.owned_habits import joins_parameters, of_optimizer, unserved
 from armillary.session.train_job import TrainJob
 from armillary.session.validation import other_job
 
@@ -60,12 +61,23 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
     yield from other_job(plan, trainable, workers)
     if any(tensor.is_meta for tensor in [*job.model.parameters(), *job.model.buffers()]):
         yield f"schedule {name} cannot begin from a model on the meta device; build it on a real one"
+    yield from _unlistable(name, job.optimizer)
     if options.method.is_cut:
+        yield from (f"schedule {name}: {one}" for one in joins_parameters(job.optimizer))
         yield from _unfit_optimizer(options, job.optimizer)
         yield from table_complaints(plan, options, trainable, job.optimizer)
         yield from _unfit_exchanges(plan, options, trainable)
     else:
         yield from _unfit_groups(plan, trainable)
+
+
+def _unlistable(name: str, optimizer: Optimizer) -> Iterator[str]:
+    """Gradients of a schedule are plain."""
+    if any(wants_listed_rows(optimizer, group) for group in optimizer.param_groups if group["params"]):
+        yield (
+            f"schedule {name} gives plain gradients, and {kind_of(optimizer)} takes only those that list rows; take "
+            "Adam, or keep a loop of your own, by a plan without a schedule"
+        )
 
 
 def _unfit_optimizer(options: ScheduleOptions, optimizer: Optimizer) -> Iterator[str]:

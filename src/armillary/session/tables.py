@@ -9,14 +9,10 @@ from armillary.exchanges.exchange import build_row
 from armillary.facts.plan import Group
 from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.identity import become
+from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows, steps_by_row, wants_listed_rows
+from armillary.runtime.hybrid.optimizer_twin import options_of
 from armillary.runtime.hybrid.optimizers import holder
-from armillary.runtime.hybrid.row_update import (
-    Held,
-    leaves_untouched_rows,
-    options_of,
-    replace_parameter,
-    steps_by_row,
-)
+from armillary.runtime.hybrid.row_update import Held, replace_parameter
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
 
@@ -34,10 +30,12 @@ def make_table(
     stepper, options = holder(optimizer, parameter), options_of(optimizer, parameter)
     assert options is not None, group.name
     exchange = build_row(group.own_exchange.name, **group.own_exchange.options)
-    has_window = group.is_lazy or (steps_by_row(stepper, options) and leaves_untouched_rows(stepper, options))
+    has_window = group.is_lazy or (
+        steps_by_row(stepper, options, parameter) and leaves_untouched_rows(stepper, options, parameter)
+    )
     fields: dict[str, Any] = {
         "name": group.parameters[0], "has_window": has_window, "requires_grad": True,
-        "reads": _unattached, "norms": _unattached,
+        "reads": _unattached, "norms": _unattached, "lists_rows": wants_listed_rows(stepper, options, parameter),
     }  # fmt: skip
     if shard is None:
         table = RowTable.owning(parameter, exchange, transport.place, **fields)

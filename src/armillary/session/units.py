@@ -11,8 +11,10 @@ from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Plan
 from armillary.runtime.hybrid.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.hybrid.executor import Executor, RowUnit
+from armillary.runtime.hybrid.optimizer_trial import takes_listed_rows
+from armillary.runtime.hybrid.optimizer_twin import options_of
 from armillary.runtime.hybrid.optimizers import holder
-from armillary.runtime.hybrid.row_update import Held, options_of, takes_listed_rows
+from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.transport import Transport
 from armillary.session.finite import FiniteCheck
 from armillary.session.first_batches import FirstBatches
@@ -49,6 +51,7 @@ def units_of(
     """
     trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
     units: list[DenseUnit | RowUnit] = []
+    rewritten = _rewritten(job)
     held: dict[str, Held] = {}
     handles: dict[str, nn.Parameter] = {}
     for group in plan.groups:
@@ -62,7 +65,9 @@ def units_of(
             members = {name: trainable[name] for name in group.parameters}
             exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
             listable = [name for name in group.parameters if exchange.takes_rows and _lists(job, trainable[name])]
-            units.append(dense_unit(group.name, members, exchange, transport.place, listable))
+            unit = dense_unit(group.name, members, exchange, transport.place, listable)
+            unit.rewritten = rewritten.intersection(group.parameters)
+            units.append(unit)
     scaler = job.scaler
     scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
     prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], job.optimizer, transport)
@@ -73,8 +78,16 @@ def units_of(
     return Units(executor, held, handles)
 
 
+def _rewritten(job: TrainJob) -> frozenset[str]:
+    """Parameters into which forwards write, as modules say (max_norm), or as a profile saw."""
+    profiled = () if job.profile is None else job.profile.parameters
+    normed = {one.weight for one in job.model.modules() if getattr(one, "max_norm", None) and hasattr(one, "weight")}
+    names = {name for name, parameter in job.model.named_parameters() if parameter in normed}
+    return frozenset(names | {fact.name for fact in profiled if fact.is_rewritten})
+
+
 def _lists(job: TrainJob, parameter: nn.Parameter) -> bool:
     """Whether its optimizer takes its gradient as rows."""
     optimizer = holder(job.optimizer, parameter)
     options = None if optimizer is None else options_of(optimizer, parameter)
-    return optimizer is not None and options is not None and takes_listed_rows(optimizer, options)
+    return optimizer is not None and options is not None and takes_listed_rows(optimizer, options, parameter)

@@ -14,12 +14,14 @@ from armillary.facts.plan_words import number_of
 from armillary.planning.assembly import consensus_of
 from armillary.runtime.hybrid.bucket import layout_beside
 from armillary.runtime.hybrid.identity import why_fixed
-from armillary.runtime.hybrid.optimizers import holder, kind_of
-from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of, steps_by_row
+from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows, wants_listed_rows, why_not_by_row, why_whole
+from armillary.runtime.hybrid.optimizer_twin import options_of
+from armillary.runtime.hybrid.optimizers import holder, kind_of, members
 from armillary.runtime.transport import Transport
 from armillary.runtime.unfit_model import unfit_model
 
 NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
+SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
 NO_OPTIONS: Mapping[str, Any] = {}
 
 __all__ = [
@@ -43,7 +45,7 @@ def why_unfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Opti
 
 def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
     """What speaks against these, whatever the plan, with its remedy; empty if nothing does."""
-    return unfit_model(model) or next(_of_optimizer(model, optimizer), "")
+    return unfit_model(model) or next(_of_optimizer(model, optimizer), "") or next(_unlisted(model, optimizer), "")
 
 
 def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
@@ -60,6 +62,13 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             f"{len(strangers)} of the {len(held)} tensors of {kind} are not parameters of the model, the first of "
             f"shape {strangers[0]}; make it over model.parameters(), and put what else learns into one nn.ModuleDict"
         )
+    for one in members(optimizer):
+        if any(base.__name__ in SPREAD_BY_ITSELF for base in type(one).__mro__):
+            inner = getattr(getattr(one, "optim", None), "__class__", type(one)).__qualname__
+            yield (
+                f"{type(one).__name__} spreads state over the ranks and sends parameters by itself, so nobody else can "
+                f"plan, save or load it; hand in the optimizer inside it: torch.optim.{inner}(model.parameters(), ...)"
+            )
     for parameter in held:
         if parameter in seen:
             yield f"{kind} holds {names[parameter]!r} twice, and would step it twice; give it each parameter once"
@@ -93,6 +102,26 @@ def _form(parameter: Tensor) -> str:
 
 def _said(held: tuple[str, str] | None) -> str:
     return "nothing" if held is None else f"{held[0]} {held[1]}"
+
+
+def _unlisted(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """Parameters whose gradients do not list rows, though their optimizer takes no others."""
+    listed = {one.weight for one in model.modules() if getattr(one, "sparse", False) and hasattr(one, "weight")}
+    plain = {one: name for name, one in model.named_parameters() if one not in listed}
+    plain = {one: name for one, name in plain.items() if name.rpartition(".")[0] not in _bare(model)}
+    for one in members(optimizer):
+        for group in one.param_groups:
+            found = [plain[parameter] for parameter in group["params"] if parameter in plain]
+            if found and wants_listed_rows(one, group):
+                yield (
+                    f"{type(one).__name__} cannot step a matrix with a plain dense gradient, which is what {found[0]} "
+                    "gets; make its module with sparse=True, or take one that can, such as Adagrad or Adam"
+                )
+
+
+def _bare(model: nn.Module) -> set[str]:
+    """Paths of modules of the user's own, which may read a parameter by F.embedding(..., sparse=True)."""
+    return {path for path, module in model.named_modules() if not type(module).__module__.startswith("torch.nn.")}
 
 
 def unheld(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -223,10 +252,11 @@ def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) 
             f"{name!r} is to be read by row, so the parameter object must become the table's handle, but {fixed}, or "
             f"plan with {{{name!r}: {all_reduce.__name__!r}}}"
         )
-    if (exchange.placement == "row_sharded" or group.is_lazy) and not steps_by_row(optimizer, options):
+    why_not = why_not_by_row if exchange.placement == "row_sharded" or group.is_lazy else why_whole
+    if reason := why_not(optimizer, options, parameter):
         yield (
-            f"{name!r} is updated by row but {kind} steps a matrix whole differently from the same matrix split by "
-            f"row; use an element-wise optimizer, or plan with {{{name!r}: 'replicated'}}"
+            f"{name!r} is updated by row but {kind} {reason}; use an element-wise optimizer, or plan with "
+            f"{{{name!r}: {('replicated' if why_not is why_not_by_row else all_reduce.__name__)!r}}}"
         )
     elif complaint := _early_complaint(group, exchange, optimizer, options):
         yield complaint

@@ -21,7 +21,7 @@ from armillary.facts.plan import Choice, Plan
 from armillary.facts.plan_words import number_of
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
-from armillary.planning.constraints import allows, names_of, resolve
+from armillary.planning.constraints import allows, coded_beside, names_of, resolve
 from armillary.planning.demand import Constraint
 from armillary.planning.owner_search import OwnerSearch
 from armillary.planning.planner import make_plan
@@ -119,8 +119,8 @@ class Watched:
             timed = timed_owners(loop.transport, self.request, case)
             plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
             made = Plan.from_json(plan)
-            _move(loop, replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0))
             loop.job = replace(loop.job, profile=Profile.from_json(seen))
+            _move(loop, replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0))
         if loop.rank == 0:
             print(loop.plan)
         return self._retiming(made.step_seconds, loop)
@@ -226,15 +226,18 @@ class Watched:
         if why_not := _why_other_prefetch(plan, request.prefetch):
             return why_not
         try:
-            return _why_unasked(plan, request.allow, self._demands(loop))
+            return _why_unasked(plan, request.allow, self._demands(plan, loop))
         except ValueError as error:  # planning anew will say so too, where nothing is half loaded
             return str(error)
 
-    def _demands(self, loop: UserLoop) -> Mapping[str, Constraint]:
+    def _demands(self, plan: Plan, loop: UserLoop) -> Mapping[str, Constraint]:
         """What is demanded of each parameter here. Which tables can be spread, the checkpoint's profile knows."""
         asked, seen = self.request.constraints, loop.job.profile
         if seen is not None:
-            return resolve(asked, seen, self.topology)
+            by_row = {g.parameters[0] for g in plan.groups if g.exchange and g.exchange.name in row_exchanges()}
+            beside = coded_beside(asked, seen.parameters) & by_row
+            found = resolve(asked, seen, self.topology)
+            return {name: one for name, one in found.items() if name not in beside}
         facts = parameter_facts(loop.model)
         patterns = sorted(asked, key=lambda pattern: pattern in loop.plan.parameters)  # a name outweighs a pattern
         return {name: asked[pattern] for pattern in patterns for name in names_of([pattern], facts)}

@@ -22,7 +22,8 @@ from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.delayed_step import Options, step_with
 from armillary.runtime.cyclic.row_versions import RowVersions
 from armillary.runtime.cyclic.row_visit import Desk, Visit
-from armillary.runtime.hybrid.row_update import Held, close_window, leaves_untouched_rows, open_window
+from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows
+from armillary.runtime.hybrid.row_update import Held, close_window, open_window
 from armillary.runtime.hybrid.table import RowTable
 from armillary.schedules.schedule import Cell
 
@@ -73,7 +74,7 @@ class OwnedTable:
         kept = {name: value for name, value in then.items() if name != "lr"}
         if self.is_lazy or kept == self.known:
             return
-        if not leaves_untouched_rows(optimizer, then):
+        if not leaves_untouched_rows(optimizer, dict(then), self.table.parameter):
             raise ValueError(
                 f"rank {self.table.place.rank}: {self.table.name}: the optimizer's options are now {kept}, with which "
                 "rows move that get no gradient; set them before attach, or plan the table lazy"

@@ -20,14 +20,20 @@ from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
-__all__ = ["DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"]
+__all__ = ["TWICE", "DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"]
+
+TWICE = (
+    "got a gradient twice in one backward: it is used in several parts under reentrant activation checkpointing, or "
+    "inside such a part and outside; take torch.utils.checkpoint with use_reentrant=False"
+)
 
 
 @dataclass(eq=False)
 class DenseUnit:
     """leaves: whether its gradients leave in the backward that goes on. is_shown: whether the user sees them. spare: a
     second bucket, if what one backward sends is still under way in the next: they take turns. pushes, skipped: how many
-    there were, and those of which nothing counted, as some rank's numbers were not finite."""
+    there were, and those of which nothing counted, as some rank's numbers were not finite. rewritten: names of
+    parameters into which forwards write, on each rank by what it read (max_norm), so that replicas of them differ."""
 
     name: str
     bucket: Bucket
@@ -38,6 +44,7 @@ class DenseUnit:
     spare: Bucket | None = None
     pushes: int = 0
     skipped: int = 0
+    rewritten: Collection[str] = ()
 
     @property
     def parameters(self) -> list[nn.Parameter]:

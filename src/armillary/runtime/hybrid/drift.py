@@ -64,7 +64,8 @@ def alike(units: Sequence[object]) -> Iterator[tuple[str, Any]]:
     """The dense parameters that all ranks should hold alike, by name."""
     for unit in units:
         if isinstance(unit, DenseUnit) and unit.exchange.keeps_replicas_alike:
-            yield from zip(unit.bucket.layout.names, unit.parameters, strict=True)
+            named = zip(unit.bucket.layout.names, unit.parameters, strict=True)
+            yield from ((name, parameter) for name, parameter in named if name not in unit.rewritten)
 
 
 def is_looked_at(step: int) -> bool:

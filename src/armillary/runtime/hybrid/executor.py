@@ -6,6 +6,9 @@ has something to carry while its answer is waited for. What never got a gradient
 a rank that skipped a layer or a table joins all the same. Groups that exchange weights do so after the optimizer's
 step.
 
+A backward inside another (reentrant activation checkpointing) ends first. What it brought is exchanged then, but rows
+that were looked up outside it get their gradient later: tables wait for the end of a backward that is in no other.
+
 With the mean over declared weights, every value is a part of the mean before it leaves: weight / sum of weights. So no
 sum exceeds what one process would have, in whatever dtype, and the divisor is exact. The sum is known from the headers
 of look-ups; without look-ups, one small request at the first gradient asks for it, long before the first bucket leaves.
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from armillary.facts.collectives import Program, summed
-from armillary.runtime.hybrid.dense_unit import DenseUnit, sick_together, warned_of_a_second_push
+from armillary.runtime.hybrid.dense_unit import TWICE, DenseUnit, sick_together, warned_of_a_second_push
 from armillary.runtime.hybrid.drift import alike
 from armillary.runtime.hybrid.group_options import LastOptions, unlike_options
 from armillary.runtime.hybrid.in_backward import Backward, refuse_taken
@@ -67,6 +70,7 @@ class Executor:
     on_own: Callable[[Sequence[str], Sequence[Tensor | None]], None] = lambda names, gradients: None
     is_syncing: bool = True
     is_open: bool = False
+    task: int = -1  # the backward in which the exchange was opened, by torch's number
     is_settled: bool = False  # a backward was exchanged since the last step
     is_warned: bool = False  # that one step's gradients are coded twice
     settled: int = 0  # backwards that were exchanged
@@ -161,7 +165,10 @@ class Executor:
         refuse_taken(self.transport.place.rank, name, unit.bucket.parameters[index])
         if self.is_settled and not self.is_open and not self.is_warned:
             self.is_warned = warned_of_a_second_push(self.units, unit.bucket.parameters[index])
+        is_again = self.is_open and unit.leaves and index not in unit.bucket.waiting
         self._open()
+        if is_again:
+            raise RuntimeError(f"rank {self.transport.place.rank}: {name} {TWICE}")
         if unit.leaves:
             if unit.bucket.deposit(index, self.scale, arrived):
                 self.backward.leaves(name)
@@ -194,10 +201,19 @@ class Executor:
             mine = torch.tensor([self.declared_weight], dtype=torch.float64)
             self.weighing = InFlight(summed(mine), "weights", 0)
             start_coalesced([self.weighing], self.transport)
-        if torch._C._current_graph_task_id() != -1:
-            Variable._execution_engine.queue_callback(self.settle)
+        self.task = torch._C._current_graph_task_id()
+        if self.task != -1:
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """The backward that opened the exchange is over; another one, in a node of which it ran, may still go on."""
+        is_inner = torch._C._current_autograd_node() is not None
+        with self.transport.within("backward"):
+            self._settle(with_tables=not is_inner)
 
     def _launch_ready(self) -> None:
+        if torch._C._current_graph_task_id() != self.task:  # what is still awaited, only the outer backward knows
+            return
         while len(self.flights) < len(self.leaving):
             unit = self.leaving[len(self.flights)]
             ready = (
@@ -261,8 +277,11 @@ class Executor:
             self._settle()
         self.doing = BACKWARD
 
-    def _settle(self) -> None:
+    def _settle(self, with_tables: bool = True) -> None:
         self._open()
+        if not with_tables:
+            begun = len(self.flights)
+            self.leaving[begun:] = [unit for unit in self.leaving[begun:] if isinstance(unit, DenseUnit)]
         while len(self.flights) < len(self.leaving):
             self._launch(self.leaving[len(self.flights)])
         with torch.no_grad():
@@ -278,7 +297,7 @@ class Executor:
                 self._take_home(unit, result)
         self.flights = []
         self.is_open = self.is_owing = False
-        self.is_settled = True
+        self.is_settled = with_tables or not self.tables
         self.settled += 1
         self.norms.forget()
         self.seen = self._versions() if self.late else []

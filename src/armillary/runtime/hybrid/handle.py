@@ -85,7 +85,7 @@ class TableHandle(Tensor):
         self.reader.drop_gradient()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TableHandle":
-        raise _refusal(self.reader.name, "copy.deepcopy", _COPIES)
+        raise _refusal(self.reader.name, "copy.deepcopy", _copies(self.reader.name))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(
@@ -145,8 +145,12 @@ def _remedy(operation: str, table: str, is_written: bool = True) -> str:
     if operation.startswith("register_"):
         return "put the hook on what the look-up returns"
     if operation.endswith("_") and not operation.endswith("__"):
-        return _REMEDIES["__set__"] if is_written else _COPIES
+        return _REMEDIES["__set__"] if is_written else _copies(table)
     return _REMEDIES.get(operation, as_ddp(table))
+
+
+def _copies(table: str) -> str:
+    return f"{_COPIES}; {as_ddp(table)}, for a momentum encoder too"
 
 
 def _is_table(value: Any) -> bool:
@@ -305,7 +309,7 @@ def _linear(input: Tensor, weight: Any, bias: Any = None) -> Tensor:
 def _copy_(table: TableHandle, source: Tensor, non_blocking: bool = False) -> TableHandle:
     """Loads a whole table: each worker keeps the rows it owns. `load_state_dict` ends here."""
     if not isinstance(table, TableHandle):
-        raise _refusal(_name_in([source]), "copying it into a tensor", _COPIES)
+        raise _refusal(_name_in([source]), "copying it into a tensor", _copies(_name_in([source])))
     if isinstance(source, TableHandle) and source.reader is table.reader:
         return table
     if tuple(source.shape) != tuple(table.shape):

@@ -102,7 +102,7 @@ def _refusal(name: str, operation: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name}: {operation} needs the whole table, whose rows are spread over the workers; of these values there are "
         f"{', '.join(_REDUCTIONS)}, over all elements at once. Remedy: run.export() gives whole weights on rank 0; "
-        "run.ema(decay) averages them"
+        f"run.ema(decay) averages them; {as_ddp(name)}, for a momentum encoder too"
     )
 
 

@@ -21,7 +21,7 @@ from armillary.exchanges.look_up import LookupTable
 from armillary.exchanges.owned_rows import merge_rows
 from armillary.runtime.hybrid.gradient_handle import GradientHandle
 
-__all__ = ["LookUp", "RowTable"]
+__all__ = ["LookUp", "RowTable", "listed"]
 
 SWAPPED_ROWS = 16_384  # at once, which needs memory for as many
 
@@ -49,6 +49,12 @@ class LookUp:
         return will_run
 
 
+def listed(gradient: Tensor) -> Tensor:
+    """One that lists its rows, all of them."""
+    rows = torch.arange(len(gradient), device=gradient.device)
+    return torch.sparse_coo_tensor(rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
 def _nothing(*_: Any) -> None:
     """Nothing is under way, and nobody asks."""
 
@@ -65,6 +71,7 @@ class RowTable:
     """State of one table on one rank. Set by who runs it:
 
     reads: answers look-ups. norms: computes the global gradient norms. tells: gives every rank's part of a reduction.
+    lists_rows: whether the optimizer is given a window's gradient as a list of its rows.
     joins, catches_up, meets: bring in gradients under way, before the gradient is looked at; before the rows are, by
         all ranks at once; and before the rows are, while others may still look up. Collective if any are.
     on_written: told when rows were written to, see `put_back` and `swap_rows`.
@@ -85,6 +92,7 @@ class RowTable:
     meets: Callable[["RowTable"], None] = _nothing
     on_written: Callable[["RowTable", Tensor | None, int], None] = _nothing
     pending: list[LookUp] = field(default_factory=list)
+    lists_rows: bool = False
     averages: dict[str, Tensor] = field(default_factory=dict)  # moving ones of the shard's rows, by their keys
 
     def __post_init__(self) -> None:
@@ -168,7 +176,7 @@ class RowTable:
     def hand_gradient_over(self) -> None:
         """The optimizer's step begins: it reads the plain tensor."""
         self.epoch += 1
-        self.parameter.grad = self.gradient
+        self.parameter.grad = self.gradient if self.gradient is None or not self.lists_rows else listed(self.gradient)
 
     def join(self) -> None:
         """Whoever asks for the gradient gets all of it."""
@@ -195,8 +203,8 @@ class RowTable:
     # What the executor does.
     @property
     def is_ready(self) -> bool:
-        """Every look-up of this rank has its gradient, or gets none in this backward."""
-        return not any(look_up.is_awaited for look_up in self.pending)
+        """Every look-up of this rank has its gradient. That one gets none is known at the end of backward."""
+        return all(look_up.has_gradient for look_up in self.pending if look_up.rows is not None)
 
     @property
     def is_learned(self) -> bool:

@@ -5,14 +5,17 @@ themselves, and state that has rows, have not moved since: nobody reads a row wh
 with a window are those of which rows without gradient stay put.
 """
 
+import copy
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.hybrid.optimizer_twin import options_of
 from armillary.runtime.hybrid.prefetch import Stepper
-from armillary.runtime.hybrid.row_update import Held, options_of, twin
+from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 
 __all__ = ["CatchUpMoment", "can_split", "catch_up", "moment_of"]
@@ -39,7 +42,7 @@ def can_split(optimizer: Optimizer, table: RowTable) -> bool:
     to what they were."""
     options = options_of(optimizer, table.parameter) or {}
     is_plain = table.shard.dtype in (torch.float32, torch.float64) and not options.get("fused")
-    return is_plain and not set(vars(optimizer)) - _ATTRIBUTES
+    return is_plain and not table.lists_rows and not set(vars(optimizer)) - _ATTRIBUTES
 
 
 def moment_of(stepper: Stepper, table: RowTable) -> CatchUpMoment | None:
@@ -62,13 +65,23 @@ def catch_up(stepper: Stepper, table: RowTable, moment: CatchUpMoment, rows: Ten
     held = stepper.held[table.name]
     parameter = nn.Parameter(table.shard.index_select(0, rows))
     parameter.grad = sums
-    same = twin(stepper.optimizer, moment.options, [parameter])
+    same = _same(stepper.optimizer, moment.options, parameter)
     if moment.state is not None:
         mine = {name: whole.index_select(0, rows) for name, whole in held.items()}
         same.state[parameter] = {**_copied(moment.state), **mine}
     same.step()
     table.put_back(rows, parameter.detach())
     _keep(held, rows, same.state[parameter], table.shard)
+
+
+def _same(optimizer: Optimizer, options: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
+    """Over another parameter, without state and hooks. It keeps nothing in attributes, see `can_split`."""
+    other = copy.copy(optimizer)
+    other.param_groups = [{**options, "params": [parameter]}]
+    other.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(other, hooks, type(getattr(optimizer, hooks))())
+    return other
 
 
 def _keep(held: Held, rows: Tensor, state: dict[str, Any], shard: Tensor) -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from armillary.runtime.profiling.probe import UNSEEN, has_unseen_reader, rows_of
-from armillary.runtime.profiling.reads import WatchReads
+from armillary.runtime.profiling.reads import LATE, WatchReads
 from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, merged
 from armillary.runtime.when_final import when_final
 
@@ -95,7 +95,10 @@ class LoopWatch(TorchDispatchMode):
         self.is_backward = False
         self.arrived = 0.0  # when the last gradient became final
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # storages of this forward
-        self.left: dict[str, Tensor] | None = None  # rows of gradients that were there before this step's are added
+        self.left: dict[str, Tensor] = {}  # rows of gradients that were there when the last backward began
+        self.looked = dict.fromkeys(self.reads.readings, 0)  # look-ups there had been then
+        self.task = -1  # the last backward, by torch's number
+        self.fresh: dict[int, set[str]] = {}  # by backward, tables that were looked up since the one before
 
     def hang_on(self) -> None:
         """Its hooks are on the parameters."""
@@ -156,6 +159,7 @@ class LoopWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         is_reader = self.reads.touches((*args, *kwargs.values()))
         is_turn = (is_backward is not self.is_backward or self.since is None) and (is_backward or is_reader)
+        is_turn |= torch._C._current_graph_task_id() > self.task
         is_kept = self.since is not None and not is_backward and not self.steps and not func.is_view
         if not (is_reader or is_turn or is_kept) or os.getpid() != self.process:
             return func(*args, **kwargs)
@@ -173,8 +177,11 @@ class LoopWatch(TorchDispatchMode):
     def _turn_to(self, is_backward: bool) -> None:
         """Another pass begins, or the step is over. What runs between a backward and the next forward is neither."""
         now = time.perf_counter()
-        if is_backward and self.left is None:
-            self.left = self._left()
+        if is_backward and (task := torch._C._current_graph_task_id()) > self.task:
+            self.task, self.left = task, self._left()
+            counts = {name: len(reading.pending) for name, reading in self.reads.readings.items()}
+            self.fresh[task] = {name for name, count in counts.items() if count > self.looked[name]}
+            self.looked = counts
         if self.since is not None and self.is_backward:
             self.backward += max(0.0, self.arrived - self.since)
         elif self.since is not None and is_backward:
@@ -190,7 +197,10 @@ class LoopWatch(TorchDispatchMode):
         self.arrivals.pop(name, None)  # the last time counts
         self.arrivals[name] = None
         reading = self.reads.readings[name]
-        rows = (self.left or {}).get(name, NO_LOOKUPS.rows)
+        fresh = self.fresh.get(torch._C._current_graph_task_id(), {name})
+        if reading.gathers and reading.pending and name not in fresh:
+            reading.refusals.add(LATE)
+        rows = self.left.get(name, NO_LOOKUPS.rows)
         left = replace(NO_LOOKUPS, rows=rows, counts=torch.zeros_like(rows))
         if has_unseen_reader(reading, merged([left, *reading.pending])):
             reading.dense.add(UNSEEN)

@@ -52,6 +52,10 @@ MAX_NORM = "max_norm rewrites rows during the look-up, on whichever worker reads
 SCALED = "scale_grad_by_freq divides by how often an id occurs in the whole batch, which no owner sees"
 VIEWED = "its rows are read through a view, which an owned table does not offer; index the table itself"
 RECOMPUTED = "its rows are read again inside backward (activation checkpointing); keep the look-up outside"
+LATE = (
+    "its rows get gradients in two backwards of one look-up, and theirs leave with the first; look rows up again for "
+    "each, or add the losses and run one backward"
+)
 MADE_FROM = "{} takes shape and dtype from it, which an owned table does not offer; take them from another tensor"
 SHARED = "its memory is shared with {}"
 

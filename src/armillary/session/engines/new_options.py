@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows
+from armillary.runtime.hybrid.optimizer_twin import options_of
 from armillary.runtime.hybrid.optimizers import holder
-from armillary.runtime.hybrid.row_update import leaves_untouched_rows, options_of
 from armillary.runtime.hybrid.table import RowTable
 
 __all__ = ["WindowOptions", "refuse_strangers"]
@@ -55,7 +56,7 @@ class WindowOptions:
                 continue
             options = {name: value for name, value in group.items() if name not in ("params", "lr")}
             if self._seen.setdefault(table.name, options) != options:
-                if not leaves_untouched_rows(holder(self.optimizer, table.parameter), group):
+                if not leaves_untouched_rows(holder(self.optimizer, table.parameter), group, table.parameter):
                     raise ValueError(
                         f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which rows "
                         "move that get no gradient; set them before attach, or plan the table as lazy"

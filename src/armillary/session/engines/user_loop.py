@@ -295,7 +295,6 @@ class UserLoop:
             handle.remove()
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
-        """By its `zero_grad`."""
         others = [one for one in self.known if holder(self.optimizer, one) is not optimizer]
         self.executor.throw_away(self._tables_of(optimizer), others)
 
@@ -387,6 +386,5 @@ class UserLoop:
         return [table for table in self.tables.values() if self._stepping[table.name] is optimizer]
 
     def _windows(self, optimizer: Optimizer | None = None) -> list[RowTable]:
-        """Of one optimizer, or of all."""
         tables = self.tables.values() if optimizer is None else self._tables_of(optimizer)
         return [table for table in tables if table.has_window]
