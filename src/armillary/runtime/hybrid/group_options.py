@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -62,11 +63,14 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(eq=False)
 class LastOptions:
-    """Those with which each optimizer stepped last. alike: parameters that all ranks hold alike."""
+    """Those with which each optimizer stepped last. It keeps no optimizer: a model's tables may outlive theirs.
+
+    alike: parameters that all ranks hold alike.
+    """
 
     alike: Container[Tensor]
-    _read: dict[Optimizer, list[Option]] = field(default_factory=dict)
-    _numbers: dict[Optimizer, int] = field(default_factory=dict)
+    _read: WeakKeyDictionary[Optimizer, list[Option]] = field(default_factory=WeakKeyDictionary)
+    _numbers: WeakKeyDictionary[Optimizer, int] = field(default_factory=WeakKeyDictionary)
 
     def read(self, optimizer: Optimizer) -> None:
         """It is about to step."""
