@@ -19,6 +19,7 @@ BY_ROW = {
     "sgd, momentum": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), False),
     "sgd, nesterov foreach": (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, foreach=True), False),
     "adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=0.1), True),
+    "adagrad, filled": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.1), True),
     "adagrad, decay": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, weight_decay=0.1), False),
     "rmsprop": (lambda ps: torch.optim.RMSprop(ps, lr=0.1), False),
     "adam": (lambda ps: torch.optim.Adam(ps, lr=0.01), False),

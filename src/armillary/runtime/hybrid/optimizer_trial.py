@@ -122,11 +122,16 @@ def _said(error: Exception) -> str:
 
 
 def _way(optimizer: Optimizer, group: Options, like: Tensor) -> TrialWay | str:
-    """The first in which it steps a small matrix; else what it raised in the first."""
+    """The first in which it steps a small matrix; else what it raised in the first.
+
+    Where the optimizer has state, what its constructor makes comes first: Adagrad would step without, but its first
+    step would then fill rows that in training were full before.
+    """
     exact = torch.complex128 if like.is_complex() else torch.float64
     kinds = dict.fromkeys([(exact, torch.device("cpu")), (like.dtype, _real(like.device))])
     why = ""
-    for (dtype, device), is_listed, is_built in product(kinds, (False, True), (False, True)):
+    builds = (True, False) if optimizer.state else (False, True)
+    for (dtype, device), is_listed, is_built in product(kinds, (False, True), builds):
         way = TrialWay(dtype, device, is_listed, is_built)
         try:
             RowTrial(optimizer, group, way, max(1, like.dim())).begin()
