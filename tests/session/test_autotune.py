@@ -45,13 +45,13 @@ def slower(slowed):
 
 
 @contextmanager
-def counted(kind):
-    """What is made of a kind."""
+def counted(kind, noted=lambda one: one):
+    """What is made of a kind, or what is noted of it as soon as it is made."""
     made, begin = [], kind.__init__
 
     def counting(self, *args, **kwargs):
-        made.append(self)
         begin(self, *args, **kwargs)
+        made.append(noted(self))
 
     kind.__init__ = counting
     try:
@@ -95,10 +95,14 @@ def tried_in_a_group(rank, workers):
     plans = {"plain": forced(seen, Choice("all_reduce"))}
     group, patience = dist.new_group(range(workers)), Patience(report_after=30.0, timeout=50.0)
     transport = open_transport(group, patience)
-    with slower(""), counted(Transport) as opened:
+
+    def likeness(one):
+        return one.open_groups.parent is group, one.watchdog.patience == patience
+
+    with slower(""), counted(Transport, likeness) as found:  # one that is closed knows its group no more
         autotune.fastest(plans, subject.model, subject.optimizer, subject.loss, list(subject.draw(workers)), transport)
     transport.close()
-    return [(one.open_groups.parent is group, one.watchdog.patience == patience) for one in opened]
+    return found
 
 
 def test_plans_are_timed_among_the_ranks_that_train_by_waits_as_long_as_theirs(crew):
