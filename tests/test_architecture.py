@@ -213,7 +213,7 @@ LAZY = {
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
     "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
     "session/foresight/twin_page.py": {"armillary.session.foresight.plot_twin"},
-    "repurpose/restructuring.py": {"scipy.optimize"},  # an extra
+    "repurpose/restructuring.py": {"scipy.optimize"},
     "repurpose/shards.py": {"matplotlib.figure"},
     "cli/scaling.py": {"armillary.session.foresight.plot_scaling"},
     "feeds/redis_writer.py": {"redis", "redis.backoff", "redis.retry"},  # an extra

@@ -116,12 +116,11 @@ def test_a_name_of_the_library_that_does_not_exist_is_an_attribute_error():
         _ = armillary.paralellize
 
 
-BASE = {"torch", "numpy", "safetensors"}  # what `pip install armillary` brings
+BASE = {"torch", "numpy", "safetensors", "scipy"}  # what `pip install armillary` brings
 EXTRAS = {
     "typer": {"cli/"},
     "rich": {"cli/"},
     "matplotlib": {"session/plot", "session/foresight/plot", "repurpose/shards"},
-    "scipy": {"repurpose/restructuring"},
     "redis": {"feeds/redis_"},
 }
 BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install

@@ -8,7 +8,6 @@ worker costs `value`. x are activations of the layers before as already cut, ove
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,18 +110,12 @@ def _assigned(energy: Tensor, owners: Tensor, placement: NeuronPlacement, price:
         torch.minimum(energy, price.weight + price.value * (owners != worker)).sum(1) for worker in range(len(slots))
     ]
     slot_owner = torch.repeat_interleave(torch.arange(len(slots)), torch.tensor(slots))
-    rows, columns = _linear_sum_assignment(torch.stack(costs, 1)[:, slot_owner].numpy())
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(torch.stack(costs, 1)[:, slot_owner].numpy())
     found = torch.empty(len(energy), dtype=torch.long)
     found[torch.from_numpy(rows)] = slot_owner[torch.from_numpy(columns)]
     return found
-
-
-def _linear_sum_assignment(cost: Any) -> Any:
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError:
-        raise ModuleNotFoundError("repurpose.cut needs scipy: pip install 'armillary[repurpose]'") from None
-    return linear_sum_assignment(cost)
 
 
 def _pruned(energy: Tensor, mine: Tensor, owners: Tensor, price: Penalties) -> Tensor:

@@ -45,7 +45,6 @@ def cut(
 
     Raises:
         ValueError: the model is no chain of layers, or an argument is not as above.
-        ModuleNotFoundError: scipy is not installed.
     """
     placement = _placement(workers, inputs, capacities)
     if not (math.isfinite(drop) and drop >= 0):

@@ -166,6 +166,7 @@ class Pairwise:
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:
                 job()
+                del job  # it holds what it carried until the next one comes
 
     def close(self) -> None:
         """What was asked for is still carried, unless a peer is gone."""

@@ -8,9 +8,9 @@ then never written to, so a large table costs no memory and no pass over it.
 
 Note [Kept gradients]. What a loop keeps of a `.grad` must stay as it was when the next backward writes into the bucket,
 as by DDP's default. So `.grad` is a tensor of its own over the bucket's memory: torch counts who holds that memory.
-When a backward finds somebody besides the parameters, it leaves the memory to them, takes other, and copies from then
-on. Where nobody keeps a gradient nothing is copied. A gradient whose memory others see before it is exchanged stays
-where it is, and gets the mean in place.
+When a backward finds somebody besides the parameters, it leaves the memory to them and takes other; from the second
+backward in a row on it copies. Where nobody keeps a gradient nothing is copied. A gradient whose memory others see
+before it is exchanged stays where it is, and gets the mean in place.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +26,7 @@ from armillary.facts.layout import Layout
 
 __all__ = ["Bucket", "layout_beside", "other_form"]
 
+PERSISTENT = 2  # backwards in a row, and a holder is taken for somebody who keeps gradients
 ALONE = 2  # holders of the memory of a tensor that nobody else sees: itself, and the storage that asks
 
 
@@ -50,7 +51,10 @@ class Bucket:
         self.parameters = list(parameters)
         self.layout = layout or layout_beside(self.parameters)
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.strides = [_strides(parameter) for parameter in self.parameters]
+        self.own_strides = [parameter.stride() for parameter in self.parameters]  # until it is laid out anew
         self.is_kept = False  # somebody keeps gradients
+        self._found_kept = 0  # backwards in a row that found a holder
         self._take_memory()
         self.waiting = set(range(len(self.parameters)))
         self.listable = {
@@ -66,8 +70,8 @@ class Bucket:
         self.flat = torch.zeros(self.layout.numel + self.layout.tail, dtype=first.dtype, device=first.device)
         self.values, self.room = self.flat.split_with_sizes((self.layout.numel, self.layout.tail))
         self.views = [
-            _laid_out_as(parameter, self.values[begin:end])
-            for (begin, end), parameter in zip(self.layout.spans, self.parameters, strict=True)
+            self.values[begin:end].as_strided(shape, strides)
+            for (begin, end), shape, strides in zip(self.layout.spans, self.shapes, self.strides, strict=True)
         ]
         self._storage = self.flat.untyped_storage()
         self._own_holders = _holders(self._storage)
@@ -75,13 +79,18 @@ class Bucket:
     def leave_kept(self) -> None:
         """A backward begins whose gradients are shown to the user: those of earlier ones stay. See Note [Kept
         gradients]."""
-        if self.is_kept or (holders := _holders(self._storage) - self._own_holders) == 0:
+        if self.is_kept:
             return
-        there = sum(self._lies_here(index) for index in range(len(self.parameters)))
-        if holders > there:
-            self.is_kept = True
-            self._take_memory()
-            self._written = set(self.listable)
+        holders = _holders(self._storage) - self._own_holders
+        there = sum(self._lies_here(index) for index in range(len(self.parameters))) if holders else 0
+        if holders <= there:
+            self._found_kept = 0
+            return
+        # A thread of gloo's may hold what it has just sent a moment longer: that is no user, and does not last.
+        self._found_kept += 1
+        self.is_kept = self._found_kept == PERSISTENT
+        self._take_memory()
+        self._written = set(self.listable)
 
     def _lies_here(self, index: int) -> bool:
         there = self.parameters[index].grad
@@ -172,7 +181,10 @@ class Bucket:
         if index not in rows:
             view, like = self.views[index], self.parameters[index]
             if self.is_kept or like.stride() != view.stride():  # fused optimizers walk in the order of memory
-                return torch.empty_like(like, requires_grad=False).copy_(view)
+                # Not of the parameter: whoever watches how parameters are read would see one more reader.
+                strides = self.strides[index] if like.stride() == self.own_strides[index] else _strides(like)
+                own = torch.empty_strided(like.shape, strides, dtype=view.dtype, device=view.device)
+                return own.copy_(view)
             return self._lay(view.new_empty(0), index)
         listed = rows[index]
         return torch.sparse_coo_tensor(
@@ -283,8 +295,7 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return count
 
 
-def _laid_out_as(parameter: Tensor, piece: Tensor) -> Tensor:
-    """The flat piece in the parameter's shape, and in its strides where these leave no gap: fused optimizers walk over
-    weight and gradient in the order of memory."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return piece.as_strided(parameter.shape, strides)
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's, where these leave no gap: fused optimizers walk over weight and gradient in the order of memory.
+    Asked once, since whoever watches how parameters are read would see one more reader."""
+    return torch.empty_like(parameter, device="meta").stride()

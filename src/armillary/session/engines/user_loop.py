@@ -295,7 +295,8 @@ class UserLoop:
             handle.remove()
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
-        others = [one for one in self.known if holder(self.optimizer, one) is not optimizer]
+        is_owing = self.executor.is_owing  # else nobody asks for the others, and to find them takes long
+        others = [one for one in self.known if holder(self.optimizer, one) is not optimizer] if is_owing else []
         self.executor.throw_away(self._tables_of(optimizer), others)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

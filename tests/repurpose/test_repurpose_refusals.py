@@ -1,7 +1,5 @@
 """What cannot be cut is refused in one sentence, by name."""
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,13 +113,6 @@ def test_bad_arguments_are_refused(change, said):
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         repurpose.cut(model, **given)
     assert said in str(refusal.value) and str(refusal.value).startswith("repurpose.cut: ")
-
-
-def test_without_scipy_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    model = perceptron()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'armillary\[repurpose\]'"):
-        repurpose.cut(model, 2, data(model), closeness(model, data(model)))
 
 
 def test_a_folder_of_another_format_is_refused(tmp_path):
