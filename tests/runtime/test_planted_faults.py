@@ -208,11 +208,11 @@ def adds_to_the_last_steps(self, name, gradient):
     _add(self, name, gradient if kept is None else gradient + kept)
 
 
-def forgets_one(self, step, came):
+def forgets_one(self, letter, came):
     """A rank hands on the sum without its own part, in the second step."""
-    if step == 1 and step in self._own:
-        self._own[step] = {}
-    _join(self, step, came)
+    if letter.step == 1 and letter.step in self._own:
+        self._own[letter.step] = {}
+    _join(self, letter, came)
 
 
 _join, _mean = StageSums.join, StageSums.mean

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from armillary.reference.cyclic import Reference
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import balanced, chain, costs, cut, same_as_model
+from armillary.runtime.partition.stages import balanced, chain, costs, cut, same_as_model, ties_between, ties_of
 from armillary.runtime.partition.tracer import cut_traced
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.simultaneous import simultaneous
@@ -136,13 +136,24 @@ def test_cuts_out_of_order_are_refused(points):
         cut(Blocks(), chain(Blocks(), ["into", "blocks", "head"]), points)
 
 
-def test_tied_weights_across_stages_are_refused_and_within_one_accepted():
+def test_weights_tied_across_stages_are_the_first_ones_and_within_one_nobody_shares_them():
     model = Blocks()
     model.blocks[2].inner.weight = model.blocks[0].inner.weight
     links = chain(model, ["into", "blocks", "head"])
-    with pytest.raises(ValueError, match=r"blocks.0.inner.weight of stage 0 and blocks.2.inner.weight of stage 1"):
-        cut(model, links, [2])
-    assert len(cut(model, links, [1])) == 2
+    apart = cut(model, links, [2])
+    ((first, second),) = ties_between(apart)
+    assert (first.name, second.name) == ("blocks.0.inner.weight", "blocks.2.inner.weight")
+    assert (first.stage, second.stage) == (0, 1)
+    (tie,) = ties_of(apart).items()
+    assert tie == (1, (0, {"blocks.0.inner.weight": model.blocks[0].inner.weight}))
+    assert not ties_of(cut(model, links, [1]))
+
+
+def test_a_stage_that_shares_with_two_others_is_refused():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    model[2].weight, model[2].bias = model[0].weight, model[1].bias
+    with pytest.raises(ValueError, match="stage 2 shares parameters with stages 0, 1; want all of them with one"):
+        ties_of(cut(model, chain(model), [1, 2]))
 
 
 def test_a_model_that_is_no_chain_trains_the_same_in_traced_stages():

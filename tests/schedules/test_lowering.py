@@ -36,14 +36,15 @@ RINGS = [
     *(cyclic(5, 3, 2), simultaneous(3, 2), delayed_all_reduce(3, 2)),
 ]
 SHARED = [cyclic(n, slack=slack) for n in (1, 2, 3, 4) for slack in sorted({0, 1, n})]
+NO_TIES = {}
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
-def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False, shares=False, buffered=()):
+def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False, shares=False, buffered=(), ties=NO_TIES):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
     found, ranks = [], Sharing(schedule) if shares else range(schedule.workers)
     for rank in range(ranks.devices) if shares else ranks:
-        wires = Wires(one_queue, lends=lends, buffered=buffered)
+        wires = Wires(one_queue, lends=lends, buffered=buffered, ties=ties)
         lowering = Lowering(schedule, rank, ranks, clip, served, wires=wires)
         does = {"t": lowering.next_step, "s": lowering.rest, "d": lowering.drain}
         found.append([one for call in calls for one in does[call]()])
@@ -83,6 +84,24 @@ def test_nothing_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drai
                 made, where = lists(schedule, calls, clip), setting(schedule, calls, clip)
                 assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
                 assert flaw(lists(schedule, calls, clip, one_queue=False), where, "gloo") == ""
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(
+    ("stages", "ties"), [(2, {1: 0}), (3, {2: 0}), (3, {1: 0, 2: 0}), (3, {1: 0, 2: 1}), (4, {2: 1, 3: 0})]
+)
+def test_gradients_that_stages_share_are_there_before_each_of_them_steps(make, stages, ties):
+    for micro_batches, clip, between in product((1, 3, 5), (None, Clip(1.0, "global")), ("", "s", "d")):
+        schedule, calls = make(stages, micro_batches), f"tt{between}tts"
+        made, where = lists(schedule, calls, clip, ties=ties), setting(schedule, calls, clip)
+        assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
+        assert flaw(lists(schedule, calls, clip, one_queue=False, ties=ties), where, "gloo") == ""
+        for copy, owner in ties.items():
+            mine = [(one.op, one.letter and one.letter.what) for one in made[copy] if one.op in ("TIE", "UPDATE")]
+            steps = [("TIE", "shared gradient"), ("UPDATE", None)]
+            assert [one for one in mine if one in steps] == steps * 4
+            theirs = [one.letter.stage for one in made[owner] if one.op == "TIE" and one.stage == owner]
+            assert theirs.count(copy) == 4 + 4 * (owner in ties and owner == copy)
 
 
 @pytest.mark.parametrize("schedule", RINGS, ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}")

@@ -548,6 +548,15 @@ def test_a_plan_for_weights_tied_by_name_is_refused_with_both_places_unless_one_
             plan(facts, topology, schedule=also(choice, stages=2, points=[point]))
 
 
+def test_replicas_of_stages_refuse_tied_weights():
+    link = Link(1e-4, 1e8)
+    (_, (model, _), _) = tied_models()
+    facts = profile(model, [batch_of(0, 0)] * 4, loss, workers=4)
+    choice = Choice("gpipe", {"stages": 2, "points": [[stage.name for stage in facts.stages][1]]})
+    with pytest.raises(ValueError, match=r"2 replicas of the stages \(data x stage\) do not sum their gradients"):
+        plan(facts, Topology(1, 4, link, link, 1 << 33), schedule=choice)
+
+
 def workload_refusal(rank, world, name):
     task = find(name, small(name))
     with pytest.raises(ValueError, match=r"stages|schedule") as caught:

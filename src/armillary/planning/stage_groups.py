@@ -21,7 +21,10 @@ from armillary.planning.parallax import PLAIN
 from armillary.planning.pricing import Case, coding_seconds, pack_seconds
 from armillary.schedules.method import ScheduleOptions
 
-__all__ = ["NO_WAYS", "GroupPart", "PartCost", "Ways", "crossing", "departures_of", "over_replicas", "parts_of_stage"]
+__all__ = [
+    "NO_WAYS", "GroupPart", "PartCost", "Ways", "charged_to", "crossing", "departures_of", "over_replicas",
+    "parts_of_stage",
+]  # fmt: skip
 
 Ways = Mapping[str, Choice]  # dense exchanges that are asked for, by parameter
 NO_WAYS: Ways = MappingProxyType({})
@@ -64,6 +67,16 @@ def parts_of_stage(
     limits = default_limits(topology.backend)
     cut = [GroupPart(bucket, part.exchange) for part in found.values() for bucket in buckets(part.facts, limits)]
     return sorted(cut, key=lambda part: max(map(arrival_of, part.facts)))
+
+
+def charged_to(stage: int, holding: Sequence[int]) -> int:
+    """The stage whose group is charged with what a stage passes on: its own. One that owns no parameter has none: then
+    the nearest before it, or the first.
+
+    Args:
+        holding: the stages that have groups, rising.
+    """
+    return next((j for j in reversed(holding) if j <= stage), holding[0])
 
 
 def departures_of(choice: Choice | None) -> tuple[str, ...]:

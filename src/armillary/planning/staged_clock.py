@@ -22,10 +22,12 @@ from armillary.facts.stage import StageFact
 from armillary.facts.topology import Link
 from armillary.planning.backward_pieces import Piece, backward_pieces
 from armillary.planning.clock import BusySpan, Clock, Lane, Request, Transfer
+from armillary.planning.copies import copies_of, owners_of
 from armillary.planning.edges import coding_seconds_of, sent_over
 from armillary.planning.pricing import Case, dense_update_seconds, landing_seconds
 from armillary.planning.simulation import Simulation
 from armillary.planning.stage_groups import crossing
+from armillary.planning.staged_tables import reduced_bytes
 from armillary.schedules.checker import SUMS
 from armillary.schedules.edge import EdgeCode, codes_of
 from armillary.schedules.instruction import Instruction, Letter, What
@@ -40,6 +42,7 @@ __all__ = ["ALL_REDUCE", "play"]
 ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
 
 _Key = tuple[Letter, int]  # a letter and its receiver
+SHARED: tuple[What, ...] = ("copy's gradient", "shared gradient")
 WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
 
@@ -116,6 +119,9 @@ class _Play:
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)
         self.stages = list(_stages(plan, case, self.options))
+        begins = [stage.begins for stage in plan.stages]
+        self.ties, copies = owners_of(case.profile, begins), copies_of(case.profile, begins)
+        self.shared_bytes = {stage: reduced_bytes(facts) for stage, facts in copies.items()}
         self.letters: dict[_Key, _Letter] = defaultdict(_Letter)
         self.blocked: dict[_Key, int] = {}  # ranks, by what they wait for
         self.woken: list[int] = []  # ranks that need wait no longer
@@ -140,7 +146,7 @@ class _Play:
             self.options.ranks(self._played) if len(self._played) > 1 else [rank] * schedule.workers,
             clip,
             reduces=self.replicas > 1,
-            wires=Wires(self.case.topology.backend != "gloo", self.codes, self.options.method.lends),
+            wires=Wires(self.case.topology.backend != "gloo", self.codes, self.options.method.lends, ties=self.ties),
         )
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
@@ -330,6 +336,7 @@ class _Play:
             "weights": stage.weight_bytes,
             "forward weights": stage.weight_bytes,
             "backward weights": stage.weight_bytes,
+            **dict.fromkeys(SHARED, self.shared_bytes.get(letter.stage, 0)),
         }
         return bytes_of.get(letter.what, NORM_BYTES)
 

@@ -18,9 +18,18 @@ from armillary.facts.plan import Choice, Forecast, Group, Plan
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_plan import StagePlan
+from armillary.planning.copies import uses_of
 from armillary.planning.edges import EdgeRequests, loads_with_edges, notes_on_edges, sent_over
 from armillary.planning.pricing import Case, landing_seconds
-from armillary.planning.stage_groups import NO_WAYS, GroupPart, Ways, crossing, departures_of, parts_of_stage
+from armillary.planning.stage_groups import (
+    NO_WAYS,
+    GroupPart,
+    Ways,
+    charged_to,
+    crossing,
+    departures_of,
+    parts_of_stage,
+)
 from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableRequest, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.balance import balanced
@@ -32,6 +41,7 @@ from armillary.schedules.registry import SCHEDULES, read
 from armillary.schedules.rows import refuse_rows
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
+from armillary.schedules.ties import ParameterUse, complaint
 from armillary.schedules.unsharded import TOKENS
 from armillary.schedules.weights_held import kept_copies
 
@@ -52,6 +62,7 @@ class _Subject:
     stages: tuple[StageLoad, ...]
     parameters: tuple[tuple[ParameterFact, ...], ...]  # trained and kept whole, by stage
     tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
+    copies: tuple[tuple[ParameterFact, ...], ...]  # owned by an earlier stage, by stage
 
 
 def plan_staged(
@@ -96,6 +107,7 @@ def plan_staged(
         notes=(
             *notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
             *notes_on_edges(options),
+            *_notes_on_copies(subject),
         ),
         priced_with=case.assumptions.as_fields(),
     )
@@ -133,7 +145,8 @@ def staged_ways(case: Case) -> Iterator[StagedWay]:
 def _held(subject: _Subject, case: Case) -> Iterator[float]:
     """What each worker holds: weights, gradients, state and activations."""
     for j, load in enumerate(subject.stages):
-        weights = load.weight_bytes * kept_copies(subject.options, j, 1, case.slots_of(subject.parameters[j]))
+        held = (*subject.parameters[j], *subject.copies[j])
+        weights = load.weight_bytes * kept_copies(subject.options, j, 1, case.slots_of(held))
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
@@ -142,11 +155,16 @@ def _by_row(j: int, subject: _Subject, asked: Mapping[str, TableRequest], case: 
 
 
 def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]:
-    """The first of them is charged with what the schedule's own messages carry."""
+    """The first of them is charged with what the schedule's own messages carry, see `charged_to`."""
     options, load, schedule = subject.options, subject.stages[j], subject.schedule
     layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
     parts = parts_of_stage(subject.parameters[j], options, case.topology, ways)
     count = sum(len(part.facts) for part in parts)
+    holding = [i for i in range(options.stages) if subject.parameters[i] or subject.tables[i]]
+    passed = Forecast()
+    for i in range(options.stages):
+        if charged_to(i, holding) == j:
+            passed = passed + _passed(i, subject, case)
     for place, part in enumerate(parts):
         forecast = _forecast(j, part, subject, case)
         departures = ("stale",) * (schedule.stale_share > 0) + ("uncoupled",) * bool(schedule.uncoupled)
@@ -157,7 +175,7 @@ def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]
             exchange=part.exchange,
             stage=j,
             departures=(*departures, *departures_of(part.exchange)),
-            forecast=forecast if place else forecast + _passed(j, subject, case),
+            forecast=forecast if place else forecast + passed,
             reason=f"from {load.first}" + (f" to {load.last}" if count > 1 else ""),
         )
 
@@ -192,37 +210,46 @@ def _subject(case: Case, options: ScheduleOptions, asked: Collection[str] = ()) 
     parts = [units[start:end] for start, end in pairwise(edges)]
     owner = {unit.name: j for j, part in enumerate(parts) for unit in part}
     parameters: list[list[ParameterFact]] = [[] for _ in parts]
+    copies: list[list[ParameterFact]] = [[] for _ in parts]
     for fact in profile.parameters:
         if fact.requires_grad:
-            _refuse_tie(fact, owner)
-            parameters[owner[_stage_of(fact, profile)]].append(fact)
+            uses = uses_of(fact, owner)
+            _refuse_tie(uses, fact.name in asked, options, case.topology.workers)
+            first = uses[0].stage if len(uses) > 1 else owner[_stage_of(fact, profile)]
+            parameters[first].append(fact)
+            for use in uses[1:]:
+                copies[use.stage].append(fact)
     whole = tuple(tuple(fact for fact in facts if fact.name not in asked) for facts in parameters)
     tables = tuple(tuple(fact for fact in facts if fact.name in asked) for facts in parameters)
-    loads = tuple(_load(part, facts, case) for part, facts in zip(parts, whole, strict=True))
+    loads = tuple(_load(part, [*own, *copied], case) for part, own, copied in zip(parts, whole, copies, strict=True))
     begins = tuple(part[0].name for part in parts)
     loads = loads_with_edges(loads, options, case)
-    return _Subject(options, options.schedule(), begins, loads, whole, tables)
+    return _Subject(options, options.schedule(), begins, loads, whole, tables, tuple(map(tuple, copies)))
 
 
-def _refuse_tie(fact: ParameterFact, owner: Mapping[str, int]) -> None:
+def _refuse_tie(uses: Sequence[ParameterUse], is_by_row: bool, options: ScheduleOptions, workers: int) -> None:
     """
     Raises:
-        ValueError: the names of one parameter lie in several stages, which would read it at different ages.
+        ValueError: several stages hold the parameter, and its copies would not be kept alike.
     """
-    places = [(name, stage) for name in (fact.name, *fact.aliases) for stage in _held_in(name, owner)]
-    for name, stage in places[1:]:
-        if stage != places[0][1]:
+    for use in uses[1:]:
+        if said := complaint(options, workers, uses[0], use):
+            raise ValueError(said)
+        if is_by_row:
             raise ValueError(
-                f"schedule: {places[0][0]} of stage {places[0][1]} and {name} of stage {stage} are one parameter; its "
-                f"two uses would see weights of different age. Cut so that both are in one stage (points=[...]), or "
-                f"untie them"
+                f"schedule: {uses[0].name} of stage {uses[0].stage} and {use.name} of stage {use.stage} are one "
+                "parameter, of which each stage keeps a whole copy; drop its row_sharded constraint"
             )
 
 
-def _held_in(name: str, owner: Mapping[str, int]) -> list[int]:
-    """The stage of the innermost module of the profile that holds a parameter of this name, if one does."""
-    holders = [unit for unit in owner if name.startswith(f"{unit}.")]
-    return [owner[max(holders, key=len)]] if holders else []
+def _notes_on_copies(subject: _Subject) -> Iterator[str]:
+    for stage, facts in enumerate(subject.copies):
+        for fact in facts:
+            first = next(j for j, own in enumerate(subject.parameters) if fact in own)
+            yield (
+                f"stages {first} and {stage} share {fact.name}: each has a copy and its optimizer state; the sum of "
+                f"both gradients is made in stage {first} before every step"
+            )
 
 
 def _stage_of(fact: ParameterFact, profile: Profile) -> str:
@@ -258,7 +285,8 @@ def _forecast(j: int, part: GroupPart, subject: _Subject, case: Case) -> Forecas
     options, workers = subject.options, case.topology.workers
     across = workers // options.replicas(workers)
     held = options.method.copies(options, j, across, case.slots_of(part.facts))
-    weights = Forecast(memory_bytes=held * sum(fact.bytes for fact in part.facts))
+    copied = [fact for facts in subject.copies for fact in facts if fact in part.facts]
+    weights = Forecast(memory_bytes=held * sum(fact.bytes for fact in (*part.facts, *copied)))
     if part.exchange is None:
         return weights
     crossed = crossing(part.facts, part.exchange, options, case)
@@ -270,6 +298,7 @@ def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
     options, load, topology = subject.options, subject.stages[j], case.topology
     across = topology.workers // options.replicas(topology.workers)
     steps, messages = options.method.traffic(options, j)
+    shared = 2 * reduced_bytes(subject.copies[j])  # a copy's gradients on their way to the owner, and their sums back
     if not messages:
         return Forecast()
     below, codes = subject.stages[max(0, j - 1)], codes_of(options.edges)
@@ -283,5 +312,7 @@ def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS.values(), load.weight_bytes),
     }
-    sent = sum(bytes_of[message.content] for message in messages) / steps / across
-    return Forecast(sent, 0.0, topology.link.seconds(sent, round(len(messages) / steps)))
+    passed = sum(bytes_of[message.content] for message in messages) / steps
+    sent = (passed + shared) / across
+    count = round(len(messages) / steps) + 2 * bool(shared)
+    return Forecast(sent, 0.0, topology.link.seconds(sent, count))

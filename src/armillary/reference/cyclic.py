@@ -48,7 +48,7 @@ class Reference:
         clip: of the mean gradient of every step.
 
     Raises:
-        ValueError: the schedule has other stages, or a parameter is in two of them.
+        ValueError: the schedule has other stages, or a parameter is in two of them that read old weights.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Reference:
         if len(stages) != schedule.stages:
             raise ValueError(f"reference: the schedule has {schedule.stages} stages, the model {len(stages)}")
         everywhere = [parameter for stage in stages for parameter in stage.parameters()]
-        if len(everywhere) != len({id(parameter) for parameter in everywhere}):
+        if schedule.stale_share and len(everywhere) != len({id(parameter) for parameter in everywhere}):
             raise ValueError("reference: a parameter is in two stages; want stages without tied weights")
         self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
         self.drains: list[int] = []

@@ -9,9 +9,13 @@ a letter follows that backward, it goes first: another rank waits for it, and wh
 are waited for by the stage's `UPDATE`, which comes as late as it may: before the first forward that reads what it
 makes, at the end of the step at the latest, or of the one after where every micro-batch reads old weights. What the
 rank does meanwhile hides them. Where squares of several stages travel, they are waited for at once.
+
+Note [Ties]. Stages that share parameters keep a copy each. Gradients of a copy go to the stage that owns the parameter
+behind its last backward, and are added there behind the owner's (`TIE`). The sum goes back, and takes the place of the
+copy's own: so both step alike, and only the owner's square counts it. A copy's stage is stepped when the sum is there.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 
 from armillary.schedules.action_queue import ScheduledAction
@@ -69,6 +73,11 @@ class Chain:
         ]  # last backwards, whose update is to come
         self._made = [0] * schedule.stages  # versions
         self._summed = [0] * schedule.stages  # steps whose square has been added
+        self._ties = written.wires.ties
+        self._copies: dict[int, list[int]] = defaultdict(list)  # by owner, the stages that hold copies
+        for copy, of in sorted(self._ties.items()):
+            self._copies[of].append(copy)
+        self._unsummed: dict[int, ScheduledAction] = {}  # last backwards of stages with copies, see Note [Ties]
         self._waiting: dict[tuple[int, int], ScheduledAction] = {}  # last backwards, by step and stage
 
     @property
@@ -143,11 +152,53 @@ class Chain:
             self._reduce(due, owner)
         if due.stage in self._served:
             self._do("PUSH", due, self._written.rank)
+        self._give_copies_gradients(due, owner)
+        self._add_copies_gradients(due, owner)
         if not self._has_norms:
-            self._reduced[due.stage].append(due)
-            if not self._reduces:
-                self._make(due.stage, due.step + 1)
+            if due.stage not in self._ties:
+                self._step(due)
+            self._step_copies(due)
             return
+        self._count_squares(due)
+        self._step_copies(due)
+
+    def _step(self, due: ScheduledAction) -> None:
+        """The stage's update may come."""
+        self._reduced[due.stage].append(due)
+        if not self._reduces:
+            self._make(due.stage, due.step + 1)
+
+    def _give_copies_gradients(self, due: ScheduledAction, owner: int) -> None:
+        """To the owner of what this stage has copies of; see Note [Ties]."""
+        if due.stage in self._ties:
+            self._unsummed[due.stage] = due
+            self._written.passes(_of_copy(due, due.stage), owner, self._stages[self._ties[due.stage]], due.tick)
+
+    def _add_copies_gradients(self, due: ScheduledAction, owner: int) -> None:
+        """This stage owns parameters of which others have copies; see Note [Ties]."""
+        for copy in self._copies.get(due.stage, ()):
+            self._tie(_of_copy(due, copy), due, self._stages[copy], owner)
+        for copy in self._copies.get(due.stage, ()):
+            self._written.passes(_shared(due, copy), owner, self._stages[copy], due.tick)
+
+    def _step_copies(self, due: ScheduledAction) -> None:
+        """The sums of what this stage owns are on their way."""
+        for copy in self._copies.get(due.stage, ()):
+            waiting = self._unsummed.pop(copy)
+            self._tie(_shared(due, copy), due._replace(stage=copy), self._stages[due.stage], self._stages[copy])
+            if self._has_norms:
+                self._do("UPDATE", waiting, self._stages[copy])
+            else:
+                self._step(waiting)
+
+    def _tie(self, letter: Letter, due: ScheduledAction, sender: int, reader: int) -> None:
+        if reader == self._written.rank:
+            place = due.tick, due.step, due.micro_batch, due.stage
+            self._written.add(Instruction("TIE", *place, letter, sender))
+        self._written.reads(letter, sender, reader, due.tick)
+
+    def _count_squares(self, due: ScheduledAction) -> None:
+        """Where they travel; stages are stepped that have added theirs."""
         self._waiting[due.step, due.stage] = due
         for j in reversed(range(self._schedule.stages)):  # squares are added the last stage first
             if self._summed[j] > due.step:
@@ -187,7 +238,8 @@ class Chain:
         else:
             self._known[0] += 1
             self._pass_up(0, due.step, tick)
-        self._do("UPDATE", due, owner)
+        if j not in self._ties:
+            self._do("UPDATE", due, owner)
 
     def _know(self, place: int, tick: int) -> None:
         step, sender, reader = self._known[place], self._path[place - 1], self._path[place]
@@ -207,3 +259,11 @@ class Chain:
     def _do(self, op: Op, due: ScheduledAction, owner: int) -> None:
         if owner == self._written.rank:
             self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))
+
+
+def _of_copy(due: ScheduledAction, copy: int) -> Letter:
+    return Letter("copy's gradient", due.step, NO_MICRO_BATCH, copy)
+
+
+def _shared(due: ScheduledAction, copy: int) -> Letter:
+    return Letter("shared gradient", due.step, NO_MICRO_BATCH, copy)

@@ -4,6 +4,8 @@ Source: Huang et al., GPipe, 2019. Departure: backwards run in the order of the 
 reversed, so that gradients are summed in micro-batch order.
 """
 
+from dataclasses import replace
+
 from armillary.facts.profile_table import bytes_text
 from armillary.schedules.action import Action
 from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
@@ -36,9 +38,12 @@ def _notes(planned: Planned) -> list[str]:
 
 SCHEDULES.register(
     "gpipe",
-    pipeline_method(
-        table=lambda options: gpipe(options.stages, options.micro_batches),
-        pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
-        notes=_notes,
+    replace(
+        pipeline_method(
+            table=lambda options: gpipe(options.stages, options.micro_batches),
+            pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
+            notes=_notes,
+        ),
+        sums_ties=True,
     ),
 )

@@ -9,6 +9,8 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
     REDUCE            a stage's gradients of a step are averaged over the ranks that hold the stage, group by group:
                       each from now on as soon as it is final, from inside the B that follows if one does
     SUM               gradients of a stage from another rank join those here
+    TIE               gradients of parameters that stages share join those of the stage that owns them; their sum
+                      takes the place of a copy's
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
     UNSHARD, RESHARD  weights of a stage come from another rank: the next version, to stay, or those that one action
                       reads; what came for an action goes, or, at the owner, a version that nobody needs any more
@@ -30,18 +32,19 @@ NO_MICRO_BATCH = -1
 
 Op = Literal[
     "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "ADOPT", "NORM",
-    "KNOW", "SERVE", "PUSH",
+    "KNOW", "SERVE", "PUSH", "TIE",
 ]  # fmt: skip
 What = Literal[
     "activation", "activation gradient", "partial gradient", "gradient", "weights", "forward weights",
-    "backward weights", "partial norm", "norm", "buffers",
+    "backward weights", "partial norm", "norm", "buffers", "copy's gradient", "shared gradient",
 ]  # fmt: skip
 
 
 class Letter(NamedTuple):
     """What one rank sends another, named by the place where it was made. Norms are of a step: micro-batch -1. Weights
     are of the version that a step may read first; their micro-batch is that of the rank that sends them. Those lent for
-    an action, its forward or backward weights, have the place of that action, and say their version."""
+    an action, its forward or backward weights, have the place of that action, and say their version. Gradients of
+    parameters that stages share name the stage that has the copy."""
 
     what: What
     step: int
@@ -93,7 +96,7 @@ class Instruction(NamedTuple):
             return Letter("activation gradient", self.step, self.micro_batch, self.stage + 1)
         if self.op == "NORM":
             return Letter("partial norm", self.step, NO_MICRO_BATCH, self.stage + 1)
-        return self.letter if self.op in ("SUM", "UNSHARD", "ADOPT", "KNOW") else None
+        return self.letter if self.op in ("SUM", "TIE", "UNSHARD", "ADOPT", "KNOW") else None
 
     def __str__(self) -> str:
         at = f"{self.op} {self.stage}.{self.micro_batch} of step {self.step}"

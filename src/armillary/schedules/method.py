@@ -259,6 +259,7 @@ class Method:
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
         has_rows: tables may be kept by row under it.
+        sums_ties: stages may share parameters: their gradients are summed over the stages before a step (`ties.py`).
         has_exchanges: gradients of whole parameters are averaged over ranks by exchanges, not by its own messages.
         no_edges: why what stages hand on cannot be coded; empty where it can.
         implied: (options given, processes) -> options that follow from the number of processes.
@@ -289,6 +290,7 @@ class Method:
     keeps_own_statistics: bool = False
     has_rows: bool = False
     has_exchanges: bool = False
+    sums_ties: bool = False
     no_edges: str = "every process runs the whole model, so no activation goes to another"
     implied: Callable[[Options, int], Options] = _nothing_implied
     defaults: Callable[[Options, int], Options] = _nothing_implied

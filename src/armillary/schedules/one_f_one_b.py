@@ -3,6 +3,8 @@
 Source: PipeDream-Flush (Narayanan et al., 2021); the same bubble as GPipe.
 """
 
+from dataclasses import replace
+
 from armillary.facts.profile_table import bytes_text
 from armillary.schedules.action import Action
 from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
@@ -45,10 +47,13 @@ def _notes(planned: Planned) -> list[str]:
 
 SCHEDULES.register(
     "one_f_one_b",
-    pipeline_method(
-        table=lambda options: one_f_one_b(options.stages, options.micro_batches),
-        pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
-        notes=_notes,
+    replace(
+        pipeline_method(
+            table=lambda options: one_f_one_b(options.stages, options.micro_batches),
+            pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
+            notes=_notes,
+        ),
+        sums_ties=True,
     ),
     aliases={"1f1b": {}},
 )

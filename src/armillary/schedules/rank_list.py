@@ -14,13 +14,15 @@ and the sender lets go of it with its first action after the one that needed it.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from armillary.schedules.edge import Codes
 from armillary.schedules.instruction import Instruction, Letter, Op
 
-__all__ = ["ONE_QUEUE", "RankList", "Wires"]
+__all__ = ["ONE_QUEUE", "RankList", "Ties", "Wires"]
+
+Ties = Mapping[int, int]  # by stage that holds copies of parameters, the stage that owns them
 
 PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
 
@@ -34,12 +36,14 @@ class Wires:
         codes: of edges that are coded.
         lends: whether only the owner of a stage keeps its weights, where several ranks run it. Room is short then.
         buffered: stages whose buffers travel, where micro-batches take turns on ranks.
+        ties: stages that share parameters.
     """
 
     one_queue: bool = True
     codes: Codes = field(default_factory=dict)
     lends: bool = False
     buffered: Collection[int] = ()
+    ties: Ties = field(default_factory=dict)
 
 
 ONE_QUEUE = Wires()

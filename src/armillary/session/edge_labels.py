@@ -8,6 +8,7 @@ import re
 from typing import get_args
 
 from armillary.facts.plan import Group, Plan
+from armillary.planning.stage_groups import charged_to
 from armillary.runtime.mailbox import LENGTHS
 from armillary.schedules.instruction import What
 from armillary.session.tally import OTHER
@@ -28,7 +29,9 @@ class EdgeLabels:
     """Of a plan's schedule; `Letter.edge` is the name of one."""
 
     def __init__(self, plan: Plan) -> None:
-        self._charged = {group.stage: group.name for group in reversed(plan.groups)}
+        first = {group.stage: group.name for group in reversed(plan.groups)}
+        holding = sorted(first)
+        self._charged = {stage: first[charged_to(stage, holding)] for stage in range(len(plan.stages) or 1) if holding}
         groups = {group.name: group.name for group in plan.groups}
         self._group_of = groups | {name: group.name for group in plan.groups for name in group.parameters}
 

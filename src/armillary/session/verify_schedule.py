@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from armillary.facts.plan import Plan
 from armillary.reference.beside_whole import Beside, beside_whole
 from armillary.runtime.hybrid.handle import TableHandle
+from armillary.runtime.partition.stages import ties_of
 from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
@@ -155,8 +156,9 @@ def _rows_beside(beside: Beside) -> Iterator[Difference]:
 def _is_summed_in_order(run: OwnedLoop) -> bool:
     """Whether every sum is made in the reference's order. gloo's of three ranks is not; nor is a table's that a forward
     looks up several times, of which autograd adds the last first, or by embedding_bag, whose backward adds a row's
-    repeats in an order that depends on which other rows there are."""
-    if run.tables:
+    repeats in an order that depends on which other rows there are. Nor is that of a parameter which stages share: one
+    process adds both gradients micro-batch by micro-batch."""
+    if run.tables or ties_of(run.parts.stages):
         return False
     sums = run.workers if run.options.method.is_even else run.options.replicas(run.workers)
     return sums < 3

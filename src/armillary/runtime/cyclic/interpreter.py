@@ -32,16 +32,17 @@ from armillary.runtime.cyclic.lent_bytes import LentBytes
 from armillary.runtime.cyclic.next_forwards import NextForwards
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.seat import Seat, side_by_side
+from armillary.runtime.cyclic.shared_gradients import shared_gradients
 from armillary.runtime.cyclic.stage_buffers import StageBuffers
 from armillary.runtime.cyclic.stage_pass import OwnLoss, Reads, StageActivation, Value, detached, forward_stage
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.updates import Updates
+from armillary.runtime.cyclic.updates import Updates, forget_others
 from armillary.runtime.cyclic.versions import StageWeights, parameters_of
 from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
-from armillary.runtime.partition.stages import Stage
+from armillary.runtime.partition.stages import Stage, ties_of
 from armillary.schedules.by_worker import placed
 from armillary.schedules.edge import remembering
 from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter, What
@@ -83,16 +84,11 @@ class Interpreter:
         clip = None if spec.clip is None else spec.clip.over(schedule.stages)
         self._where = where = placed(schedule, seat.ranks)
         where.refuse_late_norm(clip)
+        shared = shared_gradients(ties_of(stages))
+        owners = {copy: one.owner for copy, one in shared.items()}
         buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
-        self._lowering = Lowering(
-            schedule,
-            seat.rank,
-            seat.ranks,
-            clip,
-            served=tuple(seat.tables),
-            reduces=seat.replicas.reduces,
-            wires=Wires(seat.one_queue, spec.codes, spec.lends, buffered),
-        )
+        wires, reduces = Wires(seat.one_queue, spec.codes, spec.lends, buffered, owners), seat.replicas.reduces
+        self._lowering = Lowering(schedule, seat.rank, seat.ranks, clip, tuple(seat.tables), reduces, wires)
         self.micro_batches = list(where.handed_in(seat.rank))
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
         self._reducers = {j: seat.replicas.reducer(j, self._is_late(j)) for j in self._stages if seat.replicas.reduces}
@@ -102,12 +98,12 @@ class Interpreter:
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
         self._kept = dict.fromkeys(self._lowering.lends, 0)  # the oldest version that other ranks may still get
         flat = {j: self.borrowed[j].flat if j in self.borrowed else self._weights[j].flat for j in self._stages}
-        self._sums = {j: StageSums(one, schedule.micro_batches // self._in_a_sum(j)) for j, one in flat.items()}
+        self._sums = {
+            j: StageSums(one, schedule.micro_batches // self._in_a_sum(j), shared, j) for j, one in flat.items()
+        }
         self._buffers = {j: StageBuffers(self._stages[j].module) for j in self._lowering.passed & {*self._stages}}
         self._updates = Updates(list(self._weights.values()), clip, self.drains)
-        for stage in stages:
-            for parameter in stage.module.parameters() if stage.index not in self._lowering.owned else ():
-                optimizer.state.pop(parameter, None)
+        forget_others(optimizer, stages, self._lowering.owned)
         own = [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
         self._device, self._device_type = own[0].device if own else torch.device("cpu"), device_type_of(own)
         self._mailbox = None if seat.channel is None else Mailbox(seat.channel, self._device, seat.one_queue)
@@ -132,6 +128,8 @@ class Interpreter:
             "backward weights": self._to_lend,
             "norm": lambda letter: [self._norm],
             "buffers": lambda letter: self._buffers[letter.stage].packed(),
+            "copy's gradient": lambda letter: self._sums[letter.stage].shared(letter),
+            "shared gradient": lambda letter: self._sums[owners[letter.stage]].shared(letter),
         }
         self._carries: Mapping[str, Callable[[Instruction], None]] = {
             "F": self._forward,
@@ -141,6 +139,7 @@ class Interpreter:
             "OVER": self._see_over,
             "REDUCE": self._reduce,
             "SUM": self._join,
+            "TIE": self._join,
             "UPDATE": self._update,
             "UNSHARD": self._unshard,
             "RESHARD": self._reshard,
@@ -242,7 +241,8 @@ class Interpreter:
         step, micro_batch, j = one.place
         version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
         is_last = j == self.schedule.stages - 1
-        loss = OwnLoss(partial(self._loss, j, self._targets.pop(one.place)), is_last) if j in self._losses else None
+        target = self._targets.pop(one.place, None)
+        loss = OwnLoss(lambda output: self._losses[j](output, target), is_last) if j in self._losses else None
         rows = tables[j].visit(one.place, version) if j in tables else None
         value, self._flights[one.place] = forward_stage(
             self._stages[j],
@@ -266,10 +266,6 @@ class Interpreter:
             borrowing = self.borrowed[one.stage].read(version)
             return Reads(version, borrowing.weights, rows, borrowing)
         return Reads(version, self._weights[one.stage].read(one.step, one.micro_batch, version), rows)
-
-    def _loss(self, j: int, target: Any, output: Any) -> Tensor:
-        value: Tensor = self._losses[j](output, target)
-        return value
 
     def _backward(self, one: Instruction) -> None:
         self.lent_bytes.look()
@@ -300,7 +296,7 @@ class Interpreter:
 
     def _join(self, one: Instruction) -> None:
         assert one.letter is not None
-        self._sums[one.stage].join(one.step, self._taken(one.letter).leaves)
+        self._sums[one.stage].join(one.letter, self._taken(one.letter).leaves)
 
     def _update(self, one: Instruction) -> None:
         self._updates.complete(self._weights[one.stage], one.step, self._sums[one.stage].mean(one.step))

@@ -4,14 +4,17 @@ Where several ranks run a stage, a flat sum with counts goes from one to the nex
 added to in place, and a rank that is the first packs its own. The sum is divided once, where it is whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
+from armillary.runtime.cyclic.shared_gradients import SharedGradients
 from armillary.runtime.cyclic.step_means import Means
 from armillary.schedules.clipping import square_of_stage
+from armillary.schedules.instruction import Letter
 
 __all__ = ["StageSums"]
 
@@ -21,10 +24,14 @@ class StageSums:
     Args:
         flat: the stage's layout.
         ranks: that make a sum together; each has divided by the number of its own micro-batches.
+        shared: what stages share, by the one that has copies. The other counts them in its norm.
+        stage: the number of this one.
     """
 
-    def __init__(self, flat: FlatStage, ranks: int) -> None:
-        self._flat, self._ranks = flat, ranks
+    def __init__(
+        self, flat: FlatStage, ranks: int, shared: Mapping[int, SharedGradients] = MappingProxyType({}), stage: int = 0
+    ) -> None:
+        self._flat, self._ranks, self._shared, self._copies = flat, ranks, shared, shared.get(stage)
         self._own: dict[int, Means] = {}  # by step
         self._coming: dict[int, Callable[[], Means]] = {}  # means over replicas
         self._sums: dict[int, Flats] = {}
@@ -42,8 +49,15 @@ class StageSums:
             found = self._coming.pop(step)()
             self._own[step] = {p: found[p] for p in self._flat.parameters if p in found}
 
-    def join(self, step: int, came: Flats) -> None:
-        """Gradients of another rank, or the sum of several, with what is here."""
+    def join(self, letter: Letter, came: Flats) -> None:
+        """Gradients of another rank, or the sum of several, with what is here. Of what stages share: a copy's are
+        added to those here, or their sum takes the place of the copy's here."""
+        step = letter.step
+        if letter.what in ("copy's gradient", "shared gradient"):
+            shared, own = self._shared[letter.stage], self._whole(step)
+            found = shared.added(own, came) if letter.what == "copy's gradient" else shared.replaced(own, came)
+            self._own[step] = {p: found[p] for p in self._flat.parameters if p in found}
+            return
         if step in self._own:
             own = self._own.pop(step)
             self._flat.add_gradients(came, [own.get(parameter) for parameter in self._flat.parameters])
@@ -58,11 +72,21 @@ class StageSums:
         own = self._own.pop(step)
         return self._flat.pack_gradients([own.get(parameter) for parameter in self._flat.parameters])
 
+    def shared(self, letter: Letter) -> Flats:
+        """What is here of the parameters that another stage shares."""
+        return self._shared[letter.stage].packed(self._whole(letter.step))
+
+    def _whole(self, step: int) -> Means:
+        """This rank's, when all is here."""
+        self._landed(step)
+        return self._own[step]
+
     def square(self, step: int) -> Tensor:
         """Of the norm of the mean, when all is here."""
         self._landed(step)
         if step in self._own:
-            return square_of_stage(self._own[step].values())
+            own = self._own[step]
+            return square_of_stage((own if self._copies is None else self._copies.without(own)).values())
         found = self._flat.unpack_gradients(self._sums[step])
         return square_of_stage(found[place] / self._ranks for place in sorted(found))
 

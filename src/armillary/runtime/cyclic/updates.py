@@ -9,12 +9,14 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.step_means import Means
+from armillary.runtime.partition.stages import Stage
 from armillary.schedules.clipping import Clip, square_of_stage
 
-__all__ = ["Stepped", "Updates", "clipped"]
+__all__ = ["Stepped", "Updates", "clipped", "forget_others"]
 
 
 class Stepped(Protocol):
@@ -32,6 +34,13 @@ def clipped(means: Means, square: Tensor, clip: Clip) -> Means:
     """The gradients multiplied by one factor, from the squared norm."""
     factor = clip.factor(square)
     return {parameter: gradient * factor for parameter, gradient in means.items()}
+
+
+def forget_others(optimizer: Optimizer, stages: Sequence[Stage], owned: Collection[int]) -> None:
+    """The optimizer loses the state of what no stage owned here holds."""
+    kept = {parameter for stage in stages if stage.index in owned for parameter in stage.module.parameters()}
+    for parameter in [one for stage in stages for one in stage.module.parameters() if one not in kept]:
+        optimizer.state.pop(parameter, None)
 
 
 class Updates:

@@ -26,10 +26,11 @@ from armillary.facts.structure import TakenApart, take_apart
 from armillary.runtime.partition.found_buffers import FoundBuffers
 from armillary.runtime.partition.places import Places
 from armillary.schedules.balance import Cost, balanced
+from armillary.schedules.ties import ParameterUse, refuse_chains
 
 __all__ = [
-    "ChainModule", "Cost", "ParameterUse", "Stage", "balanced", "chain", "costs", "cut", "refuse_ties", "same_as_model",
-    "tie_complaint", "ties_between",
+    "ChainModule", "Cost", "Stage", "Tie", "balanced", "chain", "costs", "cut", "same_as_model", "ties_between",
+    "ties_of",
 ]  # fmt: skip
 
 
@@ -40,11 +41,11 @@ class ChainModule(NamedTuple):
     module: nn.Module
 
 
-class ParameterUse(NamedTuple):
-    """A parameter in one of the stages that hold it. name: by which the stage reads it."""
+class Tie(NamedTuple):
+    """Parameters that a stage shares with an earlier one, which owns them. parameters: by the model's names."""
 
-    stage: int
-    name: str
+    owner: int
+    parameters: dict[str, nn.Parameter]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ def cut(model: nn.Module, links: Sequence[ChainModule], points: Sequence[int]) -
     """Stages of a chain, a new one beginning at each of `points` (positions in `links`, rising, none of them 0).
 
     Raises:
-        ValueError: points out of order, or weights that two stages share.
+        ValueError: points out of order.
     """
     edges = [0, *points, len(links)]
     if any(after <= before for before, after in pairwise(edges)):
@@ -139,17 +140,7 @@ def cut(model: nn.Module, links: Sequence[ChainModule], points: Sequence[int]) -
         names = {local: own[id(parameter)] for local, parameter in module.named_parameters()}
         aliases = {own[one]: name for one, name in read.items() if own[one] != name}
         stages.append(Stage(index, module, names, aliases))
-    refuse_ties(stages)
     return stages
-
-
-def refuse_ties(stages: Sequence[Stage]) -> None:
-    """
-    Raises:
-        ValueError: two stages share a parameter; they would read it at different ages and update it at different times.
-    """
-    for first, second in ties_between(stages):
-        raise ValueError(tie_complaint(first, second))
 
 
 def ties_between(stages: Sequence[Stage]) -> Iterator[tuple[ParameterUse, ParameterUse]]:
@@ -163,12 +154,23 @@ def ties_between(stages: Sequence[Stage]) -> Iterator[tuple[ParameterUse, Parame
                 yield first[id(parameter)], here
 
 
-def tie_complaint(first: ParameterUse, second: ParameterUse) -> str:
-    """Why two stages may not share a parameter."""
-    return (
-        f"stages: {first.name} of stage {first.stage} and {second.name} of stage {second.stage} are one parameter; "
-        f"its two uses would see weights of different age. Cut so that both are in one stage, or untie them"
-    )
+def ties_of(stages: Sequence[Stage]) -> dict[int, Tie]:
+    """What is trained and shared, by the stage that holds copies.
+
+    Raises:
+        ValueError: a stage holds copies of several others' parameters.
+    """
+    named = {stage.names[n]: p for stage in stages for n, p in stage.module.named_parameters() if p.requires_grad}
+    held = [[name for name in dict.fromkeys(stage.names.values()) if name in named] for stage in stages]
+    first = {name: stage.index for stage, names in zip(reversed(stages), reversed(held)) for name in names}
+    owners: dict[int, set[int]] = {}
+    shared: dict[int, dict[str, nn.Parameter]] = {}
+    for stage, names in zip(stages, held, strict=True):
+        for name in names:
+            if first[name] != stage.index:
+                owners.setdefault(stage.index, set()).add(first[name])
+                shared.setdefault(stage.index, {})[name] = named[name]
+    return {stage: Tie(owner, shared[stage]) for stage, owner in refuse_chains(owners).items()}
 
 
 def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:

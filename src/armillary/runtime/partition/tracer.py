@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from armillary.facts.structure import Structure, TakenApart, take_apart, unopened
-from armillary.runtime.partition.stages import Stage, refuse_ties
+from armillary.runtime.partition.stages import Stage
 
 __all__ = ["cut_traced"]
 
@@ -140,7 +140,7 @@ def cut_traced(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) 
         points: paths of modules in the order in which the forward reaches them.
 
     Raises:
-        ValueError: it cannot be traced, and which module stopped it; a point it never reaches; tied weights.
+        ValueError: it cannot be traced, and which module stopped it; a point it never reaches.
     """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -234,7 +234,6 @@ def _stages(
         names = {local: model_names[id(parameter)] for local, parameter in module.named_parameters()}
         aliases = {model_names[one]: name for one, name in read_as[index].items() if model_names[one] != name}
         stages.append(Stage(index, module, names, aliases))
-    refuse_ties(stages)
     return stages
 
 

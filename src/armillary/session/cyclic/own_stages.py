@@ -7,15 +7,28 @@ import torch
 from torch import nn
 
 from armillary.runtime.hybrid.handle import TableHandle
-from armillary.runtime.partition.stages import Stage
+from armillary.runtime.partition.stages import Stage, ties_of
 from armillary.runtime.transport import Transport
 
-__all__ = ["OwnStages", "held_whole"]
+__all__ = ["OwnStages", "held_whole", "share_first"]
 
 
 def held_whole(stage: Stage) -> list[nn.Parameter]:
     """The parameters of a stage whose rows are not spread over the processes."""
     return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
+
+
+def share_first(stages: Sequence[Stage], owners: Sequence[int], transport: Transport) -> None:
+    """Collective, before the first step: copies of what stages share are their owner's. owners: by stage, its rank."""
+    for tie in ties_of(stages).values():
+        for parameter in tie.parameters.values():
+            transport.spread(parameter, owners[tie.owner])
+
+
+def _first_held(stages: Sequence[Stage], stage: Stage) -> list[nn.Parameter]:
+    """What no stage before holds, too."""
+    before = {id(p) for one in stages[: stage.index] for p in one.module.parameters()}
+    return [p for p in held_whole(stage) if id(p) not in before]
 
 
 class OwnStages:
@@ -27,9 +40,10 @@ class OwnStages:
 
     def __init__(self, stages: Sequence[Stage], kept: Collection[int], transport: Transport) -> None:
         self._stages, self._transport = stages, transport
-        others = [stage for stage in stages if stage.index not in kept]
+        mine = {id(p) for stage in stages if stage.index in kept for p in stage.module.parameters()}
         self._buffers = [b for stage in stages if stage.index in kept for b in stage.module.buffers()]
-        self._away = [(p, p.shape) for stage in others for p in held_whole(stage)]
+        self._held = {stage.index: _first_held(stages, stage) for stage in stages}
+        self._away = [(p, p.shape) for held in self._held.values() for p in held if id(p) not in mine]
         self._empty()
 
     @contextmanager
@@ -45,7 +59,7 @@ class OwnStages:
             parameter.data = parameter.data.new_empty(shape)
         with torch.no_grad():
             for stage in self._stages:
-                for parameter in held_whole(stage):
+                for parameter in self._held[stage.index]:
                     self._transport.spread(parameter, owners[stage.index])
                 for buffer in stage.module.buffers():
                     self._transport.spread(buffer, keepers[stage.index])

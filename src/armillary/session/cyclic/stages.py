@@ -12,14 +12,15 @@ from torch.utils._pytree import tree_flatten
 from armillary.facts.plan import Plan
 from armillary.facts.structure import take_apart
 from armillary.runtime.form import form_of as form_of_nest
-from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model
+from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model, ties_between
 from armillary.runtime.partition.tracer import cut_traced
 from armillary.runtime.profiling.probe import Loss
 from armillary.runtime.profiling.untouched import untouched
 from armillary.schedules.registry import options_of
+from armillary.schedules.ties import complaint
 from armillary.session.cyclic.split_loss import SplitLoss
 
-__all__ = ["TracedInput", "cut_at", "refuse_other_groups", "refuse_uncut", "stages_of"]
+__all__ = ["TracedInput", "cut_at", "refuse_other_groups", "refuse_ties", "refuse_uncut", "stages_of"]
 
 Form = tuple[Any, ...]
 
@@ -51,7 +52,7 @@ def cut_at(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) -> l
 
     Raises:
         ValueError: a point that is none of the chain's modules; a model that cannot be traced, and which module
-            stopped it; or weights that two stages share.
+            stopped it.
     """
     if isinstance(model, nn.Sequential):
         links = chain(model)
@@ -97,7 +98,19 @@ def refuse_uncut(plan: Plan, model: nn.Module, loss: Loss, example: Any) -> None
     """
     if len(plan.stages) > 1:
         split = SplitLoss(loss, model, example)
-        refuse_other_groups(plan, stages_of(model, split.input_of(example), options_of(plan).points))
+        stages = stages_of(model, split.input_of(example), options_of(plan).points)
+        refuse_ties(plan, stages)
+        refuse_other_groups(plan, stages)
+
+
+def refuse_ties(plan: Plan, stages: Sequence[Stage]) -> None:
+    """
+    Raises:
+        ValueError: stages share a parameter, and the plan's schedule does not keep their copies alike.
+    """
+    for first, second in ties_between(stages):
+        if said := complaint(options_of(plan), plan.workers, first, second):
+            raise ValueError(said)
 
 
 def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
@@ -105,7 +118,7 @@ def refuse_other_groups(plan: Plan, stages: Sequence[Stage]) -> None:
     Raises:
         ValueError: the plan puts a parameter into another stage than the one that reads it.
     """
-    read_in = {name: stage.index for stage in stages for name in stage.names.values()}
+    read_in = {name: stage.index for stage in reversed(stages) for name in stage.names.values()}
     for group in plan.groups:
         planned = group.stage
         for name in group.parameters:

@@ -12,7 +12,7 @@ from armillary.schedules.registry import options_of
 from armillary.schedules.sample_keys import sample_keys
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.split_loss import SplitLoss
-from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, stages_of
+from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, refuse_ties, stages_of
 from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
 from armillary.session.cyclic.whole import whole_stage
 from armillary.session.edges_at_eval import coded_leaves
@@ -45,6 +45,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     if any(code.cache_bytes for code in codes.values()):
         sample_keys(value)  # or it is refused here, before the first step
     stages = stages_of(job.model, value, options.points)
+    refuse_ties(plan, stages)
     refuse_other_groups(plan, stages)
     coded = coded_leaves(job.model, plan, value)
     orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)

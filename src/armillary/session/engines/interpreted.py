@@ -11,9 +11,10 @@ from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.cyclic.versions import parameters_of
 from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.partition.stages import ties_of
 from armillary.schedules.by_worker import placed
 from armillary.session.cyclic.lent_stages import LentStages
-from armillary.session.cyclic.own_stages import OwnStages
+from armillary.session.cyclic.own_stages import OwnStages, share_first
 from armillary.session.engines.contract import Given, Parts
 from armillary.session.engines.replicas import beside_bytes, ranks_of, replicas_of
 from armillary.session.feed import device_of
@@ -30,6 +31,11 @@ class InterpretedEngine:
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
         self._steps = 0  # handed in
         replicas = replicas_of(parts)
+        if replicas.reduces and ties_of(parts.stages):
+            raise ValueError(
+                "schedule: stages share parameters, and an exchange of the plan keeps gradients of earlier steps, "
+                "which copies would not get; drop that exchange"
+            )
         self.units = [unit for units in replicas.groups.values() for unit in units] if replicas.reduces else []
         for unit in self.units:
             unit.is_shown = False
@@ -45,6 +51,8 @@ class InterpretedEngine:
         self._here = [parts.stages[j] for j in here if j not in self.runtime.borrowed]
         if len(here) < schedule.stages:
             self.teller = where.ranks(schedule.stages - 1)[-1]
+            owners = [parts.options.method.owner(parts.options, j) for j in self._numbers]
+            share_first(parts.stages, owners, parts.transport)
             self._own = OwnStages(parts.stages, here, parts.transport)
         if self.runtime.is_lent:  # also where this rank owns all: it is the one that the others wait for
             self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)

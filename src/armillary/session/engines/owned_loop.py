@@ -280,7 +280,7 @@ class OwnedLoop:
         state: dict[str, Any] = {}
         mine = self._states()
         for stage, owner in zip(self.parts.stages, self.owners, strict=True):  # one stage at a time on the network
-            held = {name: mine[name] for name in stage.names.values() if name in mine}
+            held = {name: mine[name] for name in stage.names.values() if name in mine and name not in state}
             state.update(self.transport.share(held if self.rank == owner else None)[owner])
         groups, names = [], iter(self.names)
         for given, group in zip(self._groups, self.optimizer.param_groups):
