@@ -40,7 +40,6 @@ def run(kept, name, residencies, slots, disk, away=False):
     return different(steps(kind, model, optimizer, held), expected)
 
 
-@pytest.mark.bits
 @pytest.mark.parametrize("name", KINDS)
 def test_every_residency_on_every_stage_and_mixtures_of_them(kept, disk, name):
     alone = [["keep"] * i + [word] + ["keep"] * (5 - i) for i in range(6) for word in ("recompute", "swap")]
