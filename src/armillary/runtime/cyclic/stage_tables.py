@@ -74,7 +74,8 @@ class OwnedTable:
         kept = {name: value for name, value in then.items() if name != "lr"}
         if self.is_lazy or kept == self.known:
             return
-        if not leaves_untouched_rows(optimizer, dict(then), self.table.parameter):
+        group = {**then, "params": [self.table.parameter]}
+        if not leaves_untouched_rows(optimizer, group, self.table.parameter):
             raise ValueError(
                 f"rank {self.table.place.rank}: {self.table.name}: the optimizer's options are now {kept}, with which "
                 "rows move that get no gradient; set them before attach, or plan the table lazy"
