@@ -11,6 +11,7 @@ from torch.nn import functional
 from armillary.cli.find import find, small
 from armillary.facts.mesh import Axis, Mesh
 from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
+from armillary.facts.split_loss import SplitLoss
 from armillary.facts.stage_plan import StagePlan
 from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
@@ -22,7 +23,6 @@ from armillary.schedules.random_stream import place_seed, seed_from_step
 from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
-from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.decide import JobRequest
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
 from armillary.session.settings import Settings

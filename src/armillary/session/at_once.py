@@ -19,8 +19,8 @@ from torch import nn
 
 from armillary.facts.profile import Profile
 from armillary.facts.stage_paths import OUTSIDE
+from armillary.facts.untouched import untouched
 from armillary.runtime.profiling.probe import Loss, StageTimes, timed_step
-from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.transport import Transport
 
 __all__ = ["timed_at_once"]

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from armillary.facts.plan import Plan
 from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology, turn_bytes_on
+from armillary.facts.untouched import untouched
 from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.transport import Transport
 from armillary.session.attach import attach_over
 from armillary.session.prefetch import steps_to_learn

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from armillary.facts.split_loss import SplitLoss
 from armillary.reference.beside_whole import CutModel
 from armillary.runtime.partition.stages import Stage
 from armillary.runtime.profiling.probe import Loss
 from armillary.schedules.method import ScheduleOptions
-from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import stages_of
 from armillary.session.cyclic.whole import Whole
 from armillary.session.workload import Batch

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from armillary.codecs.codec import Codec
 from armillary.facts.plan import Plan
-from armillary.runtime.profiling.untouched import untouched
+from armillary.facts.untouched import untouched
 from armillary.schedules.edge import Edge, at_eval, is_codable
 
 __all__ = ["CodedLeaves", "coded_leaves", "edges_at_eval"]

@@ -12,8 +12,8 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from armillary.facts.untouched import untouched
 from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.transport import Transport
 
 __all__ = ["makes_collectives"]

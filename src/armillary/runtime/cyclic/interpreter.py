@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from armillary.runtime.cyclic.autocast import Autocast, device_type_of, without_autocast
+from armillary.facts.autocast import Autocast, device_type_of, without_autocast
 from armillary.runtime.cyclic.borrowed import Borrowed
 from armillary.runtime.cyclic.coded_letter import CodedLetter, Crossed
 from armillary.runtime.cyclic.corrected_step import CorrectedStep

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from armillary.runtime.cyclic.autocast import Autocast
+from armillary.facts.autocast import Autocast
 from armillary.runtime.cyclic.borrowed import Borrowing
 from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.stage_inputs import StageInputs

@@ -21,12 +21,12 @@ from armillary.facts.parameter import ParameterFact, Reads, RowFacts
 from armillary.facts.profile import Profile
 from armillary.facts.stage import StageFact
 from armillary.facts.stage_paths import OUTSIDE, stage_of, stage_paths
+from armillary.facts.untouched import untouched
 from armillary.runtime.hybrid.identity import why_fixed
 from armillary.runtime.profiling.probe import Loss, probe, scalar_loss, stage_seconds, step_bytes
 from armillary.runtime.profiling.reads import Reading, WatchReads
 from armillary.runtime.profiling.row_counts import NO_LOOKUPS, Lookups, row_facts
 from armillary.runtime.profiling.splitting import split_trial
-from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.unfit_model import unfit_model
 
 __all__ = ["fact_of", "names_of", "profile", "rows_of", "running_modules"]

@@ -10,15 +10,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from armillary.facts.plan import Plan
+from armillary.facts.split_loss import SplitLoss
 from armillary.facts.structure import take_apart
+from armillary.facts.untouched import untouched
 from armillary.runtime.form import form_of as form_of_nest
 from armillary.runtime.partition.stages import Stage, chain, cut, same_as_model, ties_between
 from armillary.runtime.partition.tracer import cut_traced
 from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.profiling.untouched import untouched
 from armillary.schedules.registry import options_of
 from armillary.schedules.ties import complaint
-from armillary.session.cyclic.split_loss import SplitLoss
 
 __all__ = ["TracedInput", "cut_at", "refuse_other_groups", "refuse_ties", "refuse_uncut", "stages_of"]
 

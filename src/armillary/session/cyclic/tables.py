@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_row, is_by_row
 from armillary.facts.plan import Group, Plan
+from armillary.facts.untouched import untouched
 from armillary.runtime.channel import Requests
 from armillary.runtime.cyclic.stage_tables import OwnedTable, StageTables, Tables
 from armillary.runtime.hybrid.look_ups import LookUps
@@ -18,7 +19,6 @@ from armillary.runtime.hybrid.prefetch import NoPrefetch
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.partition.stages import Stage
-from armillary.runtime.profiling.untouched import untouched
 from armillary.runtime.profiling.whole_table import handle_of_whole
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from armillary.facts.split_loss import scaler_refused
+from armillary.facts.untouched import untouched
 from armillary.runtime.partition.stages import Stage
 from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.profiling.untouched import untouched
-from armillary.session.cyclic.split_loss import scaler_refused
 
 __all__ = ["Whole", "whole_stage"]
 

@@ -3,6 +3,7 @@
 from torch import nn
 
 from armillary.facts.plan import Plan
+from armillary.facts.split_loss import SplitLoss
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
@@ -11,7 +12,6 @@ from armillary.schedules.random_stream import seed_from_step
 from armillary.schedules.registry import options_of
 from armillary.schedules.sample_keys import sample_keys
 from armillary.session.cyclic.counted_channel import CountedChannel
-from armillary.session.cyclic.split_loss import SplitLoss
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, refuse_ties, stages_of
 from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
 from armillary.session.cyclic.whole import whole_stage

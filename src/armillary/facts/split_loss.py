@@ -5,6 +5,7 @@ stand-in for the model: one that notes what it is given and stops there, and one
 What cannot be taken apart like this (a loss that calls the model twice, or reads its weights) is refused beforehand.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from armillary.facts.autocast import Autocast, device_type_of
 from armillary.facts.structure import mapped, unopened
-from armillary.runtime.cyclic.autocast import Autocast, device_type_of
-from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.profiling.untouched import untouched
-from armillary.session.workload import Batch
+from armillary.facts.untouched import untouched
 
 __all__ = ["SplitLoss", "scaler_refused"]
+
+Batch = Any
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class SplitLoss:
@@ -38,6 +40,12 @@ class SplitLoss:
                 self._refuse_what_cannot_be_split(example)
         except AttributeError as error:
             raise ValueError(str(error)) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitLoss":
+        """With the copied model; the loss may be a method of all the data there is, and stays."""
+        memo[id(self)] = made = copy.copy(self)
+        made._model = copy.deepcopy(self._model, memo)
+        return made
 
     def input_of(self, batch: Batch) -> tuple[Any, ...]:
         """What the first stage reads: the model's positional arguments."""
