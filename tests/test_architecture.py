@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "workloads": set(),
     "solvers": {"facts"},
     "repurpose": set(),
+    "local_losses": {"facts"},
     "feeds": set(),
     "residency": {"facts"},
     "cli": {
@@ -282,6 +283,7 @@ LONG = {
     "residency_command",
     "sample",
     "simulate_command",
+    "split",
     "train_command",
     "twin",
     "twin_command",

@@ -1,0 +1,147 @@
+"""A model as slices that follow one another: cuts of an `nn.Sequential`, or modules that the user names in order.
+
+Slices share the model's modules, so the model is trained with them. They count only where one after the other they give
+the model's own output.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from armillary.facts.split_loss import Batch, Loss, SplitLoss
+from armillary.facts.structure import take_apart
+from armillary.facts.untouched import untouched
+
+__all__ = ["Slice", "Slices", "sliced"]
+
+
+class Slice(NamedTuple):
+    """path: of its first module in the model; of a module that the user named, its place."""
+
+    path: str
+    module: nn.Module
+
+
+class Slices(NamedTuple):
+    """A model cut, and its loss in two halves.
+
+    Args:
+        loss: `input_of(batch)` are the model's arguments, `of_output(output, batch)` the scalar.
+        outputs: of every slice on the example; without a graph.
+    """
+
+    slices: tuple[Slice, ...]
+    loss: SplitLoss
+    outputs: tuple[Any, ...]
+
+
+def sliced(
+    model: nn.Module, loss: Loss, example: Batch, at: Sequence[str], parts: Sequence[nn.Module] | None
+) -> Slices:
+    """
+    Args:
+        at: paths of the modules that begin the second slice, the third, and so on.
+        parts: instead of `at`: modules whose calls one after the other are the model's forward.
+
+    Raises:
+        ValueError: there is one slice alone; a path that names no cut; slices that share a weight, leave one out, or
+            give another output than the model; a loss that does more than call the model once.
+    """
+    if parts is None:
+        slices = tuple(_at(model, [at] if isinstance(at, str) else list(at)))
+    else:
+        slices = tuple(Slice(str(number), part) for number, part in enumerate(parts))
+    if len(slices) < 2:
+        raise ValueError(
+            "local_losses: one part alone learns as by backpropagation; name where the second begins, as in "
+            f"at=[{_paths(model)[-1]!r}]"
+        )
+    _refuse_shared(model, slices)
+    try:
+        halves = SplitLoss(loss, model, example)
+    except ValueError as error:
+        raise ValueError(f"local_losses: {str(error).removeprefix('schedule: ')}") from error
+    return Slices(slices, halves, _outputs(model, slices, halves.input_of(example)))
+
+
+def _opened(model: nn.Module, before: str = "") -> Iterator[Slice]:
+    """The modules of an `nn.Sequential` in order, those of nested ones in their place."""
+    for name, module in model._modules.items():
+        if module is not None and type(module).forward is nn.Sequential.forward and len(module._modules):
+            yield from _opened(module, f"{before}{name}.")
+        elif module is not None:
+            yield Slice(f"{before}{name}", module)
+
+
+def _paths(model: nn.Module) -> list[str]:
+    return [one.path for one in _opened(model)] or [""]
+
+
+def _at(model: nn.Module, points: Sequence[str]) -> Iterator[Slice]:
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"local_losses: a {type(model).__name__} is no nn.Sequential, so at={points} names no cut; give "
+            "parts=[module, ...], whose calls one after the other are its forward"
+        )
+    modules = list(_opened(model))
+    starts = [
+        next((n for n, one in enumerate(modules) if f"{one.path}.".startswith(f"{point}.")), 0) for point in points
+    ]
+    edges = [0, *starts, len(modules)]
+    if any(after <= before for before, after in pairwise(edges)):
+        raise ValueError(
+            f"local_losses: at={points} must name modules of the nn.Sequential in their order, and not its first; they "
+            f"are {', '.join(_paths(model))}"
+        )
+    for first, end in pairwise(edges):
+        named = OrderedDict((one.path.replace(".", "_"), one.module) for one in modules[first:end])
+        yield Slice(modules[first].path, nn.Sequential(named))
+
+
+def _refuse_shared(model: nn.Module, slices: Sequence[Slice]) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first: dict[int, int] = {}
+    for number, one in enumerate(slices):
+        for parameter in one.module.parameters():
+            if first.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"local_losses: parts {first[id(parameter)]} and {number} share "
+                    f"{names.get(id(parameter), 'a weight')}, which would learn from two losses; cut so that one part "
+                    "holds it, or untie it"
+                )
+    if missing := [name for key, name in names.items() if key not in first]:
+        raise ValueError(f"local_losses: no part holds {', '.join(missing[:3])}; every weight must be in one of them")
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, slices: Sequence[Slice], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """On the example; nothing is left changed.
+
+    Raises:
+        ValueError: they end in another output than the model's.
+    """
+    with untouched(model):
+        torch.manual_seed(0)
+        whole = model(*given)
+    with untouched(model):
+        torch.manual_seed(0)
+        found: list[Any] = []
+        for one in slices:
+            found.append(one.module(*given) if not found else one.module(found[-1]))
+    (leaves, structure), (mine, own) = take_apart(whole), take_apart(found[-1])
+    if structure != own or not all(map(_same, leaves, mine)):
+        raise ValueError(
+            f"local_losses: the parts one after the other give another output than the {type(model).__name__}; a hook "
+            "or a step between them changes it: put it into a part"
+        )
+    return tuple(found)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return bool(one == other)
