@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 KEPT = Path(__file__).resolve().parents[2] / ".cache" / "repurpose"
-TRAINED_ON, CALIBRATES, JUDGES = 50_000, {"mlp": 2048, "vgg": 512}, {"mlp": 5000, "vgg": 2500}  # of 60,000
+TRAINED_ON, CALIBRATES, JUDGES = 50_000, {"mlp": 2048, "vgg": 512}, {"mlp": 7500, "vgg": 5000}  # of 60,000
 EPOCHS = {"mlp": 3, "vgg": 1}
 BATCH = 250
 

@@ -10,14 +10,15 @@ from torch import nn
 from armillary import repurpose
 from armillary.repurpose.cut_chain import NeuronPlacement
 from armillary.repurpose.layer_chain import read
-from armillary.repurpose.restructuring import Penalties, Steps, restructured
+from armillary.repurpose.restructuring import Penalties, Steps, restructured, sensitivities
 
 MODELS = {"Linear": perceptron, "Conv2d": convolutions}
 
 
 def restructure(model, batches, weight=0.0, value=0.0, steps=Steps(), workers=WORKERS):  # noqa: B008
     placement = NeuronPlacement((1 / workers,) * workers, is_spread=True)
-    return restructured(read(model, batches[0]), batches, placement, Penalties(weight, value), steps)
+    chain = read(model, batches[0])
+    return restructured(chain, batches, placement, [Penalties(weight, value)] * len(chain.layers), steps)
 
 
 @torch.no_grad()
@@ -219,3 +220,12 @@ def test_fewer_samples_than_inputs_are_said():
     model = perceptron()
     found = restructure(model, [data(model)[0][:6]], 1e-6, 1e-3)
     assert any("6 calibration samples for" in note and "the ridge decides" in note for note in found.notes)
+
+
+def test_an_error_arrives_in_the_outputs_as_the_later_layers_carry_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 200), nn.Linear(200, 30), nn.Linear(30, 10)).double()
+    x = torch.randn(500, 40, dtype=torch.float64)
+    middle, last = model[1].weight.detach(), model[2].weight.detach()
+    want = [float((last @ middle).square().sum()) / 200, float(last.square().sum()) / 30, 1.0]  # E|W n|^2 = |W|^2 s^2
+    torch.testing.assert_close(torch.tensor(sensitivities(read(model, x), x)), torch.tensor(want), rtol=0.05, atol=0)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from armillary.repurpose.cut_chain import CutChain, NeuronPlacement
 from armillary.repurpose.layer_chain import LayerChain, read
-from armillary.repurpose.restructuring import Penalties, Steps, energies, restructured
+from armillary.repurpose.restructuring import Penalties, Steps, energies, restructured, sensitivities
 from armillary.repurpose.shards import CurvePoint, Shards
 
 __all__ = ["cut", "searched"]
 
 EVENLY, BETWEEN = 10, 3  # penalties tried
-LEAST, MOST = 1e-4, 1.0  # of the largest energy that one value of an input carries into a layer
+LEAST, MOST = 1e-4, 1.0  # of the largest energy that one value of a layer's inputs carries into the model's outputs
 OF_A_VALUE = 1e-3  # what a kept weight costs, beside a value that is sent
 
 Measure = Callable[[nn.Module, Sequence[Any]], float]
@@ -69,16 +69,18 @@ def searched(
     drop: float,
     steps: Steps,
 ) -> Shards:
-    """One penalty of values for all layers: 0, which cuts nothing, then evenly by powers, then between the largest that
-    loses no more than `drop` and the next."""
-    largest = _largest_energy(chain, calibration)
+    """One penalty of values for all layers, in squares of the model's outputs: 0, which cuts nothing, then evenly by
+    powers, then between the largest that loses no more than `drop` and the next."""
+    arrives = [max(share, 1e-12) for share in sensitivities(chain, calibration[0])]
+    largest = _largest_energy(chain, calibration, arrives)
     penalties = [0.0] + [largest * LEAST * (MOST / LEAST) ** (step / (EVENLY - 1)) for step in range(EVENLY)]
     best: CutChain | None = None
     curve: list[CurvePoint] = []
     chosen = 0
     while penalties:
         value = penalties.pop(0)
-        found = restructured(chain, calibration, placement, Penalties(OF_A_VALUE * value, value), steps)
+        by_layer = [Penalties(OF_A_VALUE * value / share, value / share) for share in arrives]
+        found = restructured(chain, calibration, placement, by_layer, steps)
         rows = list(found.traffic())
         with torch.no_grad():
             measured = float(measure(found.model()))
@@ -119,12 +121,16 @@ def _input_of(batch: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _largest_energy(chain: LayerChain, calibration: Sequence[Tensor]) -> float:
-    """That one value of an input carries into the outputs of a layer of the whole model."""
+def _largest_energy(chain: LayerChain, calibration: Sequence[Tensor], arrives: Sequence[float]) -> float:
+    """That one value of an input carries through a layer into the outputs of the whole model.
+
+    Args:
+        arrives: what arrives there of an error in each layer's outputs.
+    """
     largest = 0.0
     xs = [nn.Sequential(*chain.head)(x) for x in calibration]
-    for layer in chain.layers:
-        largest = max(largest, float(energies(layer, xs).sum(0).max()) / xs[0][0, 0].numel())
+    for layer, share in zip(chain.layers, arrives, strict=True):
+        largest = max(largest, share * float(energies(layer, xs).sum(0).max()) / xs[0][0, 0].numel())
         whole = nn.Sequential(layer.module(layer.weight, layer.bias), *layer.after)
         xs = [whole(x) for x in xs]
     return largest
