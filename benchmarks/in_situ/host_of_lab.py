@@ -13,7 +13,7 @@ import redis
 import torch
 
 from armillary import feeds
-from benchmarks.in_situ.hosts import MIB, PER_SECOND
+from benchmarks.in_situ.hosts import MIB, moments
 from benchmarks.in_situ.stores import Valkey, folder
 
 PORT = 6399
@@ -41,9 +41,9 @@ def main(rounds: int) -> None:
         client.incr("ready")
         while int(client.get("ready")) < hosts - 1:
             time.sleep(0.05)
-        began = time.monotonic() + rank / 8 / PER_SECOND  # hosts do not keep step
-        for step in range(1, rounds + 1):
-            time.sleep(max(0.0, began + step / PER_SECOND - time.monotonic()))
+        began = time.monotonic()
+        for step, moment in enumerate(moments(rank, rounds), 1):
+            time.sleep(max(0.0, began + moment - time.monotonic()))
             at = time.perf_counter()
             writer.put(step, {"u": array})
             next(batches)

@@ -1,12 +1,14 @@
 """1, 2, 4 and 8 hosts, each with files of its own, beside one Redis server for all of them.
 
-A host is a process that puts a snapshot of 1 MiB and takes it, four times a second. All hosts are on one machine, which
-they share: what grows with their number in files is the machine. Redis is seen twice, by loopback, which has no speed,
-and in the network lab, where the server is a host behind a link.
+A host is a process that puts a snapshot of 1 MiB and takes it, four times a second, each at a random moment of its
+quarter: hosts do not keep step. All hosts are on one machine, which they share: what grows with their number in files
+is the machine. Redis is seen by loopback, which has no speed, and in the network lab, where the server is a host
+behind a link. Eight hosts send 268 Mbit/s each way.
 """
 
 import json
 import multiprocessing
+import random
 import statistics
 import sys
 import time
@@ -24,6 +26,12 @@ PER_SECOND, MIB = 4, 1
 FORK = multiprocessing.get_context("fork")
 
 
+def moments(host: int, rounds: int) -> list[float]:
+    """Seconds from the beginning at which this host puts: one random moment in each quarter of a second."""
+    draw = random.Random(host)
+    return [(step + draw.random()) / PER_SECOND for step in range(rounds)]
+
+
 def _host(store: str, number: int, rounds: int, begin: Any, out: Any) -> None:
     torch.set_num_threads(1)
     array, seconds = np.random.default_rng(number).random(MIB << 18, np.float32), []
@@ -33,9 +41,9 @@ def _host(store: str, number: int, rounds: int, begin: Any, out: Any) -> None:
         writer.put(0, {"u": array})
         next(batches)
         begin.wait()
-        began = time.monotonic() + number / 8 / PER_SECOND  # hosts do not keep step
-        for step in range(1, rounds + 1):
-            time.sleep(max(0.0, began + step / PER_SECOND - time.monotonic()))
+        began = time.monotonic()
+        for step, moment in enumerate(moments(number, rounds), 1):
+            time.sleep(max(0.0, began + moment - time.monotonic()))
             at = time.perf_counter()
             writer.put(step, {"u": array})
             next(batches)
