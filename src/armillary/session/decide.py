@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import RankInfo
 from armillary.facts.live_bytes import LiveBytes
+from armillary.facts.marks import passes_alike
 from armillary.facts.plan import Plan, Trainable, model_fingerprint
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
@@ -121,8 +122,10 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
-        ValueError: what is asked cannot be granted, or nothing fits.
+        ValueError: what is asked cannot be granted, nothing fits, or ranks outside the group must pass as often.
     """
+    if mark := passes_alike(subject.model):
+        raise ValueError(f"plan: the model {mark}")
     transport = open_transport(process_group, patience)
     with transport.within("the measuring and planning"):
         decided = _decided(subject, request, transport)

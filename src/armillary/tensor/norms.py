@@ -1,0 +1,38 @@
+"""LayerNorm and RMSNorm where each rank holds a piece of the features: moments are summed over the axis."""
+
+import torch
+from torch import Tensor, nn
+
+from armillary.tensor.collectives import SumBackward, SumBoth, applied
+from armillary.tensor.groups import MeshAxis
+
+__all__ = ["CutLayerNorm", "CutRMSNorm"]
+
+
+class CutLayerNorm(nn.LayerNorm):
+    """Mean first, then variance: two sums a row each way, and no cancellation."""
+
+    _features: MeshAxis
+    _alike: tuple[MeshAxis, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.normalized_shape[0]
+        x = x - applied(SumBoth, x.sum(-1, keepdim=True), self._features) / wide
+        variance = applied(SumBoth, x.square().sum(-1, keepdim=True), self._features) / wide
+        x = x * torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            x = x * applied(SumBackward, self.weight, self._alike)
+        return x if self.bias is None else x + applied(SumBackward, self.bias, self._alike)
+
+
+class CutRMSNorm(nn.RMSNorm):
+    """One sum a row each way."""
+
+    _features: MeshAxis
+    _alike: tuple[MeshAxis, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        square = applied(SumBoth, x.square().sum(-1, keepdim=True), self._features) / self.normalized_shape[0]
+        x = x * torch.rsqrt(square + eps)
+        return x if self.weight is None else x * applied(SumBackward, self.weight, self._alike)

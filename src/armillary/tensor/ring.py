@@ -1,0 +1,101 @@
+"""Ring self-attention: queries stay, keys and values go round the ranks, and results are merged by log-sum-exp.
+
+Source: Li et al., *Sequence Parallelism: Long Sequence Training from System Perspective*, 2021 (ring self-attention).
+Departures: blocks are merged as in Milakov and Gimelshein, 2018, so no row of scores of the whole length is ever made;
+backward computes probabilities again from the log-sum-exp over the whole length.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from armillary.tensor.groups import MeshAxis
+
+__all__ = ["RingAttention", "RingCall"]
+
+QUERIES_AT_ONCE = 256  # whose scores with one rank's keys are in memory
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """tokens: of the whole sequence, without padding. mask: None, or over the whole sequence, boolean or added."""
+
+    axis: MeshAxis
+    tokens: int
+    is_causal: bool
+    scale: float
+    mask: Tensor | None
+
+
+class RingAttention(Function):
+    """q, k, v: (samples, heads, tokens of this rank, width), as many tokens on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
+        axis, held = call.axis, torch.stack([k, v])
+        out, logsum = torch.zeros_like(q), q.new_full(q.shape[:-1], torch.finfo(q.dtype).min)
+        for step in range(axis.size):
+            source = (axis.index - step) % axis.size
+            for part in _parts(call, q, source):
+                scores = _scores(call, q, held[0], source, part)
+                block_logsum = scores.logsumexp(-1)
+                block_out = (scores - block_logsum.unsqueeze(-1)).exp() @ held[1]
+                merged = torch.logaddexp(logsum[..., part], block_logsum)
+                out[..., part, :] *= (logsum[..., part] - merged).exp().unsqueeze(-1)
+                out[..., part, :] += (block_logsum - merged).exp().unsqueeze(-1) * block_out
+                logsum[..., part] = merged
+            if step < axis.size - 1:
+                held = axis.shift(held)
+        ctx.save_for_backward(q, k, v, out, logsum)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, logsum = ctx.saved_tensors
+        call: RingCall = ctx.call
+        axis, held = call.axis, torch.stack([k, v])
+        dq, dheld = torch.zeros_like(q), torch.zeros_like(held)
+        own = (dout * out).sum(-1, keepdim=True)
+        for step in range(axis.size):
+            source = (axis.index - step) % axis.size
+            for part in _parts(call, q, source):
+                scores = _scores(call, q, held[0], source, part)
+                probability = (scores - logsum[..., part].unsqueeze(-1)).exp()
+                dpart = dout[..., part, :]
+                dheld[1] += probability.mT @ dpart
+                dscores = probability * (dpart @ held[1].mT - own[..., part, :]) * call.scale
+                dq[..., part, :] += dscores @ held[0]
+                dheld[0] += dscores.mT @ q[..., part, :]
+            dheld = axis.shift(dheld)  # the last time home
+            if step < axis.size - 1:
+                held = axis.shift(held)
+        return dq, dheld[0], dheld[1], None
+
+
+def _parts(call: RingCall, q: Tensor, source: int) -> Iterator[slice]:
+    """Of this rank's queries; none where all keys come later."""
+    if call.is_causal and source > call.axis.index:
+        return
+    for begin in range(0, q.shape[-2], QUERIES_AT_ONCE):
+        yield slice(begin, min(begin + QUERIES_AT_ONCE, q.shape[-2]))
+
+
+def _scores(call: RingCall, q: Tensor, k: Tensor, source: int, part: slice) -> Tensor:
+    """Of these queries with the keys of `source`; as small as there is where a key is hidden or is padding."""
+    wide, least = k.shape[-2], torch.finfo(q.dtype).min
+    scores = (q[..., part, :] * call.scale) @ k.mT
+    rows = torch.arange(part.start, part.stop, device=q.device) + call.axis.index * wide
+    columns = torch.arange(wide, device=q.device) + source * wide
+    if call.mask is not None:
+        mask = call.mask[..., rows.clamp(max=call.mask.shape[-2] - 1), :]
+        mask = mask[..., columns.clamp(max=call.mask.shape[-1] - 1)]
+        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+    hidden = columns >= call.tokens
+    if call.is_causal:
+        hidden = hidden | (columns > rows.unsqueeze(1))
+    return scores.masked_fill(hidden, least).clamp_min(least)

@@ -1,0 +1,110 @@
+"""The mesh by price: forecasts beside what was counted, one plan everywhere, and choices on links written by hand."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from cut_models import MODELS, Own, adam, batch, largest, loss, made, trained, truth
+from test_tensor_faults import bias_in_every_term
+from test_tensor_ways import WORLDS
+
+from armillary import Link, Topology, tensor
+from armillary.tensor import linear
+
+
+def links(ranks, bytes_per_second, latency_seconds=1e-5):
+    link = Link(latency_seconds, bytes_per_second)
+    return Topology(ranks, 1, link, link, memory_bytes=1 << 34)
+
+
+def planned(name, world, **options):
+    model, region = made(name)
+    given = {"topology": links(world, 1e8), **options}
+    return model, tensor.plan(model, batch(0, 0, samples=8, tokens=8), loss, region=region, **given)
+
+
+def verified(rank, world, name, is_faulty):
+    model, plan = planned(name, world)
+    before = [one.clone() for one in model.parameters()]
+    found = {}
+    with patch.object(linear.RowLinear, "forward", bias_in_every_term if is_faulty else linear.RowLinear.forward):
+        for way, mesh in WORLDS.items():
+            batches = [batch(one, 0, samples=8 // mesh.get("data", 1), tokens=8) for one in range(mesh.get("data", 1))]
+            verdict = tensor.verify(model, batches, loss, plan.choosing(way, mesh))
+            found[way] = verdict.is_equal, verdict.gradients, verdict.sent_bytes, verdict.forecast_bytes
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(one.grad is None for one in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verify_finds_every_way_equal_and_bytes_as_forecast(crew, name):
+    first, *others = crew(8).run(verified, name, False)
+    assert all(one == first for one in others)
+    for way, (is_equal, gradients, sent, forecast) in first.items():
+        assert is_equal and gradients == len(list(made(name)[0].parameters())), way
+        assert sent == pytest.approx(forecast, rel=1e-12), way
+
+
+def test_verify_finds_a_planted_fault(crew):
+    found = crew(8).run(verified, "own", True)[0]
+    assert [way for way, (is_equal, *_) in found.items() if not is_equal] == ["columns_rows"]
+
+
+def same(rank, world):
+    torch.manual_seed(0)
+    stream, (model, plan) = torch.get_rng_state(), planned("own", world)
+    again = tensor.MeshPlan.from_json(plan.to_json())
+    assert again == plan and again.to_json() == plan.to_json()
+    assert all(one.grad is None for one in model.parameters())
+    edited = replace(again, way="2d", mesh={"data": 2, "row": 2, "column": 2})
+    part = tensor.cut(model, edited)
+    optimizer = adam(part.model)
+    norms = trained(part, optimizer)
+    return plan.to_json(), str(plan), norms, torch.equal(stream, stream)
+
+
+def test_every_rank_gets_the_same_plan_and_an_edited_one_is_carried_out(crew):
+    first, *others = crew(8).run(same)
+    assert all(one[:2] == first[:2] for one in others)
+    assert "| 2.5d (depth 2, row 2, column 2) | " in first[1] and "with FSDP2" in first[1]
+    assert largest(first[2], truth("own", 2)["norms"])[0] < 1e-10
+
+
+def chosen(rank, world, options):
+    return [planned("own", world, **one)[1] for one in options]
+
+
+def test_links_and_memory_choose_the_mesh(crew):
+    """A tiny model of 176 rows: data parallelism sends the weights, the others activations."""
+    slow, tiny = links(4, 1e4), links(4, 1e12, 0.0)
+    free, *_ = crew(4).run(chosen, [{"topology": slow}, {"topology": tiny}])[0]
+    fitting = sorted(one.held_bytes for one in free.prices)
+    capped, forced = crew(4).run(chosen, [{"topology": slow, "memory_bytes": int(m) + 1} for m in fitting[:2]])[0]
+    assert len({(one.way, *one.mesh.items(), one.fsdp) for one in free.prices}) == len(free.prices) >= 9
+    cheapest = free.prices[0]
+    assert free.prices == tuple(sorted(free.prices, key=lambda one: one.seconds))
+    for one in (free, capped, forced):
+        taken = next(row for row in one.prices if (row.way, dict(row.mesh), row.fsdp) == (one.way, one.mesh, one.fsdp))
+        assert one.memory_bytes is None or taken.held_bytes <= one.memory_bytes
+        assert one.memory_bytes is not None or taken.seconds <= 1.02 * cheapest.seconds
+
+
+def refused(rank, world):
+    told = []
+    for options in ({"memory_bytes": 1}, {"topology": links(2, 1e8)}):
+        with pytest.raises(ValueError, match=r"^tensor\.plan: ") as raised:
+            planned("own", world, **options)
+        told.append(str(raised.value))
+    with pytest.raises(ValueError, match="first dimension are the samples") as raised:
+        tensor.plan(Own(), (torch.ones(3), torch.ones(4)), loss, region="blocks", topology=links(world, 1e8))
+    model, plan = planned("own", world)
+    with pytest.raises(ValueError, match="want 4 batches, one for each replica, got 1"):
+        tensor.verify(model, [batch(0, 0)], loss, plan.choosing("data", {"data": 4}))
+    return told
+
+
+def test_what_cannot_be_planned_is_refused(crew):
+    for told in crew(4).run(refused):
+        assert "no mesh fits 1 bytes; the least, " in told[0] and "the topology has 2 ranks, the job 4" in told[1]
