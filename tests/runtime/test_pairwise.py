@@ -209,6 +209,21 @@ def test_turns_are_kept_by_a_lone_request_and_by_none_beside_another():
     one.close()
 
 
+def test_turns_are_kept_beside_another_where_order_is_asked_for():
+    one, group, request = pairwise.Pairwise(), Unanswered(), request_of(0, 6, "large")
+    one.keeps_order = True
+    asked = request.tensor, request.send, request.receive, group, transport.RankInfo(0, 6)
+    waits = [one.all_to_all(*asked)[0] for _ in range(2)]
+    assert soon(lambda: len(group.sent) == 3)
+    time.sleep(0.05)
+    assert group.sent == [(1, 1), (1, 2), (1, 3)], "the second does not take the link from the first"
+    group.through.set()
+    for wait in waits:
+        wait()
+    assert group.sent == [(tag, peer) for tag in (1, 2) for peer in (1, 2, 3, 4, 5)]
+    one.close()
+
+
 class Broken:
     """A group whose messages fail when they are waited for."""
 

@@ -95,17 +95,21 @@ class Prefetcher:
         self.heard = torch.zeros(self.announcement.shape, dtype=torch.float64)  # of every rank, in the last round
         self.is_told = True  # of what was known when this batch began
         self.begin_loop()
-        self.is_running = False
+        self._run(False)
 
     def begin_loop(self) -> None:
         self._let_go(self.coming)
         self.announcement.clear()
         self.upset: set[str] = set()  # tables of which rows moved that had been sent
         self.predictor.begin()
-        self.is_running = True
+        self._run(True)
+
+    def _run(self, is_running: bool) -> None:
+        self.is_running = is_running
+        self.transport.pairwise.keeps_order = is_running  # what this batch needs arrives before what the next one does
 
     def end_loop(self) -> None:
-        self.is_running = False
+        self._run(False)
         self._let_go(self.coming)
         self.announcement.clear()
         self.now.stamp = ()
