@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -539,3 +540,54 @@ def forwards(rank, world):
 def test_a_model_with_collectives_makes_as_many_forwards_on_every_rank_and_pairs_its_sums(crew):
     (fine, count), other = crew(2).run(forwards)
     assert fine and count > 6 and other == (fine, count)
+
+
+# Parameters that begin anywhere in their storage
+
+
+class Slices(nn.Module):
+    """Parameters that are views of one tensor, as flat buffers of others make them."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.linspace(-1, 1, 17)
+        self.weight, self.bias = nn.Parameter(flat[1:13].view(4, 3)), nn.Parameter(flat[13:])
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def odd_chain():
+    """No stage of it is as long as whole eights of bytes."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise((6, 3, 5, 11, 9, 3, 5))))
+
+
+def looked_at_anywhere(rank, world, schedule):
+    """What is said of a model whose parameters begin anywhere, when it is looked at."""
+    model, given = odd_chain() if schedule else Slices(), {}
+    if schedule:
+        given = {"schedule": schedule, "batches": [torch.randn(7, 6) for _ in range(4)], "loss": square}
+    run = armillary.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=20, **given)
+
+    def looped():
+        for step in range(4):
+            if schedule:
+                run.step([torch.randn(7, 6, generator=torch.Generator().manual_seed(10 * step + rank))])
+            else:
+                square(model, torch.ones(2, 3)).backward()
+                run._optimizer.step()
+        run.export()
+        run.close()
+
+    return said_by(looped)
+
+
+def square(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["", "ring(stages=2, costs=[[1, 1], [2, 2]], slack=1)"])
+def test_parameters_that_begin_anywhere_in_their_storage_are_compared_as_others_are(crew, schedule):
+    for said, _ in crew(2).run(looked_at_anywhere, schedule):
+        assert said == "nothing"

@@ -7,8 +7,9 @@ are idle. So a rank that never reads a table never blocks the rest, and a rank t
 The header every rank sends to every other carries the request, how many rows it wants of the receiver, whether their
 gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
 their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
-tables nobody learns from, and leave them alone as one process does. More columns may ride on the headers, as many in
-every round and on every rank; a round does not read them.
+tables nobody learns from, and leave them alone as one process does. In place of whether gradients come back it says a
+number of the caller's. More columns may ride on the headers, as many in every round and on every rank; a round does not
+read them.
 """
 
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ class LookupRequest(NamedTuple):
         "aside" (it is in a call that all ranks make between two steps).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is asked for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
+    word: of an idle rank: a whole number below 2**53 that all are told.
     extra: (ranks, n) float64, what rides on the header to each rank.
     """
 
@@ -80,6 +82,7 @@ class LookupRequest(NamedTuple):
     step: int
     weight: float = 1.0
     flags: int = 0
+    word: int = 0
     extra: Tensor | None = None
 
 
@@ -88,7 +91,8 @@ class LookupRound(NamedTuple):
 
     table: index of the table that was served, or None when no rank asked for one.
     pulled: what this rank got of it (no rows if it did not ask). needs_gradient: the askers will push gradients.
-    weights: the weight each rank declared. flags: those of all ranks together, when no rank asked for a table.
+    weights: the weight each rank declared. flags, words: those of all ranks together, and each rank's, when no rank
+        asked for a table.
     """
 
     table: int | None
@@ -97,6 +101,7 @@ class LookupRound(NamedTuple):
     needs_gradient: bool
     weights: tuple[float, ...]
     flags: int = 0
+    words: tuple[int, ...] = ()
 
 
 def round_leg(rounds: float, topology: Topology, extra_bytes: int = 0) -> Leg:
@@ -112,12 +117,10 @@ def look_up(request: LookupRequest, tables: Sequence[LookupTable], place: RankIn
         RuntimeError: ranks are at different steps, or some have finished while others still train.
     """
     code = _CODES[request.table] if isinstance(request.table, str) else request.table + 1
-    asked = (request.flags,) * place.workers
+    asked, second = (request.flags,) * place.workers, request.word
     if isinstance(request.table, int):
-        asked = tuple(tables[request.table].ownership.counts(request.keys))
-    mine = torch.tensor(
-        [[code, request.needs_gradient, count, request.step, request.weight] for count in asked], dtype=torch.float64
-    )
+        asked, second = tuple(tables[request.table].ownership.counts(request.keys)), int(request.needs_gradient)
+    mine = torch.tensor([[code, second, count, request.step, request.weight] for count in asked], dtype=torch.float64)
     ones = (1,) * place.workers
     told = mine if request.extra is None else torch.cat([mine, request.extra], 1)
     heard = yield AllToAll(told, ones, ones, is_even=True)
@@ -126,7 +129,8 @@ def look_up(request: LookupRequest, tables: Sequence[LookupTable], place: RankIn
     wanted = [int(code) for code in columns[0]]
     if max(wanted) <= _IDLE:
         _refuse_out_of_step(wanted, [int(step) for step in columns[STEP]])
-        return LookupRound(None, None, False, False, columns[4], reduce(or_, map(int, columns[2])))
+        flags, words = reduce(or_, map(int, columns[2])), tuple(map(int, columns[1]))
+        return LookupRound(None, None, False, False, columns[4], flags, words)
     # Reads with and without gradient are served apart, so that a route speaks of one kind only.
     chosen = min((header[0], header[1]) for header in headers if header[0] > _IDLE)
     table, needs_gradient = tables[int(chosen[0]) - 1], bool(chosen[1])

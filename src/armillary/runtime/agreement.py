@@ -17,6 +17,8 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1)
     if not flat.numel():
         return 0
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()  # eight bytes are read as one number only where an eighth one begins
     words = flat.view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64)
     weights = torch.arange(1, min(BLOCK, words.numel() // 8) + 1, dtype=torch.int64) * 2 + 1

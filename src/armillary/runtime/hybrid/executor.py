@@ -29,7 +29,7 @@ from armillary.runtime.hybrid.drift import alike
 from armillary.runtime.hybrid.group_options import LastOptions, unlike_options
 from armillary.runtime.hybrid.in_backward import Backward, refuse_taken
 from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
-from armillary.runtime.hybrid.in_step import BACKWARD, STEPS, WROTE, Word, refuse_other_ways, refuse_written, said
+from armillary.runtime.hybrid.in_step import BACKWARD, STEPS, WROTE, Word, Words, refuse_written, said
 from armillary.runtime.hybrid.look_ups import LookUps
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
@@ -83,7 +83,7 @@ class Executor:
     options: LastOptions = field(default_factory=lambda: LastOptions(()))  # with which optimizers stepped last
     doing: int = BACKWARD
     late: list[int] = field(default_factory=list)  # ranks that took part in the last exchange in their step only
-    saying: InFlight | None = None  # what every rank says of itself
+    saying: Callable[[], Words] | None = None  # the wait for what every rank says of itself
     seen: list[tuple[Tensor | None, int]] = field(default_factory=list)  # gradients then, with their versions
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
     flights: list[InFlight] = field(default_factory=list)
@@ -235,7 +235,7 @@ class Executor:
 
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
-            self.look_ups.meet_in_backward(self.declared_weight)
+            self.look_ups.meet_in_backward(self.declared_weight, self._word(self.doing).rest)
             self.prefetch.begin_push()
             self.part = self._part() if self.mean == "weights" else 1.0
             self._say()
@@ -303,15 +303,21 @@ class Executor:
         self.seen = self._versions() if self.late else []
         self.on_settled()
 
-    def _word(self, doing: int) -> InFlight:
-        word = Word(self.transport.step, doing, self.options.number)
-        return InFlight(said(word, self.transport.place.workers), "rank states", 0)
+    def _word(self, doing: int) -> Word:
+        return Word(self.transport.step, doing, self.options.number)
+
+    def _ask(self, doing: int) -> Callable[[], Words]:
+        """For what every rank says of itself, where no look-up brings it."""
+        flight = InFlight(said(self._word(doing), self.transport.place.workers), "rank states", 0)
+        start_coalesced([flight], self.transport)
+        return partial(flight.finish, self.transport)
 
     def _say(self) -> None:
         """Before the first group leaves, when every rank is in its backward."""
-        if self.transport.place.workers > 1:
-            self.saying = self._word(self.doing)
-            start_coalesced([self.saying], self.transport)
+        if self.look_ups.pulled:
+            self.saying = partial(Words.told, self.transport.step, self.look_ups.words)
+        elif self.transport.place.workers > 1:
+            self.saying = self._ask(self.doing)
 
     def _hear(self) -> None:
         """All that was sent has landed."""
@@ -319,8 +325,7 @@ class Executor:
         if self.saying is None:
             return
         with self.transport.unrecorded():
-            heard, self.saying = self.saying.finish(self.transport), None
-            refuse_other_ways(heard)
+            heard, self.saying = self.saying(), None
             self.late = heard.late if len(heard.late) < len(heard.words) else []
             everyones = self.transport.share(self.options.options) if not heard.has_one_option else []
         if unlike := unlike_options(dict(enumerate(everyones))):
@@ -350,19 +355,14 @@ class Executor:
         with self.transport.unrecorded(), self.transport.within("step"):
             if self.look_ups.pulled:
                 self.look_ups.serve_until("aside")
-            word = self._word(WROTE if wrote else STEPS)
-            start_coalesced([word], self.transport)
-            heard = word.finish(self.transport)
+            heard = self._ask(WROTE if wrote else STEPS)()
         late, self.late, self.seen = self.late, [], []
-        refuse_other_ways(heard)
         refuse_written(heard, late)
 
     def _part(self) -> float:
         """What this rank declared over what all did; known from the look-ups' headers, else asked for."""
-        if self.weighing is None:
-            total = sum(self.look_ups.weights)
-        else:
-            total, self.weighing = float(self.weighing.finish(self.transport)), None
+        asked, self.weighing = self.weighing, None
+        total = sum(self.look_ups.weights) if asked is None else float(asked.finish(self.transport))
         return self.declared_weight / (total or 1.0)
 
     def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.facts.collectives import AllToAll, Program
 
-__all__ = ["BACKWARD", "LATE", "STEPS", "WROTE", "Word", "Words", "refuse_other_ways", "refuse_written", "said"]
+__all__ = ["BACKWARD", "LATE", "STEPS", "WROTE", "Word", "Words", "refuse_written", "said"]
 
 BACKWARD, LATE, STEPS, WROTE = range(4)  # exchanges in its backward; in its step; steps; the same, and it wrote
 
@@ -28,12 +28,22 @@ class Word(NamedTuple):
     doing: int
     options: int
 
+    @property
+    def rest(self) -> int:
+        """What a header of a look-up does not tell: one whole number, exact in float64."""
+        return 4 * self.options + self.doing
+
 
 @dataclass(frozen=True)
 class Words:
     """By rank."""
 
     words: Sequence[Word]
+
+    @classmethod
+    def told(cls, step: int, rests: Sequence[int]) -> "Words":
+        """On the headers of look-ups, all of one step."""
+        return cls([Word(step, rest % 4, rest // 4) for rest in rests])
 
     @property
     def late(self) -> list[int]:
@@ -45,13 +55,19 @@ class Words:
 
 
 def said(word: Word, workers: int) -> Program[Words]:
-    """Every rank's."""
+    """Every rank's.
+
+    Raises:
+        RuntimeError: ranks are at different steps, or some are in a backward and others in a step. On every rank.
+    """
     ones = (1,) * workers
     heard: Tensor = yield AllToAll(torch.tensor([word] * workers), ones, ones, is_even=True)
-    return Words([Word(*one) for one in heard.tolist()])
+    words = Words([Word(*one) for one in heard.tolist()])
+    _refuse_other_ways(words)
+    return words
 
 
-def refuse_other_ways(heard: Words) -> None:
+def _refuse_other_ways(heard: Words) -> None:
     """
     Raises:
         RuntimeError: ranks are at different steps, or some are in a backward and others in a step. On every rank.

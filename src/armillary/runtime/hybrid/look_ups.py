@@ -42,6 +42,7 @@ class LookUps:
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
+        self.words: tuple[int, ...] = ()  # of every rank, as the last round told them
         self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
         self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
 
@@ -172,9 +173,9 @@ class LookUps:
         waiting.has_gradient = True
         self.on_gradient(table)
 
-    def meet_in_backward(self, weight: float) -> None:
-        """Every rank is in its backward: no rank will look up for it any more."""
-        self.serve_until("idle", weight)
+    def meet_in_backward(self, weight: float, word: int) -> None:
+        """Every rank is in its backward: no rank will look up for it any more. word: that all are told."""
+        self.serve_until("idle", weight, word)
         self.prefetch.seal()
 
     def meet(self, table: RowTable) -> None:
@@ -190,7 +191,7 @@ class LookUps:
             told: Tensor = self.transport.complete(gathered(part), f"values of {table.name}")
         return told
 
-    def serve_until(self, state: State, weight: float = 1.0) -> None:
+    def serve_until(self, state: State, weight: float = 1.0, word: int = 0) -> None:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished", or all have
         "evaluated", or all are "asking" for values of a whole table; learns what they declare."""
         nothing = torch.empty(0, dtype=torch.int64)
@@ -199,8 +200,9 @@ class LookUps:
             spoken_of = self.pulled[first : first + FLAGS]
             mine = sum(table.is_learned << place for place, table in enumerate(spoken_of))
             device = spoken_of[0].shard.device
-            outcome = self._serve(LookupRequest(state, nothing.to(device), False, self.transport.step, weight, mine))
-            self.weights = outcome.weights
+            request = LookupRequest(state, nothing.to(device), False, self.transport.step, weight, mine, word)
+            outcome = self._serve(request)
+            self.weights, self.words = outcome.weights, outcome.words
             self.learned += [table for place, table in enumerate(spoken_of) if outcome.flags >> place & 1]
 
     def _serve(self, request: LookupRequest) -> LookupRound:
