@@ -5,6 +5,7 @@ Note [One order]. All ranks walk through the same actions of all workers, in the
 ranks name their sends and receives in one and the same order, both directions together: a queue that NCCL can carry as
 it stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
+Where steps do not overlap, it waits at the end until what it sent is there: a script may end after any of its steps.
 
 What goes from rank to rank around the actions the placement says (`placement.py`): `chain.py`, where a stage runs on
 one rank, `relay.py`, where it runs on several, `turns.py`, where micro-batches take turns on them.
@@ -52,6 +53,7 @@ class Lowering:
         self._around = self._where.around(clip, self._written, served, reduces)
         self.is_lent = wires.lends and any(len(self._where.ranks(stage)) > 1 for stage in range(schedule.stages))
         self._queue = ActionQueue(schedule, range(schedule.workers))
+        self._is_whole = not schedule.stale_share and not schedule.uncoupled  # a step, when its call is over
 
     @property
     def owned(self) -> frozenset[int]:
@@ -80,6 +82,8 @@ class Lowering:
         for due in self._queue.next_step():
             self._walk(due)
         self._around.end_step(self.steps)
+        if self._is_whole:
+            self._written.see_all_over()
         return self._written.taken()
 
     def rest(self) -> list[Instruction]:

@@ -180,7 +180,9 @@ class OwnedLoop:
         self.first.take(batches)
         self.first.compare()
         with self._working():
-            self._collect(self.engine.step(given), is_step=True)
+            if self._told is not None:
+                self._told.begin_step()
+            self._collect(self.engine.step(given))
         self._stepped()
         return self.losses()
 
@@ -212,8 +214,8 @@ class OwnedLoop:
                 f"are taken by run.step(micro_batches), which steps the optimizer: call that alone{alone}"
             )
 
-    def _collect(self, known: Sequence[StepLosses], is_step: bool = False, everything: bool = False) -> None:
-        found = list(known) if self._told is None else self._told.take(known, is_step, everything)
+    def _collect(self, known: Sequence[StepLosses], everything: bool = False) -> None:
+        found = list(known) if self._told is None else self._told.take(known, everything)
         self._finished += [StepLosses(self.first_step + one.step, one.losses) for one in found]
 
     def losses(self) -> list[StepLosses]:
