@@ -134,7 +134,7 @@ def refusals(rank, world, plan):
     return found
 
 
-MOST_FRAMES = 14  # a plan that is refused has been made in the middle of it
+MOST_FRAMES = 12  # a plan that is refused has been made in the middle of it
 
 
 def test_a_traceback_ends_in_one_clear_line_shows_few_frames_of_the_library_and_no_other_error_before(crew):

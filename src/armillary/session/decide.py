@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -128,29 +129,22 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
         raise ValueError(f"plan: the model {mark}")
     transport = open_transport(process_group, patience)
     with transport.within("the measuring and planning"):
-        decided = _decided(subject, request, transport)
+        refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
+        refuse_other_models("plan", subject.model, transport)
+        topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
+        found = request.profile or _profiled(subject, topology, transport)
+
+        def case() -> Case:
+            return Case(found, topology, assumptions_of(subject.optimizer, subject.model))
+
+        owners = timed_owners(transport, request.wanted, case)
+        told = by_rank_zero(transport, partial(_planned, subject, found, topology, request, owners))
+        plans = {name: Plan.from_json(text) for name, text in told.items()}
+        chosen = next(iter(plans.values()))
+        if len(plans) > 1:
+            model, optimizer, loss = subject.model, subject.optimizer, subject.loss
+            chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
     transport.close()
-    return decided
-
-
-def _decided(subject: Subject, request: JobRequest, transport: Transport) -> Decided:
-    refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
-    refuse_other_models("plan", subject.model, transport)
-    topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
-    found = request.profile or _profiled(subject, topology, transport)
-
-    def case() -> Case:
-        return Case(found, topology, assumptions_of(subject.optimizer, subject.model))
-
-    owners = timed_owners(transport, request.wanted, case)
-    plans = {
-        name: Plan.from_json(text)
-        for name, text in by_rank_zero(transport, lambda: _planned(subject, found, topology, request, owners)).items()
-    }
-    chosen = next(iter(plans.values()))
-    if len(plans) > 1:
-        model, optimizer, loss = subject.model, subject.optimizer, subject.loss
-        chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
     return Decided(found, topology, chosen)
 
 
