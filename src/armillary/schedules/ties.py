@@ -27,13 +27,15 @@ def complaint(options: ScheduleOptions, workers: int, first: ParameterUse, secon
     """Why these two may not share a parameter; empty where they may."""
     why = _why(options, workers)
     if not why and first.name == second.name:
-        why = "a plan counts the sum of its gradients only where each stage reads it by a name of its own"
+        why = "both stages call the same module, and gradients are summed only where each has a module of its own"
     if not why:
         return ""
     remedy = "Cut so that both are in one stage (points=[...]), or untie them"
     if not options.method.sums_ties:
         able = [name for name, method in SCHEDULES.all().items() if method.sums_ties]
         remedy = f"{remedy}, or take schedule {' or '.join(able)}, which sum their gradients"
+    elif options.replicas(workers) > 1:
+        remedy = f"{remedy}, or cut into as many stages as there are ranks ({workers})"
     return (
         f"schedule: {first.name} of stage {first.stage} and {second.name} of stage {second.stage} are one parameter; "
         f"{why}. {remedy}"
@@ -45,7 +47,10 @@ def _why(options: ScheduleOptions, workers: int) -> str:
     if not options.method.sums_ties:
         return _why_not_by(schedule, name)
     if options.replicas(workers) > 1:
-        return f"{options.replicas(workers)} replicas of the stages (data x stage) do not sum their gradients"
+        return (
+            f"with {options.replicas(workers)} replicas of the stages (data x stage) the gradients of its copies are "
+            "not summed"
+        )
     if options.clip is not None and not options.clip.waits:
         return f"clip_by={options.clip.by} would clip its two copies by different norms; clip_by='global' would not"
     return ""
