@@ -24,6 +24,7 @@ from benchmarks.netlab.counters import INTERFACE, Counted, hardware_address
 from benchmarks.netlab.namespaces import LabName, tell
 
 BURST_SECONDS, LEAST_BURST_BYTES = 1e-3, 1 << 14  # what a rested link passes at once: small messages must not slip by
+LARGEST_PACKET_BYTES = 1 << 16  # that the kernel passes from one host to another as one
 NO_IPV6 = "entry=/proc/sys/net/ipv6/conf/default/disable_ipv6; test ! -e $entry || echo 1 > $entry"
 RENO = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
 MOST_HOSTS = 250  # what one /24 holds
@@ -59,14 +60,26 @@ def lay(name: LabName, hosts: int) -> None:
         )
 
 
-def shape(name: LabName, hosts: int, mbit_per_second: float) -> None:
-    """Holds every link to a speed in each direction; 0 takes the limit away."""
+def shape(name: LabName, hosts: int, mbit_per_second: float, whole_packets: bool = False) -> None:
+    """Holds every link to a speed in each direction; 0 takes the limit away.
+
+    Args:
+        whole_packets: what a host hands over as one, up to 64 KiB, passes as one; the link is then busy for as long.
+    """
     burst = max(LEAST_BURST_BYTES, round(mbit_per_second * 1e6 / 8 * BURST_SECONDS))
-    bucket = ("tbf", "rate", f"{mbit_per_second:g}mbit", "burst", f"{burst}b", "latency", "400ms")
-    how = bucket if mbit_per_second > 0 else ("noqueue",)
+    rate = ("rate", f"{mbit_per_second:g}mbit", "burst", f"{burst}b")
+    is_cut = burst < LARGEST_PACKET_BYTES  # tbf cuts what is longer than its burst, htb does not
     for host in range(hosts):
         for there, interface in ((name.host(host), INTERFACE), (name.switch, f"port{host}")):
-            tell("tc", "-n", there, "qdisc", "replace", "dev", interface, "root", *how)
+            root = ("-n", there, "qdisc", "replace", "dev", interface, "root")
+            if mbit_per_second <= 0 or (is_cut and whole_packets):  # a htb that is there can only be taken away
+                tell("tc", *root, "noqueue")
+            if mbit_per_second > 0 and is_cut and whole_packets:
+                tell("tc", *root, "handle", "1:", "htb", "default", "1")
+                inside = ("class", "replace", "dev", interface, "parent", "1:", "classid", "1:1")
+                tell("tc", "-n", there, *inside, "htb", *rate, "cburst", f"{burst}b")
+            elif mbit_per_second > 0:
+                tell("tc", *root, "tbf", *rate, "latency", "400ms")
 
 
 def count(name: LabName, host: int) -> Counted:

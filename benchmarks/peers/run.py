@@ -36,12 +36,12 @@ def main() -> None:
     for mbit in rates:
         found = whole([_heat(options, mbit, heat) for heat in range(len(entry.heats))])
         path = options.out / f"{options.case}_{mbit:g}mbit.json"
-        path.write_text(json.dumps({**found, "pinned": options.pin}, indent=1) + "\n")
+        path.write_text(json.dumps({**found, "pinned": options.pin, "whole packets": True}, indent=1) + "\n")
 
 
 def _heat(options: argparse.Namespace, mbit: float, heat: int) -> Mapping[str, Any]:
     """In a job of its own: what contenders never give back would be missing in the next."""
-    with tempfile.TemporaryDirectory() as folder, Lab(entries()[options.case].workers, 0) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(entries()[options.case].workers, 0, whole_packets=True) as lab:
         part = Path(folder) / "found.json"
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.job", "--case", options.case]
         command += ["--only", options.only, "--rounds", str(options.rounds), "--folder", folder, "--out", str(part)]

@@ -93,6 +93,17 @@ def test_a_link_holds_its_speed_in_both_directions(lab, pairs):
     assert shaped_seconds > least_seconds > slowest(lab, sent_bytes, *pairs)
 
 
+def test_whole_packets_are_few_and_the_link_holds_its_speed():
+    sent_bytes = 3_000_000
+    with Lab(2, 100, whole_packets=True) as whole:
+        whole.shape(50)
+        whole.shape(100)  # anew over one that is there
+        found: list[float] = []
+        sender, _ = crossed(whole, lambda: found.append(slowest(whole, sent_bytes, "0-1")))
+    assert found[0] > 0.8 * (sent_bytes - 2 * (64 << 10)) * 8 / 100e6
+    assert sender.sent_packets < sent_bytes / 1448 / 5
+
+
 def test_ranks_run_on_the_hosts_they_are_told_they_run_on(lab):
     finished = lab.run(["cat", "/sys/class/net/eth0/address"], ranks_per_host=2)
     assert [output.strip()[-2:] for output in finished.outputs] == ["00", "00", "01", "01", "02", "02"]
