@@ -26,12 +26,12 @@ class Residual(nn.Module):
         return F.relu(x + self.body(x))
 
 
-def convolutions(seed=0):
+def convolutions(seed=0, dropout=0.2):
     """Images of 8 x 8 to scores. One ReLU object serves twice; dropout draws random numbers."""
     torch.manual_seed(seed)
     relu = nn.ReLU()
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), relu, Residual(6), nn.Dropout2d(0.2),
+        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), relu, Residual(6), nn.Dropout2d(dropout),
         nn.Conv2d(6, 8, 3, stride=2, padding=1), relu, Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         nn.Linear(8, CLASSES),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts of a model that learn from losses of their own: `split`.
+"""Parts of a model that learn from losses of their own: `split` (local losses), `apart` (each part on its own).
 
 A room beside the step: it works in a plain loop and under `armillary.parallelize`, and needs nothing of the runtime.
 
@@ -8,7 +8,13 @@ for batch in loader:
 local.plain()  # the model, without heads
 """
 
+from armillary.local_losses.apart import apart
+from armillary.local_losses.apart_part import ApartPart
+from armillary.local_losses.hand_over import HandOver, PartBatch
 from armillary.local_losses.heads import InfoProWeights
+from armillary.local_losses.joining import joined
 from armillary.local_losses.split import HeadedPart, LocalLosses, split
 
-__all__ = ["HeadedPart", "InfoProWeights", "LocalLosses", "split"]
+__all__ = [
+    "ApartPart", "HandOver", "HeadedPart", "InfoProWeights", "LocalLosses", "PartBatch", "apart", "joined", "split",
+]  # fmt: skip
