@@ -22,6 +22,7 @@ from armillary.planning.simulator import simulate
 from armillary.session.cyclic.stages import refuse_uncut
 from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
 from armillary.session.folder import write_plan
+from armillary.session.prepared import prepared
 from armillary.session.workload import Workload
 
 __all__ = ["AskedPrint", "plan_asked"]
@@ -44,7 +45,8 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     """Plans, and ends the process."""
 
     def prepare() -> _Ready:
-        task, granted = workload_of(workload), job_request_of(plan, count_of(workers), workers)
+        granted = job_request_of(plan, count_of(workers), workers)
+        task = prepared(workload_of(workload), granted, count_of(workers))
         refuse_unnamed(task, granted)
         return _Ready(task, granted)
 

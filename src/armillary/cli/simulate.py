@@ -23,10 +23,11 @@ from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
 from armillary.runtime.profiling.profiler import profile
 from armillary.session.cyclic.stages import refuse_uncut
-from armillary.session.decide import assumptions_of, subject_of
+from armillary.session.decide import JobRequest, assumptions_of, subject_of
 from armillary.session.folder import beside_plan, open_folder
 from armillary.session.foresight.scaling import PROFILED_WORKERS
 from armillary.session.foresight.simulate import Simulated
+from armillary.session.prepared import prepared
 from armillary.session.workload import Workload
 
 __all__ = ["scaling_asked", "simulate_asked"]
@@ -51,8 +52,8 @@ def simulate_asked(
         if isinstance(subject, Path):
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = asked.topology.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
-        task = workload_of(subject)
         wanted = plan_request_of(way, links.workers)
+        task = prepared(workload_of(subject), JobRequest(wanted), links.workers)
         return _played(_of_workload(task, links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:

@@ -17,6 +17,7 @@ from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.folder import CHECKPOINTS, give_back
+from armillary.session.prepared import prepared
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.settings import Settings
 from armillary.session.train import train
@@ -37,7 +38,8 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     chosen: list[Path] = []  # by this process, so that it can say where the last checkpoint is
 
     def prepare() -> _Ready:
-        task, granted = workload_of(workload), job_request_of(plan, count_of(run.workers))
+        granted = job_request_of(plan, count_of(run.workers))
+        task = prepared(workload_of(workload), granted, count_of(run.workers))
         refuse_unnamed(task, granted)
         steps = task.steps if run.steps is None else run.steps
         how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume, run.rebalance_every)

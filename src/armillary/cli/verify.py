@@ -12,6 +12,7 @@ from armillary.cli.workers import count_of, rank, run_in_workers
 from armillary.runtime.transport import Transport
 from armillary.session.decide import JobRequest
 from armillary.session.kernel_mode import ask_for_repeatable
+from armillary.session.prepared import prepared
 from armillary.session.verification import Verification
 from armillary.session.verify import verify_workload
 from armillary.session.workload import Workload
@@ -53,6 +54,7 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         granted = job_request_of(plan, workers)
         if asked.one_batch and granted.owns_loop:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
+        task = prepared(task, granted, workers)
         refuse_unnamed(task, granted)
         if asked.one_batch:
             size = f"batch_size={task.batch_size * workers}"

@@ -17,7 +17,8 @@ class StagePlan:
     Args of note:
         begins: path of its first module.
         residency: where its activations stay between forward and backward: "keep" or "recompute" today.
-        objective: what it learns from: "whole_model", the loss of the whole model, today.
+        objective: what it learns from: "whole_model", the loss of the whole model, or "own_loss", which its schedule
+            names.
         edge, edge_back: codecs of what it hands to the next stage and gets back; None: as it is.
         split: over which axes its tensors lie; reserved, "whole" today.
         forecast: its own seconds of forward and backward, and peak_bytes of activations, on one worker.

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.facts.balance import balanced
 from armillary.facts.split_loss import Batch, Loss, SplitLoss
 from armillary.facts.structure import take_apart
 from armillary.facts.untouched import untouched
@@ -40,21 +42,23 @@ class Slices(NamedTuple):
 
 
 def sliced(
-    model: nn.Module, loss: Loss, example: Batch, at: Sequence[str], parts: Sequence[nn.Module] | None
+    model: nn.Module, loss: Loss, example: Batch, at: Sequence[str] | int, parts: Sequence[nn.Module] | None
 ) -> Slices:
     """
     Args:
-        at: paths of the modules that begin the second slice, the third, and so on.
+        at: paths of the modules that begin the second slice, the third, and so on; or how many slices of equal work.
         parts: instead of `at`: modules whose calls one after the other are the model's forward.
 
     Raises:
         ValueError: there is one slice alone; a path that names no cut; slices that share a weight, leave one out, or
             give another output than the model; a loss that does more than call the model once.
     """
-    if parts is None:
-        slices = tuple(_at(model, [at] if isinstance(at, str) else list(at)))
-    else:
+    if parts is not None:
         slices = tuple(Slice(str(number), part) for number, part in enumerate(parts))
+    elif isinstance(at, int):
+        slices = tuple(_at(model, _balanced(model, loss, example, at)))
+    else:
+        slices = tuple(_at(model, [at] if isinstance(at, str) else list(at)))
     if len(slices) < 2:
         raise ValueError(
             "local_losses: one part alone learns as by backpropagation; name where the second begins, as in "
@@ -79,6 +83,32 @@ def _opened(model: nn.Module, before: str = "") -> Iterator[Slice]:
 
 def _paths(model: nn.Module) -> list[str]:
     return [one.path for one in _opened(model)] or [""]
+
+
+def _balanced(model: nn.Module, loss: Loss, example: Batch, count: int) -> list[str]:
+    """Where to cut so that the dearest slice is as cheap as can be, in operations and numbers of a forward."""
+    modules, ends = list(_opened(model)), [0.0]
+
+    def ended(module: nn.Module, given: Any, output: Any) -> None:
+        numbers = sum(leaf.numel() for leaf in take_apart(output).leaves if isinstance(leaf, Tensor))
+        ends.append(ends[-1] + counter.get_total_flops() - counted[-1] + numbers)
+        counted.append(counter.get_total_flops())
+
+    counted = [0]
+    with untouched(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        hooks = [one.register_forward_hook(ended) for one in {module for _, module in modules}]
+        try:
+            loss(model, example)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    costs = [(end - before, 2 * (end - before)) for before, end in pairwise(ends)]
+    if len(costs) != len(modules) or not 1 < count <= len(modules):
+        raise ValueError(
+            f"local_losses: at={count} parts of an nn.Sequential with {len(modules)} modules; want 2 parts to as many "
+            "as there are, or name the cuts: at=['layer2']"
+        )
+    return [modules[start].path for start in balanced(costs, count)]
 
 
 def _at(model: nn.Module, points: Sequence[str]) -> Iterator[Slice]:

@@ -35,7 +35,7 @@ def split(
     model: nn.Module,
     loss: Loss,
     example: Batch,
-    at: Sequence[str] = (),
+    at: Sequence[str] | int = (),
     *,
     parts: Sequence[nn.Module] | None = None,
     head: nn.Module | Sequence[nn.Module] | None = None,
@@ -48,7 +48,8 @@ def split(
     Args:
         loss: loss(model, batch) -> scalar, which calls the model once.
         example: a batch to find shapes with; nothing is trained on it.
-        at: paths of the modules of an `nn.Sequential` that begin part 1, part 2, and so on.
+        at: paths of the modules of an `nn.Sequential` that begin part 1, part 2, and so on; or the number of parts,
+            cut where their operations are balanced.
         parts: instead of `at`, for any other model: modules whose calls one after the other are its forward.
         head: from what a part hands on to the form of the model's output: one module for each part but the last. None:
             linear on the last dimension; from images to classes InfoPro's.

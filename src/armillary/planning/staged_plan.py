@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from armillary.facts.balance import balanced
 from armillary.facts.group import Layout
 from armillary.facts.mesh import STAGE
 from armillary.facts.parameter import ParameterFact
@@ -32,7 +33,6 @@ from armillary.planning.stage_groups import (
 )
 from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableRequest, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
-from armillary.schedules.balance import balanced
 from armillary.schedules.edge import Edge, codes_of
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import Planned, ScheduleOptions
@@ -49,6 +49,7 @@ __all__ = ["StagedWay", "plan_staged", "staged_ways"]
 
 ITEM_BYTES = 4  # of an activation, to weigh what has no matrix product
 RECOMPUTE = Choice("recompute")
+OWN_LOSS = Choice("own_loss")  # of a stage that gets no gradient from the next
 NO_EDGES = EdgeRequests()
 
 
@@ -167,7 +168,7 @@ def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]
             passed = passed + _passed(i, subject, case)
     for place, part in enumerate(parts):
         forecast = _forecast(j, part, subject, case)
-        departures = ("stale",) * (schedule.stale_share > 0) + ("uncoupled",) * bool(schedule.uncoupled)
+        departures = ("stale",) * (schedule.stale_share > 0) + ("uncoupled",) * (j in schedule.uncoupled)
         yield Group(
             name=f"stage {j}" + (f", bucket {place}" if len(parts) > 1 else ""),
             parameters=tuple(fact.name for fact in part.facts),
@@ -185,6 +186,8 @@ def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     cost = Forecast(seconds=load.seconds, peak_bytes=load.activation_bytes + load.cache_bytes)
     edge = subject.options.edges[j] if subject.options.edges else Edge()
     plain = StagePlan(subject.begins[j], edge=edge.forward, edge_back=edge.back, forecast=cost)
+    if j in subject.schedule.uncoupled:
+        plain = replace(plain, objective=OWN_LOSS)
     return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain
 
 

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_map
 
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.edges import Edges
+from armillary.reference.own_loss import with_own_loss
 from armillary.schedules.clipping import Clip
 from armillary.schedules.corrections.correction import Correction, stale_share
+from armillary.schedules.method import Objective
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
 
@@ -78,7 +80,7 @@ class Reference:
         self._history: dict[int, Weights] = {}
         self.corrections: Sequence[Correction] = ()  # to be set before the first step
         self.edges = Edges()  # how what crosses a cut is coded, likewise
-        self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
+        self.objectives: Mapping[int, Objective] = {}  # of uncoupled stages, likewise
         self._ahead: dict[int, Weights] = {}  # the same versions, as they may be a step later
         self._made_with: list[dict[str, Any]] = []  # the optimizer's groups at the last step since the last drain
         self._before: dict[nn.Parameter, Tensor] = {}  # mean gradients of that step
@@ -180,10 +182,12 @@ class Reference:
             device = next((p.device for p in weights.values()), torch.device("cpu"))
             came = value
             with seeded(self.seed, place, device):
-                value = functional_call(stage, {**weights, **buffers}, (value,))
                 if j in self.objectives:
-                    losses.append(self.objectives[j](value, target))
+                    value, own = with_own_loss(stage, {**weights, **buffers}, value, self._learns(j, target))
+                    losses.append(own)
                     value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+                else:
+                    value = functional_call(stage, {**weights, **buffers}, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 else:
@@ -191,3 +195,7 @@ class Reference:
         with torch.autocast(self._device_type, enabled=False):
             gradients = torch.autograd.grad([*losses, value], leaves, allow_unused=True)
         return value.detach(), [(p, g.to_dense()) for p, g in zip(parameters, gradients) if g is not None]
+
+    def _learns(self, j: int, target: Any) -> Callable[[nn.Module, Any], Tensor]:
+        """What an uncoupled stage learns from, of its module and its output."""
+        return lambda stage, output: self.objectives[j](stage, output, target, self.loss)

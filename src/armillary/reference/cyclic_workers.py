@@ -24,8 +24,10 @@ from armillary.facts.structure import mapped
 from armillary.reference.clipped import clip_gradients
 from armillary.reference.crossing import Crossing
 from armillary.reference.edges import Edges
+from armillary.reference.own_loss import with_own_loss
 from armillary.reference.rows import CodedReads, Meanings
 from armillary.schedules.clipping import Clip
+from armillary.schedules.method import Objective
 from armillary.schedules.random_stream import seeded
 from armillary.schedules.schedule import Schedule
 
@@ -62,7 +64,7 @@ class WorkersReference:
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self.edges = Edges()  # to be set before the first step
-        self.objectives: Mapping[int, Callable[[Any, Any], Tensor]] = {}  # of uncoupled stages, likewise
+        self.objectives: Mapping[int, Objective] = {}  # of uncoupled stages, likewise
         self.rows: Mapping[nn.Parameter, Meanings] = {}  # of tables whose rows are coded, likewise
         self._step = 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
@@ -142,16 +144,23 @@ class WorkersReference:
             came = value
             reads = CodedReads(coded, 1.0) if coded else nullcontext()
             with seeded(self.seed, (self._step, number, j), device), reads:
-                value = functional_call(stage, {**weights, **self.buffers[worker][j]}, (value,))
+                tensors = {**weights, **self.buffers[worker][j]}
                 if j in self.objectives:
-                    own.append(self.objectives[j](value, target))
+                    value, loss = with_own_loss(stage, tensors, value, self._learns(j, target))
+                    own.append(loss)
                     value = mapped(Tensor.detach, value)
+                else:
+                    value = functional_call(stage, tensors, (value,))
                 if stage is self.stages[-1]:
                     value = self.loss(value, target)
                 else:
                     value = self.edges.crossed(value, came, (self._step, number, j), batch[0], worker)
         found = torch.autograd.grad([*own, value], leaves, allow_unused=True)
         return value.detach(), ((p, g.to_dense()) for p, g in zip(parameters, found, strict=True) if g is not None)
+
+    def _learns(self, j: int, target: Any) -> Callable[[nn.Module, Any], Tensor]:
+        """What an uncoupled stage learns from, of its module and its output."""
+        return lambda stage, output: self.objectives[j](stage, output, target, self.loss)
 
     def _step_but_quiet_rows(self) -> None:
         lazy = [p for p, is_lazy in self.tables.items() if is_lazy and p.grad is not None]

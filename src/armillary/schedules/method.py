@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
 from armillary.facts.raised import is_theirs, told
 from armillary.schedules.by_worker import placed
@@ -27,7 +29,8 @@ from armillary.schedules.stage_load import StageLoad
 __all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "Traffic"]
 
 Options = Mapping[str, Any]
-Objective = Callable[[Any, Any], Any]
+Objective = Callable[[nn.Module, Any, Any, Callable[[Any, Any], Any]], Any]
+Prepare = Callable[["ScheduleOptions", nn.Module, Callable[[nn.Module, Any], Any], Any], nn.Module]
 
 # Said elsewhere in a plan: in its stage table, its mesh, or by default.
 DERIVED = ("name", "method", "stages", "points", "recompute", "edges")
@@ -222,6 +225,10 @@ def _no_objectives(options: ScheduleOptions) -> Mapping[int, Objective]:
     return {}
 
 
+def _every_stage(options: ScheduleOptions, stages: Sequence[nn.Module]) -> None:
+    return None
+
+
 def _no_notes(planned: Planned) -> list[str]:
     return []
 
@@ -271,7 +278,12 @@ class Method:
             mean over workers.
         peak: (options, stages) -> bytes of activations of the fullest worker.
         pace: (options, seconds of forward and backward of each stage) -> seconds of a step without any exchange.
-        objectives: of the stages that the table calls uncoupled, what each learns from: (output, batch) -> scalar loss.
+        objectives: of the stages that the table calls uncoupled, what each learns from: (module of the stage, its
+            output, batch, loss) -> scalar. It is called where the stage's weights are held; `loss` is that of the whole
+            model, (output, batch) -> scalar.
+        prepare: (options, model, loss(model, batch), a batch) -> the model with what its stages want besides, such as
+            heads. It is asked for the model of a workload, before there is an optimizer; None: models stay as they are.
+        refuse_stages: (options, modules of the stages), before the first step.
         notes: what the reader of a plan should know.
         follows: option names that the number of processes fixes, so that a plan need not write them down.
     """
@@ -302,6 +314,8 @@ class Method:
     peak: Callable[[ScheduleOptions, Sequence[StageLoad]], int] = _all_kept
     pace: Callable[[ScheduleOptions, Sequence[float]], float] = _pace_of_one
     objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = _no_objectives
+    prepare: Prepare | None = None
+    refuse_stages: Callable[[ScheduleOptions, Sequence[nn.Module]], None] = _every_stage
     notes: Callable[[Planned], list[str]] = _no_notes
     draw: Callable[[ScheduleOptions], str] | None = None
     follows: tuple[str, ...] = ()

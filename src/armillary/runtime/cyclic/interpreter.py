@@ -113,8 +113,7 @@ class Interpreter:
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._next = NextForwards(where, seat.rank, self._stages, seat.tables, self.micro_batches)
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
-        losses = {schedule.stages - 1: spec.loss, **spec.objectives}  # of the stages that learn from one
-        self._losses = {j: losses[j] for j in self._stages if j in losses}
+        self._learning = {schedule.stages - 1, *spec.objectives} & {*self._stages}  # from a loss
         self._targets: dict[Cell, Any] = {}
         self._flights: dict[Cell, StageActivation] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
@@ -198,7 +197,7 @@ class Interpreter:
                 self._crossed.samples[step, micro_batch] = sample_keys(value)
             if self._is_here((step, micro_batch, 0)):
                 self._values[Letter("activation", step, micro_batch, -1)] = detached(value)
-            places = filter(self._is_here, ((step, micro_batch, j) for j in self._losses))
+            places = filter(self._is_here, ((step, micro_batch, j) for j in self._learning))
             self._targets.update(dict.fromkeys(places, target))
         return self._carry_out(self._lowering.next_step())
 
@@ -242,7 +241,7 @@ class Interpreter:
         version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
         is_last = j == self.schedule.stages - 1
         target = self._targets.pop(one.place, None)
-        loss = OwnLoss(lambda output: self._losses[j](output, target), is_last) if j in self._losses else None
+        loss = OwnLoss(lambda output: self._loss(j, output, target), is_last) if j in self._learning else None
         rows = tables[j].visit(one.place, version) if j in tables else None
         value, self._flights[one.place] = forward_stage(
             self._stages[j],
@@ -261,6 +260,11 @@ class Interpreter:
         self._forget(j)
         self._spec.observe(one, version, self._flights.keys())
 
+    def _loss(self, j: int, output: Any, target: Any) -> Tensor:
+        own, whole = self._spec.objectives.get(j), self._spec.loss
+        found: Tensor = whole(output, target) if own is None else own(self._stages[j].module, output, target, whole)
+        return found
+
     def _read(self, one: Instruction, version: int, rows: Visit | None) -> Reads:
         if one.stage in self.borrowed:
             borrowing = self.borrowed[one.stage].read(version)
@@ -271,7 +275,7 @@ class Interpreter:
         self.lent_bytes.look()
         step, micro_batch, j = one.place
         flight, means = self._flights.pop(one.place), self._means[j]
-        came = None if j in self._losses else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
+        came = None if j in self._learning else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
         gradients = None if came is None else came.leaves
         means.expect(step, self.micro_batches.index(micro_batch))
         landed = flight.backward(gradients, means.add)

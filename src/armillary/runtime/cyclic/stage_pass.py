@@ -148,7 +148,8 @@ def detached(value: Any) -> Value:
 
 
 class OwnLoss(NamedTuple):
-    """What a stage learns from instead of the next one's gradient. of: the output, a scalar."""
+    """What a stage learns from instead of the next one's gradient. of: the output, a scalar; it may read the stage's
+    weights."""
 
     of: Callable[[Any], Tensor]
     is_last: bool
@@ -191,7 +192,7 @@ def forward_stage(
             given = inputs.given()
             with stage.places.holding({**reads.weights, **buffers}):
                 output = stage.module(tree_unflatten(given, value.spec))
-            made = output if loss is None else loss.of(output)
+                made = output if loss is None else loss.of(output)
         leaves, spec = tree_flatten(made if loss is None or loss.is_last else output)
         came = {id(leaf) for leaf in given if isinstance(leaf, Tensor)}
         passed_on = frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in came)

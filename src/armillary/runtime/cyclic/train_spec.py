@@ -32,7 +32,8 @@ class TrainSpec:
         seed: with the place, fixes the random numbers of every stage of every micro-batch of every step.
         recompute: stages that keep only their input and run again before their backward.
         clip: of the mean gradient of every step.
-        objectives: of the schedule's uncoupled stages, objective(output, target) -> scalar mean over one micro-batch.
+        objectives: of the schedule's uncoupled stages, objective(module, output, target, loss) -> scalar mean over one
+            micro-batch; `loss` is the one above.
         codes: of what crosses between stages.
         corrections: against stale weights, in the order in which they act.
         counted: tensors sent over coded edges, by what they are, the stage that made them, and whether they were coded;

@@ -6,7 +6,7 @@ What is no chain goes through the tracer (`runtime/partition/tracer.py`).
 
 Stages share their parameters with the model, which stays whole: it is evaluated and saved as it always was.
 
-Where to cut is `schedules/balance.py`'s; the planner asks it too.
+Where to cut is `facts/balance.py`'s; the planner asks it too.
 """
 
 import random
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.facts.balance import Cost, balanced
 from armillary.facts.structure import TakenApart, take_apart
 from armillary.runtime.partition.found_buffers import FoundBuffers
 from armillary.runtime.partition.places import Places
-from armillary.schedules.balance import Cost, balanced
 from armillary.schedules.ties import ParameterUse, refuse_chains
 
 __all__ = [

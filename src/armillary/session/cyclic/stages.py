@@ -98,9 +98,11 @@ def refuse_uncut(plan: Plan, model: nn.Module, loss: Loss, example: Any) -> None
     """
     if len(plan.stages) > 1:
         split = SplitLoss(loss, model, example)
-        stages = stages_of(model, split.input_of(example), options_of(plan).points)
+        options = options_of(plan)
+        stages = stages_of(model, split.input_of(example), options.points)
         refuse_ties(plan, stages)
         refuse_other_groups(plan, stages)
+        options.method.refuse_stages(options, [stage.module for stage in stages])
 
 
 def refuse_ties(plan: Plan, stages: Sequence[Stage]) -> None:

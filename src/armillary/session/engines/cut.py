@@ -47,6 +47,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     stages = stages_of(job.model, value, options.points)
     refuse_ties(plan, stages)
     refuse_other_groups(plan, stages)
+    options.method.refuse_stages(options, [stage.module for stage in stages])
     coded = coded_leaves(job.model, plan, value)
     orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)
     is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)

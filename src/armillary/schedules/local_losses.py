@@ -1,0 +1,105 @@
+"""A pipeline whose stages learn from losses of their own: no bubble, no old weights, and no gradient on the wire.
+
+Stage j makes forward and backward of a micro-batch back to back, one tick after stage j - 1. A head makes its loss; the
+last stage has the model's own. So this is not end-to-end training.
+
+Source: Laskin et al., Parallel Training of Deep Networks with Local Updates, 2020 (chunked).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from armillary.facts.profile_table import bytes_text
+from armillary.local_losses import HeadedPart, LocalLosses, split
+from armillary.schedules.action import Action
+from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
+from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.schedule import Schedule
+
+__all__ = ["local_losses"]
+
+
+def local_losses(stages: int, micro_batches: int) -> Schedule:
+    """K stages on K workers, M micro-batches a step, period 2 M."""
+    rows = tuple(
+        tuple(
+            action
+            for m in range(micro_batches)
+            for action in (Action(2 * m + j, 1, "F", j, m), Action(2 * m + j + 1, 1, "B", j, m))
+        )
+        for j in range(stages)
+    )
+    ages = ((0,) * stages,) * micro_batches
+    return Schedule("local_losses", 2 * micro_batches, rows, ages, tuple(range(stages - 1)))
+
+
+def _check(options: ScheduleOptions) -> None:
+    if options.stages < 2:
+        raise ValueError(
+            "schedule: local_losses with one stage is backpropagation; take stages=2 or more, or schedule accumulation"
+        )
+    if options.clip_norm is not None and options.clip_by != "stage":
+        raise ValueError(
+            f"schedule: local_losses clips stage by stage, since no stage waits for another; got clip_by="
+            f"{options.clip_by}. Pass clip_by=stage"
+        )
+
+
+def _own_loss(stage: nn.Module, output: Any, batch: Any, loss: Callable[[Any, Any], Any]) -> Any:
+    """What the head of the stage's part makes of its output."""
+    (part,) = _parts(stage)
+    return part.own_loss(output, batch, loss)
+
+
+def _parts(stage: nn.Module) -> list[HeadedPart]:
+    return [module for module in stage.modules() if isinstance(module, HeadedPart)]
+
+
+def _refuse_stages(options: ScheduleOptions, stages: Sequence[nn.Module]) -> None:
+    heads = [[part.head is not None for part in _parts(stage)] for stage in stages]
+    if heads != [[True]] * (len(stages) - 1) + [[False]]:
+        raise ValueError(
+            f"schedule: local_losses wants each stage to be one part with a head, and the last one without; train "
+            f"armillary.local_losses.split(model, loss, example, at=[...]), with {len(stages) - 1} cuts for "
+            f"stages={len(stages)}"
+        )
+
+
+def _prepare(
+    options: ScheduleOptions, model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any
+) -> nn.Module:
+    """The model in parts with heads, cut at `points`, or where stages are balanced."""
+    if isinstance(model, LocalLosses):
+        return model
+    return split(model, loss, batch, at=options.points or options.stages)
+
+
+def _notes(planned: Planned) -> list[str]:
+    balance, flush = utilisation(planned)
+    most = fullest_stage(planned.options, planned.stages)
+    return [
+        f"utilisation of {planned.options.stages} devices: {balance:.0%} with this cut and no bubble; a flush pipeline "
+        f"(1F1B) of {planned.options.micro_batches} micro-batches, exact, would reach {flush:.0%}",
+        "heads run beside their stages in training; their seconds and activations are not in this forecast",
+        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+    ]
+
+
+SCHEDULES.register(
+    "local_losses",
+    replace(
+        pipeline_method(
+            table=lambda options: local_losses(options.stages, options.micro_batches),
+            pace=lambda options, stages: max(stages) * options.micro_batches,
+            notes=_notes,
+            objectives=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
+        ),
+        check=_check,
+        prepare=_prepare,
+        refuse_stages=_refuse_stages,
+    ),
+)
