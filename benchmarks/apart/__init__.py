@@ -1,0 +1,1 @@
+"""Parts trained apart on synthetic labels, beside end-to-end training."""

@@ -1,0 +1,1 @@
+"""Local losses beside backpropagation: accuracy, bytes of a step, and pipelines without a gradient on the wire."""
