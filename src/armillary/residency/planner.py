@@ -19,6 +19,7 @@ from armillary.residency.stage_costs import KEEP, RECOMPUTE, SWAP, StageChain, S
 __all__ = ["Solution", "least_bytes", "search"]
 
 SLOTS = (1, 2, 3)
+INFEASIBLE = 2  # a status of scipy's milp
 NEAR = 1.01  # what counts as equally fast: measured seconds scatter by more
 
 
@@ -54,11 +55,14 @@ def search(
     lane = speed or TierSpeed(1.0, 1.0)
     deadline = time.monotonic() + limit_seconds
     found: list[Solution] = []
+    bounds: list[float] = []
     for slots in SLOTS if speed is not None else SLOTS[:1]:
         share = (deadline - time.monotonic()) / (len(SLOTS) - slots + 1) * 0.6
         model = _Program(chain, memory_bytes, lane, slots, fixed, may_swap=speed is not None)
-        if (one := model.fastest(max(share, 0.2))) is not None:
+        most_seconds = NEAR * min(one.played.seconds for one in found) if found else None
+        if (one := model.fastest(max(share, 0.2), most_seconds)) is not None:
             found.append(one)
+        bounds.append(model.least_seconds)
     found += [one for one in candidates if one.played.bound_bytes <= memory_bytes]
     if not found:
         raise ValueError(_too_small(chain, memory_bytes, lane, fixed, speed is not None))
@@ -69,7 +73,7 @@ def search(
         one = model.smallest(NEAR * least_seconds, max(deadline - time.monotonic(), 0.2) / (len(SLOTS) - slots + 1))
         near += [] if one is None else [one]
     best = min(near, key=lambda one: (one.played.bound_bytes, one.played.seconds))
-    gap = min((one.gap for one in found if one.played.seconds == least_seconds), default=0.0)
+    gap = max(0.0, 1 - min(bounds) / least_seconds)
     return Solution(best.residencies, best.slots, best.played, gap)
 
 
@@ -126,6 +130,7 @@ class _Program:
         n = self.count
         self.f, self.o, self.b, self.i, self.s, self.r = (range(k * n, (k + 1) * n) for k in range(6))
         self.turn, self.peak = 6 * n, 6 * n + 1
+        self.least_seconds = float("inf")
         self.rows: list[dict[int, float]] = []
         self.least: list[float] = []
         self._times()
@@ -136,43 +141,43 @@ class _Program:
         self.least.append(least)
 
     def _times(self) -> None:
-        """Every pass and transfer ends after what it waits for, and its own seconds."""
+        """Every pass and transfer ends after what it waits for, and its own seconds.
+
+        A stage that is not swapped hands on the end of the transfer before, which others wait for anyway. So no row is
+        switched off by a large constant, which would leave the solver no bound to speak of, but for the last stages:
+        their writes may go on beside backward, and only their own reads wait for them.
+        """
         stages, n, slots, unit = self.chain.stages, self.count, self.slots, self.unit_seconds
         write = [one.moved_bytes / self.speed.write_bytes_per_second / unit for one in stages]
         read = [one.moved_bytes / self.speed.read_bytes_per_second / unit for one in stages]
         copy = [one.moved_bytes * self.speed.processor_seconds_per_byte / unit for one in stages]
         ahead = [one.forward_seconds / unit for one in stages]
         back = [one.backward_seconds / unit for one in stages]
-        out_ahead, out_back = (
-            self.chain.outside.forward_seconds / unit,
-            self.chain.outside.backward_seconds / unit,
-        )
-        # A bound for what is not asked: no wait is longer than everything one after the other.
-        big = 2 * sum(ahead) + sum(back) + sum(write) + sum(read) + 2 * sum(copy) + out_ahead + out_back
+        outside = (self.chain.outside.forward_seconds + self.chain.outside.backward_seconds) / unit
+        longest = sum(ahead) + sum(write) + sum(copy)  # until the last write has ended
         f, o, b, i_, s, r = self.f, self.o, self.b, self.i, self.s, self.r
         for i in range(n):
             before = {f[i - 1]: -1.0} if i else {}
             self._at_least({f[i]: 1.0, s[i]: -copy[i], **before}, ahead[i])
             if i > slots:
-                waited = i - slots - 1
-                self._at_least({f[i]: 1.0, o[waited]: -1.0, s[waited]: -big, s[i]: -copy[i]}, ahead[i] - big)
-            self._at_least({o[i]: 1.0, f[i]: -1.0, s[i]: -write[i] - big}, -big)
+                self._at_least({f[i]: 1.0, o[i - slots - 1]: -1.0, s[i]: -copy[i]}, ahead[i])
+            self._at_least({o[i]: 1.0, f[i]: -1.0, s[i]: -write[i]}, 0.0)
             if i:
                 self._at_least({o[i]: 1.0, o[i - 1]: -1.0, s[i]: -write[i]}, 0.0)
             after = b[i + 1] if i + 1 < n else self.turn
             self._at_least({b[i]: 1.0, after: -1.0, r[i]: -ahead[i], s[i]: -copy[i]}, back[i])
-            self._at_least({b[i]: 1.0, i_[i]: -1.0, s[i]: -copy[i] - big}, back[i] - big)
+            self._at_least({b[i]: 1.0, i_[i]: -1.0, s[i]: -copy[i]}, back[i])
             if i + 1 < n:
                 self._at_least({i_[i]: 1.0, i_[i + 1]: -1.0, s[i]: -read[i]}, 0.0)
-            self._at_least({i_[i]: 1.0, o[i]: -1.0, s[i]: -read[i] - big}, -big)
             if i + slots <= n:
                 behind = b[i + slots] if i + slots < n else self.turn
-                self._at_least({i_[i]: 1.0, behind: -1.0, s[i]: -read[i] - big}, -big)
+                self._at_least({i_[i]: 1.0, behind: -1.0, s[i]: -read[i]}, 0.0)
+            if i >= n - slots:
+                self._at_least({i_[i]: 1.0, o[i]: -1.0, s[i]: -read[i] - longest}, -longest)
             self._at_least({s[i]: -1.0, r[i]: -1.0}, -1.0)
-        self._at_least({self.turn: 1.0, f[n - 1]: -1.0}, out_ahead + out_back)
+        self._at_least({self.turn: 1.0, f[n - 1]: -1.0}, outside)
         if n > slots:
-            waited = n - slots - 1
-            self._at_least({self.turn: 1.0, o[waited]: -1.0, s[waited]: -big}, out_ahead + out_back - big)
+            self._at_least({self.turn: 1.0, o[n - slots - 1]: -1.0}, outside)
 
     def _bytes(self) -> None:
         """The peak is at least what each pass holds: kept stages before it, those in flight, and its own."""
@@ -212,8 +217,9 @@ class _Program:
         scaled = {column: -value / unit for column, value in terms.items()}
         self._at_least({self.peak: 1.0, **scaled}, (constant - self.chain.fixed_bytes) / unit)
 
-    def fastest(self, limit_seconds: float) -> Solution | None:
-        return self._solve({self.b[0]: 1.0, self.peak: 1e-6}, None, limit_seconds)
+    def fastest(self, limit_seconds: float, most_seconds: float | None) -> Solution | None:
+        """None if there is none that is this fast, or none was found in time. Notes the least there can be."""
+        return self._solve({self.b[0]: 1.0, self.peak: 1e-6}, most_seconds, limit_seconds)
 
     def smallest(self, most_seconds: float | None, limit_seconds: float) -> Solution | None:
         return self._solve({self.peak: 1.0, self.b[0]: 1e-4}, most_seconds, limit_seconds)
@@ -253,6 +259,8 @@ class _Program:
             bounds=Bounds(lower, upper),
             options={"time_limit": limit_seconds, "mip_rel_gap": 1e-4},
         )
+        if answer.status != INFEASIBLE:
+            self.least_seconds = max(self.chain.compute_seconds, (answer.mip_dual_bound or 0.0) * self.unit_seconds)
         if answer.x is None:
             return None
         residencies = tuple(
