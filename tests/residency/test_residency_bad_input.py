@@ -129,6 +129,20 @@ def test_a_second_backward_is_told(disk):
             loss.backward()
 
 
+def test_a_backward_after_with_is_told(disk):
+    one = held(tier=disk, constraints={"*": "swap"})
+    with one:
+        loss = TRANSFORMER.loss(one._model, TRANSFORMER.batch(0))
+    with pytest.raises(RuntimeError, match="its backward came after `with` was left; call backward inside"):
+        loss.backward()
+
+
+def test_it_is_entered_again_after_it_was_left(disk):
+    one = held(tier=disk, constraints={"*": "swap"})
+    for _ in range(2):
+        steps(TRANSFORMER, one._model, adam(one._model), one)
+
+
 class Writing(nn.Module):
     """Writes into a tensor that was saved for backward."""
 

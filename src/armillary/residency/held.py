@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -81,16 +81,11 @@ def hold(
     _refuse_unfit(model)
     if optimizer is not None and tier is not None:
         refuse_optimizer(optimizer)
-    lane = None if tier is None else Tier(tier, tier_bytes_per_second)
-    try:
+    with nullcontext() if tier is None else Tier(tier, tier_bytes_per_second) as lane:  # also tells whether it can be
         if plan is None:
             asked = _Asked(memory_bytes, optimizer, stages, constraints or {}, keeps_gradients)
             plan = _planned(model, batches, loss, asked, lane)
-        return Held(model, plan, lane, optimizer)
-    except BaseException:
-        if lane is not None:
-            lane.close()
-        raise
+    return Held(model, plan, None if tier is None else lambda: Tier(tier, tier_bytes_per_second), optimizer)
 
 
 @dataclass(frozen=True)
@@ -165,18 +160,23 @@ class Held:
     """A model held to a residency plan inside `with`. Attributes: plan, a ResidencyPlan."""
 
     def __init__(
-        self, model: nn.Module, plan: ResidencyPlan, tier: Tier | None, optimizer: Optimizer | None = None
+        self,
+        model: nn.Module,
+        plan: ResidencyPlan,
+        opened: Callable[[], Tier] | None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         modules = dict(model.named_modules())
         missing = [stage.path for stage in plan.chain.stages if stage.path not in modules]
         if missing:
             raise ValueError(f"residency: the plan is of another model; this one has no {missing}")
-        if SWAP in plan.residencies and tier is None:
+        if SWAP in plan.residencies and opened is None:
             raise ValueError("residency: the plan swaps; give tier=, a folder on a disk")
         self.plan = plan
-        self._model, self._tier, self._optimizer = model, tier, optimizer
+        self._model, self._opened, self._optimizer = model, opened, optimizer
         self._stages = {stage.path: modules[stage.path] for stage in plan.chain.stages}
         self._waits, self._state_waits = Waits(), Waits()
+        self._tier: Tier | None = None
         self._hooks: Hooks | None = None
         self._state: AwayState | None = None
         self._seconds: list[float] = []
@@ -188,10 +188,9 @@ class Held:
     def __enter__(self) -> "Held":
         if mark := marked(self._model):
             raise RuntimeError(f"residency: the model {mark}")
-        if self._tier is not None and self._tier.is_closed:
-            raise RuntimeError("residency: this was left already; make another by hold(..., plan=held.plan)")
         if RECOMPUTE in self.plan.residencies:
             warm_up()
+        self._tier = None if self._opened is None else self._opened()
         mark_model(self._model, MARK)
         self._hooks = Hooks(
             self._stages, self.plan.residencies, self.plan.slots, self._tier, self._waits, self._seconds.append
@@ -230,6 +229,11 @@ class Held:
         seconds = statistics.median(self._seconds) if self._seconds else 0.0
         return Forecast(seconds=seconds, peak_bytes=self._peak_bytes, moved_bytes=self._waits.moved_bytes / passes)
 
+    @property
+    def spared_bytes(self) -> float:
+        """Of a pass: what was still there when it was asked for, and so was not carried."""
+        return self._waits.spared_bytes / max(len(self._seconds), 1)
+
     def report(self) -> str:
         """Forecast beside what was measured, a pass."""
         return page_text(self.report_page())
@@ -242,7 +246,7 @@ class Held:
         rows = [
             ("a pass, ms", ms(played.seconds), ms(here.seconds)),
             ("moved, MiB", mib(played.moved_bytes), mib(here.moved_bytes)),
-            ("spared as still there, MiB", "", mib(self._waits.spared_bytes / passes)),
+            ("spared as still there, MiB", "", mib(self.spared_bytes)),
             ("waited for the tier, ms", "", ms(self._waits.seconds / passes)),
         ]
         if self._state_waits.moved_bytes:

@@ -107,6 +107,13 @@ class Stored:
                 waits.spared_bytes += self.nbytes
                 self._back.set()
                 return
+            if self._tier.is_closed:
+                self._error = RuntimeError(
+                    f"residency: stage {self.stage!r} is swapped, and its backward came after `with` was left; "
+                    "call backward inside"
+                )
+                self._back.set()
+                return
             self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._tier.reads.put(self._read)
 
