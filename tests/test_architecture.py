@@ -456,7 +456,9 @@ REACHES_INSIDE = {
     },
     "turns": {"runtime.pairwise", "runtime.transport"},
     "start_up": {"planning.choosing", "planning.pricing"},
-    "out_of_core": {"facts.live_bytes", "residency.tier"},
+    "out_of_core": {
+        "facts.live_bytes", "residency.lanes", "residency.planner", "residency.stage_costs", "residency.tier",
+    },
 }  # fmt: skip
 OF_A_USERS_FILE = "session.workload"  # the type of what a workload is
 

@@ -73,6 +73,6 @@ def _resnet() -> nn.Module:
 
 
 MODELS = {
-    "transformer": Subject(_transformer, (8, 256, 384), (1, 64, 384)),
-    "ResNet-50": Subject(_resnet, (32, 3, 48, 48), (2, 3, 16, 16)),
+    "transformer": Subject(_transformer, (4, 256, 384), (1, 64, 384)),
+    "ResNet-50": Subject(_resnet, (16, 3, 48, 48), (2, 3, 16, 16)),
 }

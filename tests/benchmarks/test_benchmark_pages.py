@@ -11,7 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OF_A_FOLDER = (
     "breakdown.run", "cyclic_memory.report", "cyclic_pipeline.run", "cyclic_ring.run",
     "cyclic_shared.run", "cyclic_zero.run", "overhead.run", "parallax.page", "peers.report", "planner.run",
-    "edges.run", "in_situ.run", "transfer.run", "turns.run",
+    "edges.run", "in_situ.run", "out_of_core.run", "transfer.run", "turns.run",
 )  # fmt: skip
 OF_A_FILE = ("owners.run", "played.run", "watched.run")
 OF_ALL_IT_KNOWS = ("cyclic_accuracy.report",)
