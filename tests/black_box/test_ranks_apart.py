@@ -360,6 +360,54 @@ def test_a_rank_that_came_late_trains_on_where_gradients_are_left_alone(crew):
     assert crew(3).run(late, mean_plan(workers=3), id, {}) == [["nothing"] * 7] * 3
 
 
+def read_by_row(rank, world, plan, fault):
+    """A table sharded by row, whose look-ups tell what else travels alone: the same faults, and where they are told."""
+    model = made(Reader)
+    optimizer, told = OPTIMIZERS["momentum"](model.parameters()), []
+    run = armillary.attach(plan, model, optimizer, report_after=None, timeout=20)
+    start, asked = run._transport.start, set()
+    run._transport.start = lambda request, label, *more: (asked.add(label), start(request, label, *more))[1]
+
+    def step_at(step):
+        optimizer.zero_grad()
+        is_late = fault == "late" and (rank, step) == (1, 3)
+        loss = torch.zeros(1, requires_grad=True).sum() if is_late else word_loss(model, word_batch(rank, step))
+        loss.backward()
+        if fault == "late":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if fault == "rate" and rank == 1 and step >= 3:
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+
+    for step in range(6):
+        told.append(said_by(lambda step=step: step_at(step))[0])
+        if told[-1] != "nothing":
+            run._give_up(RuntimeError("done"))
+            return told
+    run.close()
+    return [*told, sorted(asked)]
+
+
+def spread_plan():
+    batches = [word_batch(worker, 0) for worker in range(2)]
+    return face.plan_for(made(Reader), word_loss, batches, 2, exchange={"words.weight": "owned_rows"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "words"),
+    [("rate", 4, "lr in group 0 of SGD"), ("late", 3, "let every rank's loss reach a parameter")],
+)
+def test_with_a_table_by_row_the_same_faults_are_told_at_the_same_steps(crew, fault, place, words):
+    for told in crew(2).run(read_by_row, spread_plan(), fault):
+        assert told[:place] == ["nothing"] * place and len(told) == place + 1
+        assert words in told[place]
+
+
+def test_with_a_table_by_row_nothing_travels_alone_that_look_ups_can_tell(crew):
+    for *told, asked in crew(2).run(read_by_row, spread_plan(), "none"):
+        assert told == ["nothing"] * 6 and asked == ["bucket 0", "look-ups", "words.weight"]
+
+
 def uneven(rank, world, plan, way):
     """One rank makes a step, or a backward, more than the others."""
     run, told = begun(plan), []

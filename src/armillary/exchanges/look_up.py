@@ -43,15 +43,16 @@ FIELDS = 5  # columns of a header
 STEP = 3  # which of them is the sender's step
 HEADER_BYTES = FIELDS * 8  # float64: exact for every integer below 2**53
 FLAGS = 52  # tables that an idle rank can speak of in one round
-State = Literal["idle", "finished", "asking", "evaluated", "aside"]  # of a rank that asks for no table
+State = Literal["idle", "finished", "asking", "evaluated", "aside", "late"]  # of a rank that asks for no table
 _IDLE = 0
-_CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2, "evaluated": -3, "aside": -4}
+_CODES: dict[State, int] = {"idle": _IDLE, "finished": -1, "asking": -2, "evaluated": -3, "aside": -4, "late": -5}
 _DOING = {
     _IDLE: "run a backward",
     -1: "have finished",
     -2: "ask for a norm, sum or other value of a whole table",
     -3: "are in run.evaluate",
     -4: "are in a call between two steps (run.save, load, report, ema, export or rebalance)",
+    -5: "are in optimizer.step() after a backward that reached no parameter on some rank",
 }
 
 
@@ -69,7 +70,8 @@ class LookupRequest(NamedTuple):
 
     table: index of a table; or "idle" (this rank is in its backward), "finished" (it will train no more), "asking"
         (it wants a value of a whole table, of which every rank tells a part), "evaluated" (it has no batch left), or
-        "aside" (it is in a call that all ranks make between two steps).
+        "aside" (it is in a call that all ranks make between two steps), or "late" (it steps, and the backward of some
+        rank reached no parameter).
     keys: sorted distinct keys (see `Ownership.keys`); empty unless a table is asked for.
     flags: of an idle rank: bit i is set if it will push gradients of the i-th table spoken of.
     word: of an idle rank: a whole number below 2**53 that all are told.
@@ -153,6 +155,11 @@ def _refuse_out_of_step(wanted: list[int], steps: list[int]) -> None:
             remedy = "every rank must call run.evaluate, not one alone (under `if rank == 0:`)"
         if _CODES["aside"] in doing:
             remedy = "every rank must make that call, not one alone (under `if rank == 0:`)"
+        if _CODES["late"] in doing:
+            remedy = (
+                "let every rank's loss reach a parameter, by adding 0.0 * sum(p.sum() for p in model.parameters()) "
+                "where it reaches none"
+            )
         raise RuntimeError(f"look-up: {' while '.join(told)}; {remedy}")
     if len(set(steps)) > 1:
         raise RuntimeError(

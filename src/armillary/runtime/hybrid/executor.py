@@ -354,7 +354,7 @@ class Executor:
         wrote = any(one is not other or version != before for (one, version), (other, before) in pairs)
         with self.transport.unrecorded(), self.transport.within("step"):
             if self.look_ups.pulled:
-                self.look_ups.serve_until("aside")
+                self.look_ups.serve_until("late")
             heard = self._ask(WROTE if wrote else STEPS)()
         late, self.late, self.seen = self.late, [], []
         refuse_written(heard, late)

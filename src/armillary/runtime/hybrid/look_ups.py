@@ -193,7 +193,7 @@ class LookUps:
 
     def serve_until(self, state: State, weight: float = 1.0, word: int = 0) -> None:
         """Serves the other ranks until all of them are "idle" (in their backward), or all "finished", or all have
-        "evaluated", or all are "asking" for values of a whole table; learns what they declare."""
+        "evaluated", or all are "asking" for values of a whole table, and so on; learns what they declare."""
         nothing = torch.empty(0, dtype=torch.int64)
         self.learned = []
         for first in range(0, len(self.pulled), FLAGS):
