@@ -44,6 +44,7 @@ class Found:
     refused: Mapping[str, str]
     heats: tuple[Record, ...]
     pinned: bool | None = None  # by the lab, all alike
+    whole_packets: bool = False
 
     @property
     def links(self) -> str:
@@ -53,10 +54,8 @@ class Found:
 def load(path: Path) -> Found:
     found = json.loads(path.read_text())
     heats = tuple(Record(heat["conditions"], tuple(_block(b) for b in heat["blocks"])) for heat in found["heats"])
-    truth, pinned = tuple(found["truth"]), found.get("pinned")
-    return Found(
-        found["case"], found["Mbit/s"], found["unit"], found["samples"], truth, found["refused"], heats, pinned
-    )
+    truth, how = tuple(found["truth"]), (found.get("pinned"), found.get("whole packets", False))
+    return Found(found["case"], found["Mbit/s"], found["unit"], found["samples"], truth, found["refused"], heats, *how)
 
 
 def faster(record: Record, mode: str, than: str) -> list[float]:
@@ -106,7 +105,8 @@ def table(found: Found) -> str:
 
 def _heat(found: Found, record: Record) -> str:
     conditions = ", ".join(f"{name} {said}" for name, said in record.conditions.items())
-    lines = [f"{conditions}; {SCHEDULED[found.pinned]}.", ""]
+    packets = "; links pass whole packets" if found.whole_packets else ""
+    lines = [f"{conditions}; {SCHEDULED[found.pinned]}{packets}.", ""]
     rows = [tuple(cell.format(unit=found.unit) for cell in HEADER), ("---",) * len(HEADER)]
     rows += [_row(found, record, mode) for mode in record.modes]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
