@@ -441,6 +441,7 @@ REACHES_INSIDE = {
     "lossy": {
         "exchanges.exchange", "reference.replicas", "session.feed", "session.foresight.side_by_side", "session.truths",
     },
+    "mesh": {"facts.live_bytes"},
     "netlab": {"facts.collectives", "runtime.transport"},
     "parallax": {"planning.prefetch", "runtime.transport", "session.feed"},
     "planner": {

@@ -33,11 +33,30 @@ class Block(nn.Module):
         return x + self.down(self.drop(F.gelu(self.up(self.n2(x)))))
 
 
-class Own(nn.Module):
+class Fused(nn.Module):
+    """Three and two matrices in one weight, as Hugging Face names them, and a layer that a role must be given."""
+
     def __init__(self, dropout=0.0):
         super().__init__()
+        self.norm, self.other = nn.RMSNorm(WIDE), nn.LayerNorm(WIDE, bias=False)
+        self.qkv, self.mixed = nn.Linear(WIDE, 3 * WIDE), nn.Linear(WIDE, WIDE)
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDE, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDE)
+
+    def forward(self, x):
+        q, k, v = (
+            one.unflatten(-1, (-1, WIDE // HEADS)).transpose(1, 2) for one in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        a = F.scaled_dot_product_attention(q, k, v, scale=0.3)
+        x = x + self.mixed(a.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up_proj(self.other(x)).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class Own(nn.Module):
+    def __init__(self, dropout=0.0, block=Block):
+        super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDE)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(block(dropout) for _ in range(2))
         self.head = nn.Linear(WIDE, WORDS)
 
     def forward(self, ids):
@@ -76,9 +95,11 @@ class Torchs(nn.Module):
 
 MODELS = {
     "own": (Own, "blocks"),
+    "fused": (lambda: Own(block=Fused), "blocks"),
     "torch's": (Torchs, "blocks.layers"),
     "torch's, tokens first": (lambda: Torchs(False, True), "blocks.layers"),
 }
+ROLES = {"*.mixed": "row"}
 
 
 def made(name):
@@ -132,7 +153,7 @@ def trained(part, optimizer, first=0, steps=STEPS, **sizes):
 
 def cut(name, way, mesh, **options):
     model, region = made(name)
-    return tensor.cut(model, region=region, way=way, mesh=mesh, **options)
+    return tensor.cut(model, region=region, way=way, mesh=mesh, roles=ROLES, **options)
 
 
 def state_of(rank, world, name, way, mesh, sizes):

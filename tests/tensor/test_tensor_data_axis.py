@@ -104,6 +104,7 @@ def looked_at(rank, world):
     for options in (
         {"batches": [batch(0, 0)] * 4, "loss": loss},
         {"batches": [batch(0, 0)] * 4, "loss": loss, "schedule": "gpipe(micro_batches=2)"},
+        {"scaler": torch.amp.GradScaler("cpu")},
     ):
         part = cut("own", "columns_rows", {"tensor": world})
         with warnings.catch_warnings():
@@ -115,7 +116,8 @@ def looked_at(rank, world):
     return told
 
 
-def test_planning_from_batches_and_schedules_that_own_the_loop_refuse_a_cut_model(crew):
+def test_planning_from_batches_schedules_that_own_the_loop_and_a_scaler_refuse_a_cut_model(crew):
     for told in crew(4).run(looked_at):
-        assert len(told) == 2 and all("is cut by armillary.tensor" in one for one in told)
-        assert all("plan from the first steps of your own loop" in one for one in told)
+        assert len(told) == 3 and all("is cut by armillary.tensor" in one for one in told[:2])
+        assert all("plan from the first steps of your own loop" in one for one in told[:2])
+        assert "could not agree with a GradScaler on skipped steps; use bfloat16" in told[2]

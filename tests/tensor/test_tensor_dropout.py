@@ -105,4 +105,4 @@ def apart(rank, world, what):
 @pytest.mark.parametrize("what", ["batches", "random streams"])
 def test_ranks_of_a_replica_with_other_data_or_seeds_are_told(crew, what):
     for told in crew(4).run(apart, what):
-        assert f"ranks of one replica have different {what}" in told and "part.data_rank of part.replicas" in told
+        assert f"ranks of one replica have different {what};" in told and "part.data_rank of part.replicas" in told

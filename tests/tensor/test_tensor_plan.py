@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cut_models import MODELS, Own, adam, batch, largest, loss, made, trained, truth
+from cut_models import MODELS, ROLES, Own, adam, batch, largest, loss, made, trained, truth
 from test_tensor_faults import bias_in_every_term
 from test_tensor_ways import WORLDS
 
@@ -20,7 +20,7 @@ def links(ranks, bytes_per_second, latency_seconds=1e-5):
 
 def planned(name, world, **options):
     model, region = made(name)
-    given = {"topology": links(world, 1e8), **options}
+    given = {"topology": links(world, 1e8), "roles": ROLES, **options}
     return model, tensor.plan(model, batch(0, 0, samples=8, tokens=8), loss, region=region, **given)
 
 

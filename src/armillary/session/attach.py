@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.facts.exact_keywords import exact_keywords
+from armillary.facts.marks import passes_alike
 from armillary.facts.plan import Plan
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology, turn_bytes_on
@@ -131,9 +132,19 @@ def attach_over(transport: Transport, plan: Plan, job: TrainJob, owns_transport:
     """
     transport.step = job.first_step
     with transport.within("attach"):
-        refuse_unfit("attach", handed_in(job.model, job.optimizer), transport)
+        refuse_unfit("attach", handed_in(job.model, job.optimizer) or _scaled(job), transport)
         refuse_other_models("attach", job.model, transport)
         return _attached(transport, plan, job, owns_transport)
+
+
+def _scaled(job: TrainJob) -> str:
+    """That a step could be skipped here and not on ranks that this run does not know; empty if it could not."""
+    if job.scaler is None or not job.scaler.is_enabled() or not passes_alike(job.model):
+        return ""
+    return (
+        "the model is spread over ranks outside this process group, which could not agree with a GradScaler on skipped "
+        "steps; use bfloat16, which needs no scaling"
+    )
 
 
 def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool) -> Run:

@@ -14,7 +14,7 @@ from armillary.tensor.norms import CutLayerNorm, CutRMSNorm
 from armillary.tensor.part import Leaf, Part
 from armillary.tensor.region import Region, enter_region
 from armillary.tensor.roles import FUSED, WHOLE, role_of
-from armillary.tensor.ways import WAYS, CutWay
+from armillary.tensor.ways import WAYS, CutWay, pieces
 
 __all__ = ["Examined", "cut", "examined"]
 
@@ -130,9 +130,7 @@ def _sizes(way: str, mesh: Mapping[str, int]) -> dict[str, int]:
     if len({*square.values()}) > 1:
         shape = "a cube" if way == "3d" else "a square"
         raise ValueError(f"tensor.cut: {way} wants axes of one size, {shape}, got {square}")
-    product = 1
-    for size in sizes.values():
-        product *= size
+    product = pieces(sizes, sizes)
     if product != ranks():
         raise ValueError(
             f"tensor.cut: the mesh {sizes} has {product} ranks, the job has {ranks() or 'none'}; start it by torchrun "
@@ -186,7 +184,7 @@ def _complaints(model: nn.Module, found: Examined, way: CutWay, sizes: Mapping[s
         module = modules[path]
         yield from _of_module(path, module, found, way)
     for path, one in found.attentions.items():
-        heads = _product(way.cuts_heads, sizes)
+        heads = pieces(sizes, way.cuts_heads)
         if one.num_heads % heads:
             fits = [many for many in range(1, one.num_heads + 1) if one.num_heads % many == 0]
             yield f"{path} has {one.num_heads} heads, which {heads} ranks do not divide; want one of {fits}"
@@ -202,12 +200,12 @@ def _complaints(model: nn.Module, found: Examined, way: CutWay, sizes: Mapping[s
             )
         elif role != WHOLE:
             rule, module = way.linears["row" if role == "row" else "column"], modules[path]
-            many = (_product(rule.outputs, sizes) * FUSED[role], _product(rule.inputs, sizes))
+            many = (pieces(sizes, rule.outputs) * FUSED[role], pieces(sizes, rule.inputs))
             for size, by, what in zip(module.weight.shape, many, ("outputs", "inputs"), strict=True):
                 if size % by:
                     yield f"{path} has {size} {what}, which are not divisible by {by}, as this mesh wants"
     for path in found.norms:
-        shape, by = modules[path].normalized_shape, _product(way.features, sizes)
+        shape, by = modules[path].normalized_shape, pieces(sizes, way.features)
         if len(shape) != 1 or shape[0] % by:
             yield f"{path} normalizes {tuple(shape)}; want one dimension that {by} ranks divide"
 
@@ -236,13 +234,6 @@ def _tied(model: nn.Module, inside: set[str]) -> Iterator[str]:
         other = seen.setdefault(parameter, name)
         if other != name and {name.rpartition(".")[0], other.rpartition(".")[0]} & inside:
             yield f"{name} is tied to {other}, and one of them is inside the region; untie them, or choose another"
-
-
-def _product(names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    found = 1
-    for name in names:
-        found *= sizes[name]
-    return found
 
 
 def _draws(model: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class Inventory:
     tokens: int
     width: int
     number_bytes: int
+    blocks: int
     linears: tuple[LinearSeen, ...] = ()
     norms: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     attentions: int = 0
@@ -104,13 +105,26 @@ def looked_at(
         region = _median(lambda: _play(calls))
         share = _cut_share(calls)
     inside = {one for module in chain.values() for one in module.parameters()}
-    has_tokens = first.dim() > 2
     return Inventory(
-        samples_of(batch), first.shape[1 - rows_dim] if has_tokens else 1, first.shape[-1], first.element_size(),
-        tuple(watch.linears), watch.norms, watch.attentions, watch.heads, tuple(one.numel() for one in inside),
-        sum(one.numel() for one in model.parameters() if one not in inside), region, max(step - region, 0.0), share,
-        _update_seconds(), whole, kept_inside - whole, max(kept_around - kept_inside, 0),
-    )  # fmt: skip
+        samples=samples_of(batch),
+        tokens=first.shape[1 - rows_dim] if first.dim() > 2 else 1,
+        width=first.shape[-1],
+        number_bytes=first.element_size(),
+        blocks=len(chain),
+        linears=tuple(watch.linears),
+        norms=watch.norms,
+        attentions=watch.attentions,
+        heads=watch.heads,
+        region_numbers=tuple(one.numel() for one in inside),
+        outside_numbers=sum(one.numel() for one in model.parameters() if one not in inside),
+        region_seconds=region,
+        outside_seconds=max(step - region, 0.0),
+        cut_share=share,
+        update_seconds=_update_seconds(),
+        whole_bytes=whole,
+        inner_bytes=kept_inside - whole,
+        outside_bytes=max(kept_around - kept_inside, 0),
+    )
 
 
 def slowest(seen: Sequence[Inventory]) -> Inventory:

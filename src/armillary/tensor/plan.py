@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +12,12 @@ from armillary.tensor.cut import examined
 from armillary.tensor.groups import is_rank_0, ranks, shared
 from armillary.tensor.inventory import Inventory, LinearSeen, looked_at, samples_of, share_of, slowest
 from armillary.tensor.price import MeshPrice, StepAsked, priced
-from armillary.tensor.ways import WAYS
+from armillary.tensor.ways import WAYS, pieces
 
 __all__ = ["MeshPlan", "plan"]
 
 FORMAT = 1
-ALIKE = 0.02  # prices within it are one price; the smaller memory wins
+ALIKE, MOST_ALIKE = 0.02, 0.05  # prices within as much are one price, or within the links' scatter up to the second
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,6 @@ class MeshPlan:
         fields["prices"] = tuple(MeshPrice(**one) for one in fields["prices"])
         return cls(**fields)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "MeshPlan":
-        return cls.from_json(Path(path).read_text())
-
 
 def plan(
     model: nn.Module,
@@ -137,7 +129,7 @@ def plan(
             f"tensor.plan: no mesh fits {memory_bytes} bytes; the least, {_named(least)}, holds "
             f"{least.held_bytes:.0f}; take smaller batches, or more ranks"
         )
-    near = fitting[0].seconds * (1 + max(ALIKE, asked.topology.scatter))
+    near = fitting[0].seconds * (1 + min(max(ALIKE, asked.topology.scatter), MOST_ALIKE))
     taken = min((one for one in fitting if one.seconds <= near), key=lambda one: one.held_bytes)
     made = MeshPlan(
         region, taken.way, taken.mesh, taken.fsdp, dict(roles or {}), asked.samples, memory_bytes, tuple(prices), seen
@@ -159,10 +151,8 @@ def _all(
         except ValueError:
             continue
         rule = WAYS[way]
-        pieces = [_product(sizes, names) for names in (rule.rows, rule.tokens)]
-        if asked.samples // sizes["data"] < pieces[0] or seen.tokens < pieces[1]:
-            continue
-        if (rule.tokens and not seen.heads) or seen.heads % _product(sizes, rule.cuts_heads):
+        is_short = asked.samples // sizes["data"] < pieces(sizes, rule.rows) or seen.tokens < pieces(sizes, rule.tokens)
+        if is_short or (rule.tokens and not seen.heads) or seen.heads % pieces(sizes, rule.cuts_heads):
             continue
         for fsdp in (False, True) if sizes["data"] > 1 else (False,):
             yield priced(seen, way, sizes, found.all_roles, step=asked, fsdp=fsdp)
@@ -186,13 +176,6 @@ def _meshes(many: int) -> Iterator[tuple[str, dict[str, int]]]:
                     depth, odd = divmod(left, q ** len(square))
                     if not odd and depth and (depth > 1) == ("depth" in rule.axes):
                         yield way, {"data": data, **{name: depth if name == "depth" else q for name in rule.axes}}
-
-
-def _product(sizes: Mapping[str, int], names: tuple[str, ...]) -> int:
-    found = 1
-    for name in names:
-        found *= sizes[name]
-    return found
 
 
 def _fits(one: MeshPrice, memory_bytes: int | None) -> bool:

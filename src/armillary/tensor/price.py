@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from armillary.facts.topology import Side, Topology
 from armillary.tensor.inventory import Inventory, LinearSeen
 from armillary.tensor.roles import FUSED, WHOLE
-from armillary.tensor.ways import WAYS, CutWay, LinearCut
+from armillary.tensor.ways import WAYS, CutWay, LinearCut, pieces
 
 __all__ = ["MeshPrice", "StepAsked", "forecast_bytes", "priced"]
 
@@ -54,7 +54,7 @@ class _Case:
     samples: int
 
     def size(self, names: tuple[str, ...]) -> int:
-        return math.prod(self.sizes[name] for name in names)
+        return pieces(self.sizes, names)
 
     @property
     def rows(self) -> float:
@@ -183,7 +183,8 @@ def _seconds(topology: Topology, one: _Request, sizes: Mapping[str, int], number
     apart = math.prod(sizes[name] for name in names[names.index(one.axis) + 1 :])  # ranks between neighbours
     side: Side = "inside" if topology.nodes == 1 or apart * n <= topology.workers_per_node else "between"
     link = topology.link_of(one.kind, side)
-    return link.seconds(SENDS[one.kind](n) * one.numbers * number_bytes, MESSAGES[one.kind](n))
+    sent = SENDS[one.kind](n) * one.numbers * number_bytes
+    return topology.beside_seconds(one.kind) + link.seconds(sent, MESSAGES[one.kind](n))
 
 
 def _compute(case: _Case) -> float:
@@ -213,14 +214,14 @@ def _local_numbers(case: _Case) -> float:
 
 
 def _data_seconds(case: _Case, topology: Topology, numbers: float, fsdp: bool) -> float:
-    """One all-reduce of all gradients, as gloo's reduce-scatter is; with FSDP2 two gathers of all weights."""
+    """One all-reduce of all gradients; with FSDP2 one a block, as gloo's reduce-scatter is, and two gathers."""
     if case.sizes["data"] == 1:
         return 0.0
-    reduced = _seconds(topology, _Request("AllReduce", "data", numbers), case.sizes, case.seen.number_bytes)
-    if not fsdp:
-        return reduced
-    piece = _Request("AllGather", "data", numbers / case.sizes["data"], 1)
-    return reduced + 2 * _seconds(topology, piece, case.sizes, case.seen.number_bytes)
+    units = case.seen.blocks + 1 if fsdp else 1
+    reduced = _Request("AllReduce", "data", numbers / units)
+    gathered = _Request("AllGather", "data", numbers / units / case.sizes["data"])
+    asked = [reduced, gathered, gathered] if fsdp else [reduced]
+    return units * sum(_seconds(topology, one, case.sizes, case.seen.number_bytes) for one in asked)
 
 
 def _held(case: _Case, numbers: float, optimizer_slots: int, fsdp: bool) -> float:
@@ -239,5 +240,5 @@ def _held(case: _Case, numbers: float, optimizer_slots: int, fsdp: bool) -> floa
         q = case.sizes[rule.gather_x]
         gathered = max(gathered, case.rows * (one.inputs + one.outputs) + one.inputs * one.outputs / q)
     if fsdp:
-        gathered += 2 * numbers / max(len(seen.linears), 1) * 4
+        gathered += 2 * numbers / (seen.blocks + 1)
     return (state + gathered) * seen.number_bytes + whole + inner + around

@@ -103,7 +103,7 @@ class Region:
         base = base_seed()
         if not self._is_stream_compared:
             self._is_stream_compared = True
-            self._refuse_apart([float(base % (1 << 50))], 0.0, "random streams")
+            self._refuse_apart(float(base % (1 << 50)), 0.0, "random streams")
         piece = self.mesh.piece_index(("data", *(() if is_whole else self.way.axes)))
         return seeded(base, piece, device)
 
@@ -136,20 +136,23 @@ class Region:
         if self._is_compared or not self.way.axes:
             return
         self._is_compared = True
-        sums = [float(x.detach().sum(dtype=torch.float64)), float(x.shape[0])]
-        self._refuse_apart(sums, ALIKE * float(x.detach().abs().sum(dtype=torch.float64)), "batches")
+        x = x.detach().double()
+        self._refuse_apart(float(x.sum()), ALIKE * float(x.abs().sum()), "batches")
         if self.draws:
             state = torch.get_rng_state().double()
-            self._refuse_apart([float(state @ torch.arange(len(state)).double())], 0.0, "random streams")
+            self._refuse_apart(float(state @ torch.arange(len(state)).double()), 0.0, "random streams")
 
-    def _refuse_apart(self, numbers: list[float], by: float, what: str) -> None:
+    def _refuse_apart(self, number: float, by: float, what: str) -> None:
+        """Every rank of the replica finds the same, whichever axes they differ along."""
+        low = high = number
         for axis in self.tensor_axes:
-            for other in axis.everyones(numbers):
-                if any(abs(one - two) > by for one, two in zip(numbers, other, strict=True)):
-                    raise ValueError(
-                        f"tensor: ranks of one replica have different {what}, seen along {axis.name!r}; choose data "
-                        "and seeds by part.data_rank of part.replicas, not by the rank of the job"
-                    )
+            lows, highs, allowed = zip(*axis.everyones([low, high, by]), strict=True)
+            low, high, by = min(lows), max(highs), max(allowed)
+        if high - low > by:
+            raise ValueError(
+                f"tensor: ranks of one replica have different {what}; choose data and seeds by part.data_rank of "
+                "part.replicas, not by the rank of the job"
+            )
 
 
 ADVICE = (

@@ -5,11 +5,12 @@ Sources: `columns_rows` Megatron-LM (Shoeybi et al., 2019, section 3); `2d` Xu e
 Departure of 2d and 2.5d: pieces are gathered in one message where SUMMA makes q broadcasts; the bytes are the same.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["WAYS", "CutWay", "LinearCut"]
+__all__ = ["WAYS", "CutWay", "LinearCut", "pieces"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class CutWay:
     @property
     def cuts_activations(self) -> bool:
         return bool(self.rows or self.tokens or self.features)
+
+
+def pieces(sizes: Mapping[str, int], names: Iterable[str]) -> int:
+    """How many these axes cut something into."""
+    return math.prod(sizes[name] for name in names)
 
 
 def _grid(depth: tuple[str, ...]) -> CutWay:
