@@ -60,6 +60,7 @@ class Case:
 
 CASES = {
     "long": Case(wide=96, heads=8, blocks=1, samples=16, tokens=96),  # 16 rows for each of its width
+    "longer": Case(wide=160, heads=8, blocks=4, samples=16, tokens=160),  # the same, where bytes outweigh latencies
     "wide": Case(wide=384, heads=8, blocks=1, samples=8, tokens=16),  # a third of a row
 }
 SMALL = Case(wide=16, heads=8, blocks=1, samples=8, tokens=8)
