@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from benchmarks.out_of_core.chains import of_long_chain
 
 from armillary.residency.lanes import play
 from armillary.residency.planner import NEAR, search
@@ -52,6 +53,13 @@ def test_as_fast_as_the_best_of_all_choices_that_fit(seed):
     assert found.played.bound_bytes <= memory_bytes
     assert found.played.seconds <= NEAR * min(one.seconds for one in fits) * (1 + 1e-6)
     assert found.gap < 1e-3
+
+
+@pytest.mark.parametrize("is_identical", [False, True], ids=["unequal", "identical"])
+def test_32_stages_are_near_a_bound_that_shares_no_code(is_identical):
+    found = of_long_chain(0, 32, is_identical)
+    assert found["told"] <= 0.01 and found["took"] <= 10
+    assert -1e-9 <= found["above"] <= NEAR * 1.01 - 1, found  # 1 % of gap, 1 % given for a smaller peak
 
 
 def eager_swap(chain, memory_bytes, speed):

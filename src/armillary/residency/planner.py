@@ -175,9 +175,30 @@ class _Program:
             if i >= n - slots:
                 self._at_least({i_[i]: 1.0, o[i]: -1.0, s[i]: -read[i] - longest}, -longest)
             self._at_least({s[i]: -1.0, r[i]: -1.0}, -1.0)
+            self._spans(i, ahead, back, copy, write[i], read[i])
         self._at_least({self.turn: 1.0, f[n - 1]: -1.0}, outside)
         if n > slots:
             self._at_least({self.turn: 1.0, o[n - slots - 1]: -1.0}, outside)
+
+    def _spans(
+        self, i: int, ahead: Sequence[float], back: Sequence[float], copy: Sequence[float], write: float, read: float
+    ) -> None:
+        """What follows for whole stages, but not for shares of them: a transfer that is longer than the passes that it
+        may lie beside makes compute wait for the rest. It spares the solver most of its search on a slow tier."""
+        n, slots, f, b, s, r = self.count, self.slots, self.f, self.b, self.s, self.r
+        if i + slots + 1 < n:
+            beside = range(i + 1, i + slots + 1)
+            lack = max(0.0, write - sum(ahead[k] + copy[k] for k in beside))
+            terms = {f[i + slots + 1]: 1.0, f[i]: -1.0, s[i]: -lack}
+            terms |= {s[k]: -copy[k] for k in (*beside, i + slots + 1)}
+            self._at_least(terms, sum(ahead[i + 1 : i + slots + 2]))
+        if i + slots <= n:
+            beside = range(i + 1, i + slots)
+            lack = max(0.0, read - sum(ahead[k] + back[k] + copy[k] for k in beside))
+            behind = b[i + slots] if i + slots < n else self.turn
+            terms = {b[i]: 1.0, behind: -1.0, s[i]: -lack - copy[i], r[i]: -ahead[i]}
+            terms |= {s[k]: -copy[k] for k in beside} | {r[k]: -ahead[k] for k in beside}
+            self._at_least(terms, sum(back[i : i + slots]))
 
     def _bytes(self) -> None:
         """The peak is at least what each pass holds: kept stages before it, those in flight, and its own."""
