@@ -43,21 +43,26 @@ def main() -> int:
         except Enough:
             pass
         found = _kept(kept)
-    text = "\n".join(lines_of(found))
-    print(text if options.small else written(HERE, [text]))
+        lines = page(kept)
+    print("\n".join(lines) if options.small else written(HERE, lines))
     return 1 if missed(bars_of(found)) else 0
 
 
 def page(results: Path) -> list[str]:
     """Of the cells that are kept."""
-    return lines_of(_kept(results))
+    found = _kept(results)
+    missing = [name for name in _names() if name not in found]
+    return [*lines_of(found), *(["", f"Not measured yet: {', '.join(missing)}."] if missing else [])]
+
+
+def _names() -> list[str]:
+    """Of the cells, in the order of the page."""
+    names = [f"{model} {rate:g}" for model in MODELS for rate in RATES]
+    return [*names, *(f"budgets {model} {whose}" for model, whose in BUDGETS), "two ranks", "planner"]
 
 
 def _kept(results: Path) -> dict[str, Found]:
-    """By cell, in the order of the page."""
-    names = [f"{model} {rate:g}" for model in MODELS for rate in RATES]
-    names += [*(f"budgets {model} {whose}" for model, whose in BUDGETS), "two ranks", "planner"]
-    paths = {name: results / f"{name}.json" for name in names}
+    paths = {name: results / f"{name}.json" for name in _names()}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
 
 
