@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from armillary.tensor.groups import MeshAxis
 
-__all__ = ["AllToAllBoth", "SumBackward", "SumBoth", "SumForward", "applied"]
+__all__ = ["AllToAllBoth", "SumBackward", "SumBoth", "SumForward", "SumTogether", "applied"]
 
 
 def applied(function: type[Function], *given: Any) -> Tensor:
@@ -30,6 +31,23 @@ class SumBackward(Function):
         for axis in ctx.axes:
             dy = axis.sum(dy)
         return dy, None
+
+
+class SumTogether(Function):
+    """As `SumBackward`, for several of one shape by one sum. Each gradient is a tensor of its own: whoever changes one
+    in place must not be seen to change another."""
+
+    @staticmethod
+    def forward(ctx: Any, axes: Sequence[MeshAxis], *several: Tensor) -> Any:
+        ctx.axes = axes
+        return tuple(x.view_as(x) for x in several)
+
+    @staticmethod
+    def backward(ctx: Any, *several: Tensor) -> Any:
+        summed = torch.stack(several)
+        for axis in ctx.axes:
+            summed = axis.sum(summed)
+        return None, *(one.clone() for one in summed.unbind())
 
 
 class SumForward(Function):

@@ -6,7 +6,7 @@ sum: gloo's own reduce-scatter is an all-reduce.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 __all__ = [
+    "Later",
     "MeshAxis",
     "ParameterCut",
     "TensorMesh",
@@ -29,6 +30,8 @@ __all__ = [
     "shared",
 ]
 
+Later = Callable[[], Tensor]  # waits for what is under way
+
 
 def ranks() -> int:
     """How many the job has; 0 where none is joined."""
@@ -37,6 +40,14 @@ def ranks() -> int:
 
 def is_rank_0() -> bool:
     return dist.get_rank() == 0
+
+
+def _later(work: Any, found: Later) -> Later:
+    def ended() -> Tensor:
+        work.wait()
+        return found()
+
+    return ended
 
 
 class MeshAxis:
@@ -52,31 +63,39 @@ class MeshAxis:
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce; a new tensor."""
-        x = x.detach().clone(memory_format=torch.contiguous_format)
-        if self.size > 1:
-            self._count(2 * (self.size - 1) / self.size, x)
-            dist.all_reduce(x, group=self.group)
-        return x
+        return self.summing(x)()
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Pieces of one shape, joined along `dim`."""
-        if self.size == 1:
-            return x
-        x = x.detach().contiguous()
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        self._count(self.size - 1, x)
-        dist.all_gather(found, x, group=self.group)
-        return torch.cat(found, dim)
-
-    def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's piece, along `dim`, of the sum."""
-        if self.size == 1:
-            return x
-        return self._exchanged(x, dim).sum(0)
+        return self.gathering(x, dim)()
 
     def all_to_all(self, x: Tensor, split: int, into: int) -> Tensor:
         """Cut along `split`, sent, joined along `into`."""
-        return x if self.size == 1 else torch.cat(list(self._exchanged(x, split)), into)
+        return x if self.size == 1 else torch.cat(list(self._exchanging(x, split)()), into)
+
+    def summing(self, x: Tensor) -> Later:
+        """As `sum`, under way until it is asked for."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        if self.size == 1:
+            return lambda: x
+        self._count(2 * (self.size - 1) / self.size, x)
+        return _later(dist.all_reduce(x, group=self.group, async_op=True), lambda: x)
+
+    def gathering(self, x: Tensor, dim: int) -> Later:
+        """As `gather`, under way until it is asked for."""
+        if self.size == 1:
+            return lambda: x
+        x = x.detach().contiguous()
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._count(self.size - 1, x)
+        return _later(dist.all_gather(found, x, group=self.group, async_op=True), lambda: torch.cat(found, dim))
+
+    def scatter_summing(self, x: Tensor, dim: int) -> Later:
+        """This rank's piece, along `dim`, of the sum; under way until it is asked for."""
+        if self.size == 1:
+            return lambda: x
+        arriving = self._exchanging(x, dim)
+        return lambda: arriving().sum(0)
 
     def shift(self, x: Tensor) -> Tensor:
         """What the rank before sent; this rank's goes to the next."""
@@ -98,12 +117,12 @@ class MeshAxis:
         dist.all_gather(found, mine, group=self.group)
         return [one.tolist() for one in found]
 
-    def _exchanged(self, x: Tensor, dim: int) -> Tensor:
+    def _exchanging(self, x: Tensor, dim: int) -> Later:
         leaving = torch.stack(x.detach().chunk(self.size, dim))
         arriving = torch.empty_like(leaving)
         self._count((self.size - 1) / self.size, leaving)
-        dist.all_to_all_single(arriving, leaving, group=self.group)
-        return arriving
+        work = dist.all_to_all_single(arriving, leaving, group=self.group, async_op=True)
+        return _later(work, lambda: arriving)
 
     def _count(self, times: float, x: Tensor) -> None:
         self.sent_bytes += times * x.numel() * x.element_size()

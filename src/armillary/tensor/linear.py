@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from armillary.tensor.collectives import SumForward, applied
-from armillary.tensor.groups import MeshAxis
+from armillary.tensor.groups import Later, MeshAxis
 
 __all__ = ["ColumnLinear", "GatheredLinear", "Gathering", "RowLinear", "is_cut", "marked_cut"]
 
@@ -84,27 +84,39 @@ class _Gathered(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Gathering) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.by, ctx.has_bias = by, bias is not None
-        y = functional.linear(by.x.gather(x, by.x_dim), by.weight.gather(weight, 1))
+        whole, used = by.x.gathering(x, by.x_dim), by.weight.gathering(weight, 1)
+        y = functional.linear(whole(), used())
         if by.scatter is not None:
-            y = by.scatter.scatter_sum(y, by.rows_dim)
+            y = by.scatter.scatter_summing(y, by.rows_dim)()
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        """Requests that do not need one another are under way together: on slow links each costs its latency."""
         by: Gathering = ctx.by
         x, weight = ctx.saved_tensors
-        dx = dweight = dbias = None
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            dbias = dy.flatten(0, -2).sum(0)
-            for axis in by.sum_bias:
-                dbias = axis.sum(dbias)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx: Later | None = None
+        dweight, dbias, whole, used = dx, dx, dx, dx
+        if needs_x:
+            used = by.weight.gathering(weight, 1)
+        if needs_weight:
+            whole = by.x.gathering(x, by.x_dim)
+        if ctx.has_bias and needs_bias:
+            dbias = by.sum_bias[0].summing(dy.flatten(0, -2).sum(0))
         if by.scatter is not None:
             dy = by.scatter.gather(dy, by.rows_dim)
-        if ctx.needs_input_grad[0]:
-            dx = by.x.scatter_sum(dy @ by.weight.gather(weight, 1), by.x_dim)
-        if ctx.needs_input_grad[1]:
-            whole = by.x.gather(x, by.x_dim)
-            dweight = by.weight.scatter_sum(dy.flatten(0, -2).t() @ whole.flatten(0, -2), 1)
-            for axis in by.sum_weight:
-                dweight = axis.sum(dweight)
-        return dx, dweight, dbias, None
+        if used is not None:
+            dx = by.x.scatter_summing(dy @ used(), by.x_dim)
+        if whole is not None:
+            dweight = by.weight.scatter_summing(dy.flatten(0, -2).t() @ whole().flatten(0, -2), 1)
+        dbias, dweight = _summed(dbias, by.sum_bias[1:]), _summed(dweight, by.sum_weight)
+        return *(None if one is None else one() for one in (dx, dweight, dbias)), None
+
+
+def _summed(gradient: Later | None, axes: tuple[MeshAxis, ...]) -> Later | None:
+    if gradient is None:
+        return None
+    for axis in axes:
+        gradient = axis.summing(gradient())
+    return gradient

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from armillary.tensor.collectives import SumBackward, SumBoth, applied
+from armillary.tensor.collectives import SumBackward, SumBoth, SumTogether, applied
 from armillary.tensor.groups import MeshAxis
 
 __all__ = ["CutLayerNorm", "CutRMSNorm"]
@@ -20,9 +20,12 @@ class CutLayerNorm(nn.LayerNorm):
         x = x - applied(SumBoth, x.sum(-1, keepdim=True), self._features) / wide
         variance = applied(SumBoth, x.square().sum(-1, keepdim=True), self._features) / wide
         x = x * torch.rsqrt(variance + self.eps)
-        if self.weight is not None:
-            x = x * applied(SumBackward, self.weight, self._alike)
-        return x if self.bias is None else x + applied(SumBackward, self.bias, self._alike)
+        own = [one for one in (self.weight, self.bias) if one is not None]
+        if not own:
+            return x
+        weight, *bias = SumTogether.apply(self._alike, *own)  # type: ignore[no-untyped-call]
+        scaled: Tensor = x * weight
+        return scaled + bias[0] if bias else scaled
 
 
 class CutRMSNorm(nn.RMSNorm):
