@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from armillary import local_losses
 from armillary.facts.live_bytes import LiveBytes
-from benchmarks.local_losses.nets import Data, accuracy, batches, data, loss, resnet20
+from benchmarks.local_losses.nets import BATCH, Data, accuracy, batches, data, loss, resnet20
 
 __all__ = ["WAYS", "step_bytes", "trained"]
 
@@ -58,6 +58,8 @@ def trained(way: str, seed: int, images: int, epochs: int) -> Mapping[str, Any]:
     model = resnet20(seed)
     weights, of = WAYS[way](model, next(batches(train, seed, 0)))
     optimizer = torch.optim.Adam(weights, 2e-3)
+    steps = epochs * -(-images // BATCH)
+    rate = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     found, seconds = [], 0.0
     for epoch in range(epochs):
         began = time.process_time()
@@ -65,6 +67,7 @@ def trained(way: str, seed: int, images: int, epochs: int) -> Mapping[str, Any]:
             optimizer.zero_grad()
             of(batch).backward()
             optimizer.step()
+            rate.step()
         seconds += time.process_time() - began
         found.append([seconds, accuracy(model, test)])
     return {"epochs": found}

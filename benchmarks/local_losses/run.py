@@ -23,7 +23,7 @@ from benchmarks.measuring.record import machine, machines
 from benchmarks.netlab.lab import Lab
 
 HERE = Path(__file__).parent
-SEEDS, IMAGES, EPOCHS = (0, 1, 2), 6000, 4
+SEEDS, IMAGES, EPOCHS = (0, 1, 2), 10_000, 6
 WANTED_WAYS = ("backpropagation", "local", "frozen lower part")  # made first
 OURS, EXACT, TORCH, CYCLIC = "local_losses", "one_f_one_b", "torch Schedule1F1B", "cyclic pipeline"
 LINKS = (0, 25)  # Mbit/s; 0: loopback. At 25 an activation is as long on the link as a stage computes
