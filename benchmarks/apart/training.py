@@ -45,7 +45,7 @@ def perceptron(seed: int) -> nn.Sequential:
 NETS: Mapping[str, Net] = {
     "perceptron in 2": Net(perceptron, ("4",), 10_000, 8, 16),
     "perceptron in 3": Net(perceptron, ("3", "5"), 10_000, 8, 16),
-    "ResNet-20-shaped in 2": Net(resnet20, ("layer2",), 4000, 3, 3, controls=False),
+    "ResNet-20-shaped in 2": Net(resnet20, ("layer2",), 4000, 3, 9, controls=False),
 }
 CONTROLS = ("codes drawn anew", "labels permuted", "lower part alone")
 

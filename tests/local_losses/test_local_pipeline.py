@@ -101,6 +101,7 @@ REFUSED = {
     "local_losses(stages=1)": "local_losses with one stage is backpropagation",
     "local_losses(stages=2, clip_norm=1.0)": "clips stage by stage, since no stage waits .* Pass clip_by=stage",
     "local_losses(stages=2, clip_norm=1.0, clip_by=previous)": "Pass clip_by=stage",
+    "local_losses(stages=3)": "carries out two stages, got 3; take stages=2",
     "local_losses(stages=2, reach=2)": "local_losses has no reach",
 }
 
@@ -108,7 +109,7 @@ REFUSED = {
 @pytest.mark.parametrize("choice", REFUSED)
 def test_options_are_refused_before_anything_runs(choice):
     with pytest.raises(ValueError, match=REFUSED[choice]):
-        read(Choice.parse(choice), 2).schedule()
+        read(Choice.parse(choice), 6).schedule()
 
 
 def test_a_model_without_heads_is_refused_before_the_first_step():

@@ -124,7 +124,12 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
 @pytest.mark.parametrize(
     ("name", "processes", "options", "message"),
     [
-        ("spiral", 2, {}, "no schedule 'spiral'; there are accumulation, delayed_all_reduce, gpipe, one_device, one_f"),
+        (
+            "spiral",
+            2,
+            {},
+            "no schedule 'spiral'; there are accumulation, delayed_all_reduce, gpipe, local_losses",
+        ),
         ("pipline", 2, {}, "did you mean 'pipeline'"),
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),
         ("zero_ring", 2, {"recompute": [0]}, "zero_ring has no recompute; it may have clip_by, clip_norm, costs"),

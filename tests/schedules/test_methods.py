@@ -24,8 +24,8 @@ GROUP = Group("all", ("w",), "replicated", Choice("all_reduce"))
 
 def test_there_are_these_and_every_one_has_examples():
     assert set(SCHEDULES.all()) == {
-        "accumulation", "delayed_all_reduce", "gpipe", "one_device", "one_f_one_b", "pipeline", "ring",
-        "shared_stages", "simultaneous", "zero_ring",
+        "accumulation", "delayed_all_reduce", "gpipe", "local_losses", "one_device", "one_f_one_b", "pipeline",
+        "ring", "shared_stages", "simultaneous", "zero_ring",
     }  # fmt: skip
     assert {name for name, _, _ in EXAMPLES} == set(SCHEDULES.all())
     assert [name for name in SCHEDULES.all() if not owns_loop(Choice(name))] == [SIMULTANEOUS.name]

@@ -116,7 +116,8 @@ class Chain:
             upper = self._stages[j + 1]
             if upper != owner:
                 self._written.over(Letter("activation", due.step, due.micro_batch, j), upper, due.tick)
-        if 0 <= before < self._schedule.stages and (comes_back or before in alone):  # else its gradient says so
+        reads = comes_back or (due.kind == "F" and before in alone)  # of another forward its gradient says so
+        if 0 <= before < self._schedule.stages and reads:
             self._written.reads(self._letter(due, before), self._stages[before], owner, due.tick)
         if 0 <= after < self._schedule.stages and not (due.kind == "B" and after in alone):
             self._written.passes(self._letter(due, j), owner, self._stages[after], due.tick)

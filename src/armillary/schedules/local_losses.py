@@ -42,6 +42,11 @@ def _check(options: ScheduleOptions) -> None:
         raise ValueError(
             "schedule: local_losses with one stage is backpropagation; take stages=2 or more, or schedule accumulation"
         )
+    if options.stages > 2:
+        raise ValueError(
+            f"schedule: local_losses carries out two stages, got {options.stages}; take stages=2, and more workers are "
+            "replicas of them, or train split(...).loss in a loop of your own, which has any number of parts"
+        )
     if options.clip_norm is not None and options.clip_by != "stage":
         raise ValueError(
             f"schedule: local_losses clips stage by stage, since no stage waits for another; got clip_by="
@@ -96,6 +101,7 @@ SCHEDULES.register(
             table=lambda options: local_losses(options.stages, options.micro_batches),
             pace=lambda options, stages: max(stages) * options.micro_batches,
             notes=_notes,
+            examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}),
             objectives=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
         ),
         check=_check,
