@@ -9,7 +9,6 @@ PEERS = ROOT / "benchmarks" / "peers"
 FIGURES = (PEERS / "figures.md").read_text()
 CONTENDERS = {
     "DDP `sparse=True`": "ddp_sparse",
-    "Horovod, sparse": "horovod_sparse",
     "TorchRec, tuned by hand": "torchrec_by_hand",
     "Armillary": "ours",
     "Armillary, with prefetch": "ours_ahead",

@@ -13,7 +13,6 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "peers" / "results" / "lm8_100mbit.json"
 OURS, OTHERS, INK = "#d9822b", "#3b6fb6", "#222222"
 NAMES = {
-    "horovod_sparse": "Horovod, sparse",
     "ddp_sparse": "DDP sparse=True",
     "torchrec_by_hand": "TorchRec, tuned by hand",
     "ours": "Armillary",
