@@ -33,7 +33,7 @@ STEPS = {
     "without assigning": Steps(assign=False),
     "without adjusting": Steps(adjust=False),
 }
-MBITS, BATCHES = (1, 10, 100), (1, 32)
+MBITS, BATCHES = (10, 100, 1), (1, 32)  # the slowest link last: it takes minutes
 SERVED = {"ours": "all three", "contiguous, pruned": "pruning alone"}  # on the links, seed 0
 
 
@@ -71,8 +71,8 @@ def _make(cells: Cells, kept: Path, is_small: bool, only: str | None) -> None:
         for name, steps, seed in ((name, steps, seed) for name in NETS for seed in seeds for steps in STEPS):
             cells.once(f"cuts/{name}, {seed}, {steps}", lambda: _cut(name, seed, steps, is_small))  # noqa: B023
     if only != "cuts":
-        mbits = MBITS[-1:] if is_small else MBITS
-        for name, mbit, batch in ((name, mbit, batch) for name in NETS for mbit in mbits for batch in BATCHES):
+        mbits = (100,) if is_small else MBITS
+        for mbit, name, batch in ((mbit, name, batch) for mbit in mbits for name in NETS for batch in BATCHES):
             cells.once(f"latency/{name}, {mbit}, {batch}", lambda: _latency(name, mbit, batch, is_small))  # noqa: B023
 
 
@@ -121,13 +121,12 @@ def _latency(name: str, mbit: int, batch: int, is_small: bool) -> Mapping[str, A
             if not (kept / "index.json").is_file():
                 _searched(name, 0, steps, is_small).save(kept)
             (Path(folder) / "shards" / contender).symlink_to(kept)
-        slow = 1 if batch == 1 or mbit > 1 else 10
-        requests, warm = (
-            (2, 1) if is_small else (max(3, 40 // slow // (4 if batch > 1 else 1)), 10 if batch == 1 else 2)
-        )
+        requests, warm, rounds = (40, 10, 3) if batch == 1 else (10, 2, 3) if mbit > 1 else (2, 1, 2)
+        if is_small:
+            requests, warm, rounds = 2, 1, 1
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.repurpose.job", "--net", name]
         command += ["--batch", str(batch), "--requests", str(requests), "--warm", str(warm)]
-        command += ["--rounds", "1" if is_small else "3", *["--small"] * is_small]
+        command += ["--rounds", str(rounds), *["--small"] * is_small]
         out = Path(folder) / "found.json"
         lab.run([*command, "--shards", f"{folder}/shards", "--out", str(out)], timeout_seconds=400, pin=True)
         return {"blocks": json.loads(out.read_text()), "requests": requests, "machine": machine()}
