@@ -45,8 +45,9 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
     """Plans, and ends the process."""
 
     def prepare() -> _Ready:
+        task = workload_of(workload)  # first: it may bring methods of its own
         granted = job_request_of(plan, count_of(workers), workers)
-        task = prepared(workload_of(workload), granted, count_of(workers))
+        task = prepared(task, granted, count_of(workers))
         refuse_unnamed(task, granted)
         return _Ready(task, granted)
 

@@ -52,8 +52,9 @@ def simulate_asked(
         if isinstance(subject, Path):
             return _played(_of_plan(subject, asked.workers, asked.topology_file, asked.profile_file))
         links = asked.topology.of(PROFILED_WORKERS if asked.workers is None else asked.workers)
+        task = workload_of(subject)  # first: it may bring methods of its own
         wanted = plan_request_of(way, links.workers)
-        task = prepared(workload_of(subject), JobRequest(wanted), links.workers)
+        task = prepared(task, JobRequest(wanted), links.workers)
         return _played(_of_workload(task, links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:

@@ -38,8 +38,9 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     chosen: list[Path] = []  # by this process, so that it can say where the last checkpoint is
 
     def prepare() -> _Ready:
+        task = workload_of(workload)  # first: it may bring methods of its own
         granted = job_request_of(plan, count_of(run.workers))
-        task = prepared(workload_of(workload), granted, count_of(run.workers))
+        task = prepared(task, granted, count_of(run.workers))
         refuse_unnamed(task, granted)
         steps = task.steps if run.steps is None else run.steps
         how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume, run.rebalance_every)

@@ -19,8 +19,8 @@ def refuse_rows(options: ScheduleOptions, names: Sequence[str], workers: int) ->
     if not options.method.has_rows:
         several = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
         raise ValueError(
-            f"schedule: {tables} cannot be kept by row under {options.name}: there workers hand whole stages on, at "
-            f"times of their own, and a look-up needs all owners at one moment; take {several}, or plan without rows"
+            f"schedule: {tables} cannot be kept by row under {options.name}: there workers are at stages of their "
+            f"own, and a look-up needs all owners at one moment; take {several}, or plan without rows"
         )
     replicas = options.replicas(workers)
     if 1 < replicas < workers:
