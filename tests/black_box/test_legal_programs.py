@@ -13,6 +13,7 @@ import armillary
 import face
 
 ROWS, MANY, WIDTH, STEPS = 40, 150_000, 4, 4
+VAST = 1_000_000  # by row it is cheaper by more than a busy machine's links scatter
 UNLEARNED = "None of the inputs have requires_grad"  # of a part inside another
 ROW, GATHER, WHOLE = {"*": "row_sharded"}, {"*": "gather_rows"}, {"*": "all_reduce"}
 
@@ -183,7 +184,7 @@ KINDS = {kind.__name__: kind for kind in (Kept, Headless, SharedHeadless, Twice)
 
 
 @pytest.mark.parametrize(
-    ("rows", "constraints"), [(MANY, {}), (ROWS, ROW), (ROWS, GATHER)], ids=["price", "row", "gather"]
+    ("rows", "constraints"), [(VAST, {}), (ROWS, ROW), (ROWS, GATHER)], ids=["price", "row", "gather"]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_reentrant_parts_behind_a_table(crew, kind, rows, constraints):
