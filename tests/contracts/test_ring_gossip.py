@@ -44,7 +44,8 @@ def ring_gossip():
 
 
 def shelf():
-    return registered(dense_exchange(departs=("local",), costs="replicas agree only in the long run"), ring_gossip)
+    costs = "replicas agree only in the long run"
+    return registered(dense_exchange(departs=("local",), costs=costs, offers=lambda *_: []), ring_gossip)
 
 
 CHOICE = Choice("ring_gossip")
@@ -55,6 +56,7 @@ def test_it_is_planned_where_it_is_demanded():
         asked, by_price = planned(4, CHOICE), planned(4)
     assert asked.consensus == "mean" and asked.departures == ("local",) and "NOT exact" in str(asked)
     assert by_price.consensus == "same" and by_price.departures == ()
+    assert not any("ring_gossip" in note for note in by_price.notes)
 
 
 def test_workers_train_as_its_oracle_says(crew):

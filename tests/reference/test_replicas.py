@@ -66,6 +66,19 @@ def test_replicas_that_meet_every_second_step():
     assert [float(model.never.detach()) for model in replicas.models] == [3.0, 3.0]
 
 
+def test_weights_that_meet_before_the_step_move_by_the_gradient_of_the_unmixed_ones():
+    class Square(Line):
+        def forward(self, batch):
+            return (self.weight - batch) ** 2 / 2
+
+    before = meeting(1)._replace(meeting="before")
+    replicas = Replicas(Square(), half, 2, [SharedGroup(("weight", "never"), before)])
+    replicas.step([2.0, 4.0], call)  # both begin at 1: to 1.5 and 2.5
+    assert [float(model.weight.detach()) for model in replicas.models] == [1.5, 2.5]
+    replicas.step([2.0, 4.0], call)  # they meet at 2, with gradients -0.5 and -1.5
+    assert [float(model.weight.detach()) for model in replicas.models] == [2.25, 2.75]
+
+
 def test_a_parameter_that_nobody_used_has_no_gradient():
     replicas = Replicas(Line(), half, 2, [SharedGroup(("weight", "never"), build_dense("all_reduce"))])
     replicas.step([2.0, 4.0], call)

@@ -18,9 +18,10 @@ from armillary.facts.collectives import Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
 
-__all__ = ["DenseExchange", "Mechanisms", "Moved", "Pushed", "Resharding", "exact_sum"]
+__all__ = ["DenseExchange", "Mechanisms", "Meeting", "Moved", "Pushed", "Resharding", "exact_sum"]
 
 Resharding = Literal["sum", "mean", "same", "drop"]
+Meeting = Literal["after", "before"]
 Moved = tuple[Parcel, State]
 Shape = tuple[int, ...]
 PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
@@ -85,7 +86,10 @@ class DenseExchange(NamedTuple):
     resharding: by entry, how a state is dealt to another number of workers: every one gets the "sum" over their
         number (nothing is lost), the "mean", rank 0's ("same"), or begins anew ("drop", if nothing is said).
     carries: "gradient": this rank's part of the mean gradient, before the optimizer's step. "weights": those of this
-        rank, after it; the result takes their place, and the step is made with this rank's own gradient.
+        rank; the result takes their place, and the step is made with this rank's own gradient. Nobody reads the tail of
+        a result then, so no push has to add it up.
+    meeting: of weights, whether they are exchanged "after" the optimizer's step or "before" it. Before it, the gradient
+        was taken at the weights as they were, and the step moves those that the exchange gave.
     due(steps): whether to push in the step after which so many are complete (1: the first). If not, nothing is
         requested, and the optimizer gets this rank's own gradient.
     most_bytes: as sent_bytes, what is never exceeded; None: what is expected is what is sent.
@@ -108,6 +112,7 @@ class DenseExchange(NamedTuple):
     begin: Callable[[Layout, RankInfo, Tensor], State] = _no_state
     resharding: Mapping[str, Resharding] = MappingProxyType({})
     carries: Literal["gradient", "weights"] = "gradient"
+    meeting: Meeting = "after"
     due: Callable[[int], bool] = _every_step
     most_bytes: Callable[[Layout, Topology], list[float]] | None = None
     bytes_after: Callable[[Layout, Topology, int], list[float]] | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.dense import DenseExchange, Meeting
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.layout import Layout
@@ -109,16 +109,22 @@ class Replicas:
             for number, given in parcels.items():
                 self._exchange_gradients(number, given, is_sick and self.layouts[number].is_guarded)
             self._average_the_rest(gradients, parts)
+        self._meet("before")
         for model, optimizer in zip(self.models, self.optimizers, strict=False):
             if before_step is not None:
                 before_step(model)
             optimizer.step()
         self.steps += 1
-        with torch.no_grad():
-            for number, group in enumerate(self.groups):
-                if group.exchange.carries == "weights" and group.exchange.due(self.steps):
-                    self._exchange_weights(number)
+        self._meet("after")
         return losses
+
+    @torch.no_grad()
+    def _meet(self, meeting: Meeting) -> None:
+        """Weights are exchanged that meet then in the step under way."""
+        for number, group in enumerate(self.groups):
+            steps = self.steps + (meeting == "before")
+            if group.exchange.carries == "weights" and group.exchange.meeting == meeting and group.exchange.due(steps):
+                self._exchange_weights(number)
 
     def consensus(self) -> dict[str, Tensor]:
         """The mean of the replicas, in the order of workers."""

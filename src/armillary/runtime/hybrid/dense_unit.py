@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Meeting, Moved
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.collectives import Program
@@ -78,9 +78,10 @@ class DenseUnit:
             self.bucket.leave_kept()
         self.bucket.reset()
 
-    def meets(self, steps: int) -> bool:
-        """Whether its weights are exchanged after that step."""
-        return self.exchange.carries == "weights" and self.exchange.due(steps)
+    def meets(self, steps: int, meeting: Meeting = "after") -> bool:
+        """Whether its weights are exchanged after, or before, the optimizer's step after which so many are complete."""
+        exchange = self.exchange
+        return exchange.carries == "weights" and exchange.meeting == meeting and exchange.due(steps)
 
     def push(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
         return self.exchange.push(parcel, self.state, place)

@@ -3,8 +3,8 @@
 One queue fixes the order of every request (design law 8): groups are launched in plan order, whatever order their
 gradients appear in, and after each every earlier program that still has requests to make makes one more, so that a link
 has something to carry while its answer is waited for. What never got a gradient is sent as zero at the end of backward:
-a rank that skipped a layer or a table joins all the same. Groups that exchange weights do so after the optimizer's
-step.
+a rank that skipped a layer or a table joins all the same. Groups that exchange weights do so before or after the
+optimizer's step.
 
 A backward inside another (reentrant activation checkpointing) ends first. What it brought is exchanged then, but rows
 that were looked up outside it get their gradient later: tables wait for the end of a backward that is in no other.
@@ -28,9 +28,10 @@ from armillary.runtime.hybrid.dense_unit import TWICE, DenseUnit, sick_together,
 from armillary.runtime.hybrid.drift import alike
 from armillary.runtime.hybrid.group_options import LastOptions, unlike_options
 from armillary.runtime.hybrid.in_backward import Backward, refuse_taken
-from armillary.runtime.hybrid.in_flight import InFlight, carry_all, see_through, start_coalesced
+from armillary.runtime.hybrid.in_flight import InFlight, see_through, start_coalesced
 from armillary.runtime.hybrid.in_step import BACKWARD, STEPS, WROTE, Word, Words, refuse_written, said
 from armillary.runtime.hybrid.look_ups import LookUps
+from armillary.runtime.hybrid.meeting import meet
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
@@ -72,6 +73,7 @@ class Executor:
     is_open: bool = False
     task: int = -1  # the backward in which the exchange was opened, by torch's number
     is_settled: bool = False  # a backward was exchanged since the last step
+    has_met: bool = False  # weights that meet before this step did so
     is_warned: bool = False  # that one step's gradients are coded twice
     settled: int = 0  # backwards that were exchanged
     weight: float = 1.0
@@ -375,24 +377,17 @@ class Executor:
         if unit.table.is_pulled or len(rows):
             unit.table.deposit(rows, sums)
 
+    def before_step(self) -> None:
+        """An optimizer is about to step; nothing happens where another one has, or a closure is called again."""
+        if not self.has_met:
+            self.has_met = True
+            meet(self.units, self.transport.step + 1, "before", self.transport)
+
     def after_step(self) -> None:
         self.transport.step += 1
-        self.is_settled = False
+        self.is_settled = self.has_met = False
         self.weight = 1.0
-        self._meet()
-
-    def _meet(self) -> None:
-        """Weights are exchanged where they are due."""
-        steps = self.transport.step
-        meeting = [unit for unit in self.units if isinstance(unit, DenseUnit) and unit.meets(steps)]
-        with torch.no_grad():
-            pushes = [unit.push(unit.bucket.weigh_in(), self.transport.place) for unit in meeting]
-            flights = [
-                InFlight(push, unit.name, unit.exchange.requests - 1)
-                for push, unit in zip(pushes, meeting, strict=True)
-            ]
-            for unit, moved in zip(meeting, carry_all(flights, self.transport), strict=True):
-                unit.take_weights(moved)
+        meet(self.units, self.transport.step, "after", self.transport)
 
 
 def _nothing() -> Program[None]:

@@ -338,6 +338,7 @@ class UserLoop:
         self.executor.options.read(optimizer)
         if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
             self.executor.prefetch.join()
+        self.executor.before_step()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
                 table.hand_gradient_over()
