@@ -119,9 +119,9 @@ def one_step(run: Run, step: int, feed: Callable[[int, int], Any] = batch_of) ->
     run._optimizer.step()
 
 
-def begun(workers: int, choice: Choice) -> Run:
+def begun(workers: int, choice: Choice, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam) -> Run:
     model = net()
-    return attach(planned(workers, choice), model, adam(model), check_order=True)
+    return attach(planned(workers, choice), model, optimizer(model), check_order=True)
 
 
 def largest_gap(run: Run, truth: Replicas) -> float:

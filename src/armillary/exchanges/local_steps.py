@@ -1,0 +1,120 @@
+"""Replicas that train alone for some steps, then take the mean of their weights, or an outer step towards it.
+
+Between two meetings nothing crosses. The optimizer is the user's, its state stays each rank's own.
+
+Sources: local SGD (Stich, ICLR 2019); DiLoCo (Douillard et al., 2023), whose outer step is SGD with Nesterov momentum
+on what a round has moved the mean. Departure: an outer step of rate 1 without momentum is the mean itself, and keeps no
+state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
+from armillary.exchanges.exchange import dense_exchange
+from armillary.exchanges.leg import Leg
+from armillary.exchanges.parcel import Parcel, State
+from armillary.exchanges.rank_info import RankInfo
+from armillary.facts.collectives import AllReduce, Program
+from armillary.facts.layout import Layout
+from armillary.facts.topology import Topology
+
+__all__ = ["local_steps"]
+
+ANCHOR, MOMENTUM = "anchor", "momentum"  # the weights that the last meeting left; the outer step's
+
+
+@dense_exchange(
+    {"steps": 1}, {"steps": 4}, {"steps": 4, "outer_rate": 0.7, "outer_momentum": 0.9},
+    offers=lambda fact, topology: [], departs=("local",),
+    costs="replicas train alone and meet every few steps; on data that differ by rank they drift apart",
+    soon={"steps": 2},
+)  # fmt: skip
+def local_steps(steps: int = 32, outer_rate: float = 1.0, outer_momentum: float = 0.0) -> DenseExchange:
+    """
+    Args:
+        steps: of the optimizer between two meetings.
+        outer_rate, outer_momentum: of the step that a meeting takes from the weights of the last one towards the mean;
+            DiLoCo's are 0.7 and 0.9. 1 and 0 are the mean.
+
+    Raises:
+        ValueError: steps below 1, an outer rate that is not above 0, or a momentum outside [0, 1).
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"exchange: local_steps wants steps as a whole number of 1 or more, got {steps!r}")
+    if not _is_number(outer_rate) or not 0 < outer_rate < float("inf"):
+        raise ValueError(f"exchange: local_steps wants an outer_rate above 0 (1 is the mean), got {outer_rate!r}")
+    if not _is_number(outer_momentum) or not 0 <= outer_momentum < 1:
+        raise ValueError(f"exchange: local_steps wants an outer_momentum of 0 to below 1, got {outer_momentum!r}")
+    outer = _OuterStep(float(outer_rate), float(outer_momentum))
+    met = DenseExchange(
+        outer.push, 1, _sent_bytes, _legs, outer.oracle, carries="weights", due=lambda taken: taken % steps == 0,
+        refuses=_why_not, says=f"weights meet every {steps} steps", mechanisms=outer.mechanisms,
+    )  # fmt: skip
+    if outer.is_mean:
+        return met
+    kept = f"{met.says}; beside them each rank keeps the weights of the last meeting and a momentum"
+    return met._replace(begin=outer.begin, resharding={ANCHOR: "same", MOMENTUM: "same"}, says=kept)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _why_not(layout: Layout) -> str:
+    is_real = getattr(torch, layout.dtype).is_floating_point
+    return "" if is_real else f"replicas of {layout.dtype} have no mean that local_steps could take"
+
+
+def _sent_bytes(layout: Layout, topology: Topology) -> list[float]:
+    return [2 * (topology.workers - 1) / topology.workers * layout.nbytes] * topology.workers
+
+
+def _legs(layout: Layout, topology: Topology) -> list[Leg]:
+    return [Leg("neighbour", max(_sent_bytes(layout, topology)), 2 * (topology.workers - 1), "AllReduce")]
+
+
+@dataclass(frozen=True)
+class _OuterStep:
+    """What a meeting makes of the replicas' mean."""
+
+    rate: float
+    momentum: float
+
+    @property
+    def is_mean(self) -> bool:
+        return self.rate == 1 and self.momentum == 0
+
+    def begin(self, layout: Layout, place: RankInfo, values: Tensor) -> State:
+        return {ANCHOR: values.clone(), MOMENTUM: torch.zeros_like(values)}
+
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+        total = yield AllReduce(parcel.values.clone() if parcel.whole is None else parcel.values)  # else given away
+        weights, after = self.taken(total.div_(place.workers), state)
+        return parcel.answered(weights, parcel.tail), after
+
+    def oracle(self, parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
+        """Replica by replica."""
+        mean = torch.stack([parcel.values for parcel in parcels]).sum(0) / len(parcels)
+        moved = [self.taken(mean, state) for state in states]
+        results = [parcel.answered(weights, parcel.tail) for parcel, (weights, _) in zip(parcels, moved, strict=True)]
+        return results, [after for _, after in moved]
+
+    def taken(self, mean: Tensor, state: State) -> tuple[Tensor, State]:
+        """The weights after the meeting, and the next state."""
+        if self.is_mean:
+            return mean, state
+        moved = state[ANCHOR] - mean  # in a round: DiLoCo's outer gradient
+        momentum = self.momentum * state[MOMENTUM] + moved
+        weights = state[ANCHOR] - self.rate * (moved + self.momentum * momentum)
+        return weights, {ANCHOR: weights.clone(), MOMENTUM: momentum}
+
+    def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
+        def has_momentum(pushed: Pushed) -> bool:
+            return bool(pushed.before[MOMENTUM].any())
+
+        found: Mechanisms = {"meetings": lambda pushed: 1}
+        return {**found, "outer steps with momentum": has_momentum} if self.momentum else found
