@@ -4,10 +4,12 @@ Every figure is a cell that is made once and kept under results/; figures.md is 
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from benchmarks.in_situ.crossing import crossing
 from benchmarks.in_situ.hosts import hosts, in_lab
 from benchmarks.in_situ.kills import kills
-from benchmarks.in_situ.wall_time import error, first_epoch, slow_reader
+from benchmarks.in_situ.wall_time import INFLOWS, error, first_epoch, slow_reader
 from benchmarks.measuring.bars import Bar, missed, table
 from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.measuring.page import written
@@ -43,11 +45,8 @@ def cells_of(sizes: Mapping[str, Any], counts: Sequence[int]) -> dict[str, Calla
             made[f"hosts-{mbit}-{count}"] = lambda count=count, mbit=mbit: in_lab(count, sizes["hosts"], mbit)
     made["slow_reader"] = lambda: slow_reader(sizes["steps"], sizes["rounds"])
     made["first_epoch"] = lambda: _first_epoch(sizes["epoch"])
-    for window in WINDOWS:
-        for seed in SEEDS:
-            made[f"error-{window}-{seed}"] = lambda window=window, seed=seed: error(
-                window, seed, sizes["held"], sizes["seconds"]
-            )
+    for inflow, window, seed in itertools.product(INFLOWS, WINDOWS, SEEDS):
+        made[f"error-{inflow}-{window}-{seed}"] = partial(error, inflow, window, seed, sizes["held"], sizes["seconds"])
     return made
 
 
@@ -120,13 +119,12 @@ def bars(of: Mapping[str, Any]) -> list[Bar]:
     found.append(Bar("first epoch earlier than written first, times", ">= 3", earlier, lambda times: times >= 3))
     disk = [epoch["bytes on disk"]] if epoch else []
     found.append(Bar("bytes on disk", "0", disk, lambda count: count == 0, 0))
-    errors = {
-        window: [of[f"error-{window}-{seed}"]["error"] for seed in SEEDS]
-        for window in WINDOWS
-        if all(f"error-{window}-{seed}" in of for seed in SEEDS)
-    }
-    both = [statistics.mean(errors[window]) for window in WINDOWS] if len(errors) == 2 else []
-    found.append(Bar("held-out error, reservoir, latest only", "lower", both, lambda one, other: one < other, 3))
+    for inflow in INFLOWS:
+        names = [[f"error-{inflow}-{window}-{seed}" for seed in SEEDS] for window in WINDOWS]
+        whole = all(name in of for part in names for name in part)
+        both = [statistics.mean(of[name]["error"] for name in part) for part in names] if whole else []
+        what = f"held-out error, {inflow} inflow: reservoir, latest only"
+        found.append(Bar(what, "lower", both, lambda one, other: one < other, 3))
     if "kills" in of:
         parts = [of["kills"][kind] for kind in ("files", "redis")]
         bad = [sum(part["torn"] + part["twice"] + len(part["hangs"] + part["errors"]) for part in parts)]
@@ -163,12 +161,11 @@ def page(results: Path) -> list[str]:
     if epoch := of.get("first_epoch"):
         lines += ["", f"First epoch, s: in situ {epoch['in situ']:.1f}, written first {epoch['written first']:.1f}."]
     lines += ["", "## Held-out error at equal wall time; 1: nothing changes", ""]
-    lines += ["| window | seed | error | batches | newest step |", "|" + " --- |" * 5]
-    for window in WINDOWS:
-        for seed in SEEDS:
-            if cell := of.get(f"error-{window}-{seed}"):
-                rest = f"{cell['error']:.3f} | {cell['batches']} | {cell['newest step']}"
-                lines.append(f"| {window} | {seed} | {rest} |")
+    lines += ["| inflow | window | seed | error | batches | newest step |", "|" + " --- |" * 6]
+    for inflow, window, seed in itertools.product(INFLOWS, WINDOWS, SEEDS):
+        if cell := of.get(f"error-{inflow}-{window}-{seed}"):
+            rest = f"{cell['error']:.3f} | {cell['batches']} | {cell['newest step']}"
+            lines.append(f"| {inflow} | {window} | {seed} | {rest} |")
     if "kills" in of:
         lines += ["", "## Kills at random moments", ""]
         names = ("put", "trained", "missing", "told lost", "torn", "twice")

@@ -3,6 +3,7 @@
 The solver is the example's wake, the model its next-frame model.
 """
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -122,10 +123,20 @@ def first_epoch(steps: int, home: str) -> dict[str, Any]:
     return {"in situ": in_situ, "written first": after, "bytes on disk": on_disk}
 
 
+def _changing(snapshot: int) -> float:
+    """An inflow that falls to 0.4 and rises again within 240 snapshots."""
+    return 0.7 + 0.3 * math.cos(2 * math.pi * snapshot / 240)
+
+
+INFLOWS = {"steady": wake.steady, "changing": _changing}
+
+
 @cache
-def held_out(steps: int) -> dict[str, torch.Tensor]:
+def held_out(inflow: str, steps: int) -> dict[str, torch.Tensor]:
     """Pairs of the whole run, one in ten; the solver gives these to nobody."""
-    frames = [(one / wake.SPEED).astype(np.float32) for _, one in zip(range(steps), wake.flow(), strict=False)]
+    frames = [
+        (one / wake.SPEED).astype(np.float32) for _, one in zip(range(steps), wake.flow(INFLOWS[inflow]), strict=False)
+    ]
     at = range(9, steps - 1, 10)
     return {
         "now": torch.from_numpy(np.stack([frames[i] for i in at])),
@@ -133,31 +144,31 @@ def held_out(steps: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _wake_without_held_out(store: str, steps: int) -> None:
+def _wake_without_held_out(inflow: str, store: str, steps: int) -> None:
     torch.set_num_threads(1)
     before = None
     with feeds.Writer(store, keep=16, full="drop_oldest") as writer:
-        for step, velocity in zip(range(steps), wake.flow(), strict=False):
+        for step, velocity in zip(range(steps), wake.flow(INFLOWS[inflow]), strict=False):
             now = (velocity / wake.SPEED).astype(np.float32)
             if before is not None and (step - 1) % 10 != 9:
                 writer.put(step, {"now": before, "next": now})
             before = now
 
 
-def error(window: str, seed: int, steps: int, seconds: float) -> dict[str, Any]:
+def error(inflow: str, window: str, seed: int, steps: int, seconds: float) -> dict[str, Any]:
     """Error on the held-out frames, 1 being a model that says nothing changes, when so many seconds have gone.
 
     Args:
         steps: of the solver that frames are held out from. While it feeds training it goes on until time is over.
     """
-    held = held_out(steps)
+    held = held_out(inflow, steps)
     torch.manual_seed(seed)
     model = train.NextFrame()
     optimizer, batches = torch.optim.Adam(model.parameters(), lr=2e-3), 0
     kind = {"reservoir": feeds.Reservoir(4096), "latest": feeds.Latest(16)}[window]
     with folder() as home:
         until = time.monotonic() + seconds
-        solver = FORK.Process(target=_wake_without_held_out, args=(f"{home}/flow", 1_000_000))
+        solver = FORK.Process(target=_wake_without_held_out, args=(inflow, f"{home}/flow", 1_000_000))
         solver.start()
         newest = 0
         with feeds.Stream(f"{home}/flow", window=kind, batch=4, fresh=0, seed=seed) as stream:

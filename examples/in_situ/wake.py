@@ -3,6 +3,7 @@
 usage: python wake.py STORE [STEPS]
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -26,16 +27,22 @@ def equilibrium(density, velocity):
     return W[:, None, None] * density * (1 + 3 * along + 4.5 * along**2 - square)
 
 
-def flow():
-    """Velocity, (2, NX, NY), every `EVERY` lattice steps, for ever."""
+def steady(snapshot):
+    """The inflow, 1 being `SPEED`."""
+    return 1.0
+
+
+def flow(inflow=steady):
+    """Velocity, (2, NX, NY), every `EVERY` lattice steps, for ever; `inflow` gives its speed at a snapshot."""
     start = np.repeat(INLET[:, None, :], NX, axis=1)
     f = equilibrium(np.ones((NX, NY)), start)
-    while True:
+    for snapshot in itertools.count():
+        inlet = inflow(snapshot) * INLET
         for _ in range(EVERY):
             f[[3, 6, 7], -1] = f[[3, 6, 7], -2]  # outflow
             density = f.sum(0)
             velocity = np.tensordot(C.T, f, axes=1) / density
-            velocity[:, 0] = INLET
+            velocity[:, 0] = inlet
             density[0] = 1.0
             balance = equilibrium(density, velocity)
             f[:, 0] = balance[:, 0]
