@@ -22,7 +22,7 @@ def looked_at(rank, workers):
             one_step(run, step)
         before = kept(run)
         plain, score = run.export(), run.evaluate([rank], total)
-        with shown(run._engine.executor.units, run._transport):
+        with shown(run._engine.executor.units, run._model, run._transport):
             seen = {name: p.detach().clone() for name, p in run._model.named_parameters()}
         changed = unlike(kept(run), before)
         run.close()

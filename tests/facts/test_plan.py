@@ -172,7 +172,7 @@ def plans(draw):
         mean=draw(st.sampled_from(["workers", "weights"])),
         schedule=draw(choices),
         stages=rows,
-        consensus=draw(st.sampled_from(["same", "anchor", "mean", "owners"])),
+        consensus=draw(st.sampled_from(["same", "mean", "owners"])),
         compute_seconds=draw(st.floats(0, 10)),
         activation_bytes=draw(st.floats(0, 1e12)),
         notes=tuple(draw(st.lists(NAMES, max_size=2))),
@@ -215,7 +215,7 @@ def test_a_group_can_be_edited_and_no_other_changes():
     [
         (lambda: replace(PLAN, mesh=Mesh.of(data=0)), "1 rank or more, got 'data', 0"),
         (lambda: replace(PLAN, mesh=Mesh.of(data=3)), "3 workers do not fill nodes of 2"),
-        (lambda: replace(PLAN, consensus="vote"), "'vote' is none of same, anchor, mean, owners"),
+        (lambda: replace(PLAN, consensus="vote"), "'vote' is none of same, mean, owners"),
         (lambda: replace(STAGED, stages=STAGED.stages[:1]), "'stage 1: c.weight' is of stage 1; there are 1"),
         (lambda: replace(PLAN, groups=(replace(SINGLE, stage=1),)), "'bucket 1' is of stage 1; there are 0"),
         (lambda: replace(PLAN, mean="tokens"), "'tokens' is none of workers, weights"),

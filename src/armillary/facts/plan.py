@@ -34,7 +34,7 @@ FORMAT = 3
 SIMULTANEOUS = Choice("simultaneous")
 
 Mean = Literal["workers", "weights"]
-Consensus = Literal["same", "anchor", "mean", "owners"]
+Consensus = Literal["same", "mean", "owners"]
 
 
 class Trainable(NamedTuple):
@@ -64,8 +64,7 @@ class Plan:
         schedule: a registry name and options.
         stages: one row a stage, in order; empty: one stage, all defaults.
         consensus: what export, save and evaluate show while workers hold different weights. "same": they never do;
-            "owners": each stage as its owner has it; "mean": the mean over replicas; "anchor": what they agreed on
-            last.
+            "owners": each stage as its owner has it; "mean": the mean over replicas.
         compute_seconds: forecast of one step without any exchange; 0, and step_seconds too: nobody timed it yet.
         activation_bytes: what the fullest moment of a step adds on the fullest worker: activations, temporaries, what
             is on its way.

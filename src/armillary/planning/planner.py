@@ -44,7 +44,7 @@ from armillary.planning.savings import with_edges_weighed, with_named_weighed, w
 from armillary.planning.staged_plan import plan_staged
 from armillary.planning.staged_request import staged_request
 from armillary.planning.uncut_plan import plan_uncut
-from armillary.schedules.registry import SCHEDULES, read
+from armillary.schedules.registry import SCHEDULES, read, why_not_carried
 
 __all__ = ["bucketings", "explain", "make_plan", "notes_on_hosts", "plan", "plan_by_rule", "tables_to_search"]
 
@@ -132,6 +132,8 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
             return with_edges_weighed(made, with_expected(cut(), case)) if request.edges else made
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
+    if why := why_not_carried(schedule):
+        raise ValueError(f"plan: {why}")
     if request.rule != PRICE:
         question = _question(case, request)
         forecast = {table.name: by_forecast(table, question) for table in searched_tables(question)}

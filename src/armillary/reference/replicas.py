@@ -127,13 +127,16 @@ class Replicas:
                 self._exchange_weights(number)
 
     def consensus(self) -> dict[str, Tensor]:
-        """The mean of the replicas, in the order of workers."""
+        """The mean of the replicas, in the order of workers; where all have one number, that."""
+        return {name: _mean([named[name].detach() for named in self.named]) for name in self.named[0]}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the mean model has of buffers: means of those that float, of whole numbers the largest."""
+        everyones = [dict(model.named_buffers()) for model in self.models]
         found = {}
-        for name in self.named[0]:
-            total = self.named[0][name].detach().clone()
-            for named in self.named[1:]:
-                total += named[name].detach()
-            found[name] = total / len(self.models)
+        for name, first in everyones[0].items():
+            theirs = [one[name] for one in everyones]
+            found[name] = _mean(theirs) if first.is_floating_point() else torch.stack(theirs).amax(0)
         return found
 
     def _parcels(self, number: int, gradients: Gradients, parts: Sequence[float]) -> list[Parcel]:
@@ -156,11 +159,7 @@ class Replicas:
     def _exchange_weights(self, number: int) -> None:
         layout = self.layouts[number]
         parcels = [_parcel(layout, [named[name].detach() for name in layout.names]) for named in self.named]
-        is_sick = any(float(parcel.sick) for parcel in parcels)
-        results = self._moved(number, parcels, is_sick)
-        if is_sick:
-            return
-        for named, result in zip(self.named, results, strict=True):
+        for named, result in zip(self.named, self._moved(number, parcels, is_sick=False), strict=True):
             for name, (begin, end) in zip(layout.names, layout.spans, strict=True):
                 named[name].copy_(_as(named[name], result.values[begin:end]))
 
@@ -187,6 +186,14 @@ class Replicas:
             there = [gradient.to_dense() * part for gradient, part in found if gradient is not None]
             for named in self.named:
                 named[name].grad = torch.stack(there).sum(0) if there else None
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    total, is_one = tensors[0].clone(), torch.ones_like(tensors[0], dtype=torch.bool)
+    for tensor in tensors[1:]:
+        total += tensor
+        is_one &= tensor == tensors[0]
+    return torch.where(is_one, tensors[0], total / len(tensors))
 
 
 def _flat(layout: Layout, tensors: Sequence[Tensor | None]) -> Tensor:

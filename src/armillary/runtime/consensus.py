@@ -2,10 +2,13 @@
 
 Replicas differ where an exchange carries weights or does not push in every step. Training goes on from each rank's own;
 whoever looks from outside (a checkpoint opened elsewhere, an export, an evaluation) sees the mean, summed in the order
-of ranks, so that every rank computes the same bits.
+of ranks, so that every rank computes the same bits. Where all ranks have one number, that is the mean, whatever a sum
+of three would be rounded to. Each rank's buffers are of its own weights: those that float are averaged too; of whole
+numbers (batches seen) there is the largest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.collectives import AllGather, Program
+from armillary.facts.collectives import AllGather, Program, summed
+from armillary.runtime.hybrid.buffers import BufferPlace, buffers_of, write_buffer
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.transport import Transport
 
-__all__ = ["differing", "kept_by_optimizer", "mean_optimizer", "mean_weights", "shown", "take_mean"]
+__all__ = [
+    "differing", "differing_buffers", "distances", "kept_by_optimizer", "mean_optimizer", "mean_weights", "shown",
+    "take_mean",
+]  # fmt: skip
 
 LABEL = "consensus"
 BLOCK = 1 << 20  # numbers that are gathered at once
@@ -32,25 +39,80 @@ def differing(units: Sequence[Any]) -> dict[str, nn.Parameter]:
     return found
 
 
+def differing_buffers(units: Sequence[Any], model: nn.Module) -> list[BufferPlace]:
+    """The buffers of replicas that differ."""
+    return buffers_of(model) if differing(units) else []
+
+
 def mean_weights(units: Sequence[Any], transport: Transport) -> dict[str, Tensor]:
     """Collective: the mean of every parameter that differs, the same on every rank."""
     return {name: _mean(p.detach(), transport.place.workers, transport) for name, p in differing(units).items()}
 
 
+def distances(units: Sequence[Any], transport: Transport) -> dict[str, float]:
+    """Collective: how far each rank's weights of a group that differs are from their mean, over the norm of that; the
+    root of the mean square over ranks."""
+    found = {}
+    for unit in units:
+        if isinstance(unit, DenseUnit) and not unit.exchange.keeps_replicas_alike:
+            mine = torch.cat([parameter.detach().reshape(-1) for parameter in unit.parameters])
+            mean = transport.complete(summed(mine.clone()), LABEL) / transport.place.workers
+            squares = transport.share(float((mine - mean).double().norm()) ** 2)
+            found[unit.name] = math.sqrt(sum(squares) / len(squares)) / (float(mean.double().norm()) or 1.0)
+    return found
+
+
+def _mean_buffers(places: Sequence[BufferPlace], transport: Transport) -> list[Tensor]:
+    """Collective.
+
+    Raises:
+        RuntimeError: a buffer is not of one shape on all ranks.
+    """
+    everyones = transport.share([(tuple(one.there.shape), str(one.there.dtype)) for one in places]) if places else []
+    for place, *theirs in zip(places, *everyones, strict=True):
+        if len(set(theirs)) > 1:
+            told = ", ".join(f"rank {rank}: {shape}" for rank, (shape, _) in enumerate(theirs))
+            raise RuntimeError(
+                f"buffer {place.name!r} has not one shape on all ranks ({told}), so replicas have no mean of it; keep "
+                "it as a plain attribute of its module"
+            )
+    workers = transport.place.workers
+    return [
+        _mean(one.there, workers, transport)
+        if one.there.is_floating_point() or one.there.is_complex()
+        else _largest(one.there, transport)
+        for one in places
+    ]
+
+
 @contextmanager
-def shown(units: Sequence[Any], transport: Transport) -> Iterator[None]:
+def shown(units: Sequence[Any], model: nn.Module, transport: Transport) -> Iterator[None]:
     """Collective, between two steps: inside, the model holds the mean; then each rank has its own weights again."""
+    places = differing_buffers(units, model)
     own = {parameter: parameter.detach().clone() for parameter in differing(units).values()}
-    means = mean_weights(units, transport)
-    with torch.no_grad():
-        for name, parameter in differing(units).items():
-            parameter.copy_(means[name])
+    own_buffers = [one.there.clone() for one in places]
+    means, buffers = mean_weights(units, transport), _mean_buffers(places, transport)
+    _write(differing(units), means)
+    _write_buffers(places, buffers)
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, weight in own.items():
                 parameter.copy_(weight)
+        _write_buffers(places, own_buffers)
+
+
+@torch.no_grad()
+def _write(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
+@torch.no_grad()
+def _write_buffers(places: Sequence[BufferPlace], values: Sequence[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        write_buffer(place, value)
 
 
 def kept_by_optimizer(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -80,28 +142,44 @@ def mean_optimizer(units: Sequence[Any], optimizer: Optimizer, transport: Transp
 
 
 @torch.no_grad()
-def take_mean(units: Sequence[Any], optimizer: Optimizer, transport: Transport) -> None:
-    """Collective: from here on every rank has the mean of the weights, and of what the optimizer keeps for them."""
+def take_mean(units: Sequence[Any], model: nn.Module, optimizer: Optimizer, transport: Transport) -> None:
+    """Collective: from here on every rank has the mean of the weights, of what the optimizer keeps for them, and of
+    buffers."""
     kept, parameters = mean_optimizer(units, optimizer, transport), differing(units)
-    for name, mean in mean_weights(units, transport).items():
-        parameters[name].copy_(mean)
-        if name in kept:
-            optimizer.state.setdefault(parameters[name], {}).update(kept[name])
+    _write(parameters, mean_weights(units, transport))
+    for name, entries in kept.items():
+        optimizer.state.setdefault(parameters[name], {}).update(entries)
+    places = differing_buffers(units, model)
+    _write_buffers(places, _mean_buffers(places, transport))
 
 
 def _mean(tensor: Tensor, ranks: int, transport: Transport) -> Tensor:
     """The sum over all ranks, in their order, divided by so many."""
-    total: Tensor = transport.complete(_summed_in_order(tensor.detach().reshape(-1)), LABEL)
-    mean = total / ranks if total.is_floating_point() or total.is_complex() else total // ranks
-    return mean.view(tensor.shape)
 
-
-def _summed_in_order(flat: Tensor) -> Program[Tensor]:
-    pieces = []
-    for block in flat.split(BLOCK):
-        everyones = yield AllGather(block)
+    def mean_of(everyones: Tensor) -> Tensor:
         total = everyones[0].clone()
         for theirs in everyones[1:]:
             total += theirs
-        pieces.append(total)
+        mean = total / ranks if total.is_floating_point() or total.is_complex() else total // ranks
+        return torch.where((everyones == everyones[0]).all(0), everyones[0], mean)
+
+    return _over_ranks(tensor, mean_of, transport)
+
+
+def _largest(tensor: Tensor, transport: Transport) -> Tensor:
+    whole = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return _over_ranks(whole, lambda everyones: everyones.amax(0), transport).view(tensor.dtype)
+
+
+def _over_ranks(tensor: Tensor, join: Callable[[Tensor], Tensor], transport: Transport) -> Tensor:
+    """join: of all ranks' numbers, (ranks, n), what every rank takes, (n,)."""
+    joined: Tensor = transport.complete(_joined(tensor.detach().reshape(-1), join), LABEL)
+    return joined.view(tensor.shape)
+
+
+def _joined(flat: Tensor, join: Callable[[Tensor], Tensor]) -> Program[Tensor]:
+    pieces = []
+    for block in flat.split(BLOCK):
+        everyones = yield AllGather(block)
+        pieces.append(join(everyones))
     return torch.cat(pieces) if pieces else flat

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from armillary.facts.choice import Choice
-from armillary.facts.plan import Plan
+from armillary.facts.plan import SIMULTANEOUS, Plan
 from armillary.facts.registry import Registry
 from armillary.schedules.edge import Edge
 from armillary.schedules.method import Method, ScheduleOptions
 
-__all__ = ["SCHEDULES", "options_of", "owns_loop", "read"]
+__all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "why_not_carried"]
 
 SCHEDULES: Registry[Method] = Registry("schedule", "armillary.schedules")
 
@@ -23,6 +23,17 @@ def owns_loop(choice: Choice) -> bool:
         ValueError: no such schedule.
     """
     return SCHEDULES[choice.name].owns_loop
+
+
+def why_not_carried(choice: Choice) -> str:
+    """What speaks against a schedule that leaves the loop to the user: there is nothing that would carry it out, but
+    for the one that says nothing of the order. Empty of others."""
+    if choice.name == SIMULTANEOUS.name or owns_loop(choice):
+        return ""
+    return (
+        f"schedule {choice} leaves the loop to the user (owns_loop=False), so nobody would carry its table out; let "
+        "its Method own the loop, or write what crosses in such a loop as an exchange"
+    )
 
 
 def read(choice: Choice, workers: int) -> ScheduleOptions:

@@ -1,4 +1,4 @@
-"""What each rank keeps for itself, in a checkpoint: states of exchanges, and weights and optimizer state that differ.
+"""What each rank keeps for itself, in a checkpoint: states of exchanges; weights, buffers, optimizer state that differ.
 
 Everything goes by parameter, never by bucket, so that a plan with other buckets opens it: a tensor (ranks, *shape) cut
 by rank, each rank writing its own. Where the same ranks hold a parameter every rank gets its own again, and training
@@ -21,15 +21,16 @@ from armillary.exchanges.residual import RESIDUAL
 from armillary.runtime.checkpointing.checkpoint import RowIndex
 from armillary.runtime.checkpointing.row_file import FileLayout, FileRecord, RowFile, StoredRows
 from armillary.runtime.checkpointing.saved import SavedState
-from armillary.runtime.consensus import differing, kept_by_optimizer
+from armillary.runtime.consensus import differing, differing_buffers, kept_by_optimizer
 from armillary.runtime.first_error import FirstError
+from armillary.runtime.hybrid.buffers import write_buffer
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.session.data_place import data_place, data_ranks
 from armillary.session.job import Job
 
 __all__ = ["OwnTensors", "fill_ranks", "index_of_ranks", "own_tensors", "write_ranks"]
 
-WEIGHTS = "weights"
+WEIGHTS, BUFFER = "weights", "buffer"
 
 
 class OwnTensors(NamedTuple):
@@ -61,6 +62,9 @@ def _own(run: Job) -> Iterator[tuple[str, Tensor]]:
         yield f"replicas/{name}/{WEIGHTS}", parameter.detach()
         for entry, value in kept_by_optimizer(run.optimizer, parameter).items():
             yield f"replicas/{name}/optimizer {entry}", value.detach()
+    for place in differing_buffers(run.units, run.model):
+        if place.is_persistent:
+            yield f"replicas/{place.name}/{BUFFER}", place.there.detach()
 
 
 def _dense(run: Job) -> list[DenseUnit]:
@@ -160,6 +164,9 @@ def _fill_entry(run: Job, into: Tensor, stored: StoredRows, held: Sequence[int],
 
 def _fill_replicas(run: Job, saved: SavedState) -> None:
     there = saved.present[run.rank]
+    for place in differing_buffers(run.units, run.model):
+        if stored := saved.replicas.get(place.name, {}).get(BUFFER):
+            write_buffer(place, stored.read(run.rank, run.rank + 1)[0].to(place.there))
     for name, parameter in differing(run.units).items():
         kept = kept_by_optimizer(run.optimizer, parameter)
         for entry, stored in saved.replicas.get(name, {}).items():

@@ -6,10 +6,11 @@ down, says that a method suits a group badly, long before the loss does.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from armillary.exchanges.residual import RESIDUAL
 from armillary.facts.table import Table
+from armillary.runtime.consensus import distances
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.session.job import Job
 
@@ -21,7 +22,8 @@ class Health:
     """Of one group, means over workers.
 
     density: the share of its values that the last exchange sent. residual: norm of what waits, over the norm of the
-    weights. skipped: the share of exchanges that moved nothing, since some rank's numbers were not finite.
+    weights. skipped: the share of exchanges that moved nothing, since some rank's numbers were not finite. distance: of
+    the replicas from their mean, over its norm; None where all ranks hold the same weights.
     """
 
     group: str
@@ -29,6 +31,7 @@ class Health:
     density: float
     residual: float
     skipped: float
+    distance: float | None = None
 
 
 def health_of(run: Job) -> tuple[Health, ...]:
@@ -39,7 +42,11 @@ def health_of(run: Job) -> tuple[Health, ...]:
         return ()
     everyones = run.transport.share([_figures(unit) for unit in units])
     means = [[sum(figure) / len(everyones) for figure in zip(*theirs, strict=True)] for theirs in zip(*everyones)]
-    return tuple(Health(unit.name, departing[unit.name], *mean) for unit, mean in zip(units, means, strict=True))
+    apart = distances(units, run.transport)
+    return tuple(
+        replace(Health(unit.name, departing[unit.name], *mean), distance=apart.get(unit.name))
+        for unit, mean in zip(units, means, strict=True)
+    )
 
 
 def _figures(unit: DenseUnit) -> tuple[float, float, float]:
@@ -50,8 +57,11 @@ def _figures(unit: DenseUnit) -> tuple[float, float, float]:
 
 
 def health_table(found: Sequence[Health]) -> Table:
-    """One row a group."""
-    rows = [
-        (one.group, one.exchange, f"{one.density:.3g}", f"{one.residual:.3g}", f"{one.skipped:.3g}") for one in found
-    ]
-    return Table(("not exact", "exchange", "share of values sent", "residual : weights", "skipped"), rows, (0, 1))
+    """One row a group. How far replicas are apart, where some are."""
+    are_apart = any(one.distance is not None for one in found)
+    rows = []
+    for one in found:
+        figures = [one.density, one.residual, one.skipped, *[one.distance] * are_apart]
+        rows.append((one.group, one.exchange, *("-" if figure is None else f"{figure:.3g}" for figure in figures)))
+    columns = ("share of values sent", "residual : weights", "skipped", *["replicas' distance"] * are_apart)
+    return Table(("not exact", "exchange", *columns), rows, (0, 1))

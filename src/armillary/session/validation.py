@@ -19,6 +19,7 @@ from armillary.runtime.hybrid.optimizer_twin import options_of
 from armillary.runtime.hybrid.optimizers import holder, kind_of, members
 from armillary.runtime.transport import Transport
 from armillary.runtime.unfit_model import unfit_model
+from armillary.schedules.registry import why_not_carried
 
 NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
 SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
@@ -197,6 +198,8 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
     yield from other_job(plan, trainable, workers)
     if set(plan.parameters) != set(trainable):
         return
+    if why := why_not_carried(plan.schedule):
+        yield why
     for group in plan.groups:
         if group.own_exchange.name in row_exchanges():
             yield from row_complaints(group, trainable[group.parameters[0]], optimizer)

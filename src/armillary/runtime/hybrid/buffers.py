@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from armillary.facts.collectives import summed
 from armillary.runtime.transport import Transport
 
-__all__ = ["LABEL", "Buffers"]
+__all__ = ["LABEL", "BufferPlace", "Buffers", "buffers_of", "write_buffer"]
 
 LABEL = "buffers"
 
 
-class _Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Where a buffer stands, since a module may put another tensor there."""
 
     name: str
@@ -33,6 +33,11 @@ class _Place(NamedTuple):
         assert found is not None, self.name
         return found
 
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is part of the model's state_dict."""
+        return self.key not in self.module._non_persistent_buffers_set
+
 
 class Buffers:
     """Args:
@@ -42,7 +47,7 @@ class Buffers:
     def __init__(self, model: nn.Module, transport: Transport, is_wanted: bool = True) -> None:
         self.transport = transport
         is_on = is_wanted and transport.place.workers > 1
-        self.places = _places(model) if is_on else []
+        self.places = buffers_of(model) if is_on else []
 
     @torch.no_grad()
     def spread(self, root: int) -> None:
@@ -51,7 +56,7 @@ class Buffers:
         Raises:
             RuntimeError: a buffer has changed its shape.
         """
-        by_device = defaultdict[torch.device, list[tuple[_Place, Tensor]]](list)
+        by_device = defaultdict[torch.device, list[tuple[BufferPlace, Tensor]]](list)
         for place in self.places:
             by_device[(buffer := place.there).device].append((place, buffer))
             self._refuse_other_shape(place, buffer)
@@ -62,9 +67,9 @@ class Buffers:
             theirs = self.transport.complete(summed(flat), LABEL)
             if not is_root:
                 for (place, buffer), part in zip(pairs, theirs.split(list(map(len, mine))), strict=True):
-                    _write(place, buffer, part.clone().view(buffer.dtype).view(buffer.shape))
+                    write_buffer(place, part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def _refuse_other_shape(self, place: _Place, buffer: Tensor) -> None:
+    def _refuse_other_shape(self, place: BufferPlace, buffer: Tensor) -> None:
         if buffer.shape != place.shape:
             raise RuntimeError(
                 f"rank {self.transport.place.rank}: buffer {place.name!r} is {tuple(buffer.shape)} and was "
@@ -73,18 +78,19 @@ class Buffers:
             )
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def buffers_of(model: nn.Module) -> list[BufferPlace]:
     """Every buffer once, in the model's order; none that is empty."""
-    found: dict[Tensor, _Place] = {}
+    found: dict[Tensor, BufferPlace] = {}
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.numel():
-                found.setdefault(buffer, _Place(f"{path}.{key}" if path else key, module, key, buffer.shape))
+                found.setdefault(buffer, BufferPlace(f"{path}.{key}" if path else key, module, key, buffer.shape))
     return list(found.values())
 
 
-def _write(place: _Place, buffer: Tensor, value: Tensor) -> None:
+def write_buffer(place: BufferPlace, value: Tensor) -> None:
     """Running statistics are no part of a training step's graph, so one that still waits for its backward may go on."""
+    buffer = place.there
     if getattr(place.module, "track_running_stats", False):
         buffer.data.copy_(value)
     elif not torch.equal(buffer, value):

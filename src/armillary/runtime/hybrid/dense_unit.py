@@ -1,9 +1,9 @@
 """A dense group at work: its bucket, its exchange, and the state that the exchange keeps on this rank.
 
 The next state counts only when the result has landed, and what may not enter it is decided here for every exchange
-alike. Where some rank's numbers are not finite, no state moves on any rank: gradients become NaN everywhere (a
-GradScaler then skips the step on all ranks), weights stay. That holds for all groups of a backward that keep states,
-whichever of them it was. Where no rank used a parameter, its state stays.
+alike. Where some rank's gradients are not finite, no state moves on any rank: gradients become NaN everywhere (a
+GradScaler then skips the step on all ranks). That holds for all groups of a backward that keep states, whichever of
+them it was. Weights that are not finite are never sent (`meeting.py`). Where no rank used a parameter, its state stays.
 """
 
 import warnings
@@ -109,8 +109,7 @@ class DenseUnit:
 
     def take_weights(self, moved: Moved) -> None:
         """The result has landed: it replaces the weights."""
-        if not moved[0].sick:
-            self.bucket.weigh_out(moved[0])
+        self.bucket.weigh_out(moved[0])
         self._commit(moved)
 
     def _commit(self, moved: Moved) -> None:

@@ -210,7 +210,7 @@ class UserLoop:
     @contextmanager
     def newest(self) -> Iterator[None]:
         """Collective. Inside, the model holds the newest weights; where replicas differ, their mean."""
-        with shown(self.executor.units, self.transport):
+        with shown(self.executor.units, self.model, self.transport):
             yield
 
     @property
@@ -227,7 +227,7 @@ class UserLoop:
         """Inside, what is not cut by row or by rank: "model", a state_dict without tables, and "optimizer", by name.
         Where replicas differ, their mean."""
         means = mean_optimizer(self.units, self.optimizer, self.transport)
-        with shown(self.units, self.transport), self.asking():
+        with shown(self.units, self.model, self.transport), self.asking():
             rest = rest_of(self.model, self.optimizer, self.names, self.tables, self.held)
             for name, entries in means.items():
                 rest["optimizer"]["state"].setdefault(name, {}).update(entries)
@@ -268,7 +268,7 @@ class UserLoop:
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
         with torch.no_grad(), self.transport.unrecorded():
-            take_mean(self.units, self.optimizer, self.transport)
+            take_mean(self.units, self.model, self.optimizer, self.transport)
             if gather:
                 put_back(self.optimizer, self.tables, self.held, self.handles, self.transport)
             else:

@@ -49,6 +49,8 @@ def of_replicas(workload: Workload, replicas: Replicas) -> Trainee:
             with torch.no_grad():
                 for name, value in replicas.consensus().items():
                     model.get_parameter(name).copy_(value)
+                for name, value in replicas.buffers().items():
+                    model.get_buffer(name).copy_(value)
         yield model
 
     return Trainee(lambda batches: replicas.step(batches, loss), shown)
