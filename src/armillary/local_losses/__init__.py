@@ -13,8 +13,9 @@ from armillary.local_losses.apart_part import ApartPart
 from armillary.local_losses.hand_over import HandOver, PartBatch
 from armillary.local_losses.heads import InfoProWeights
 from armillary.local_losses.joining import joined
-from armillary.local_losses.split import HeadedPart, LocalLosses, split
+from armillary.local_losses.split import AskedOfSplit, HeadedPart, LocalLosses, split
 
 __all__ = [
-    "ApartPart", "HandOver", "HeadedPart", "InfoProWeights", "LocalLosses", "PartBatch", "apart", "joined", "split",
+    "ApartPart", "AskedOfSplit", "HandOver", "HeadedPart", "InfoProWeights", "LocalLosses", "PartBatch", "apart",
+    "joined", "split",
 ]  # fmt: skip

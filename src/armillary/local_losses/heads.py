@@ -14,7 +14,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ImageDecoder", "InfoProWeights", "heads_of", "refuse_no_images"]
+__all__ = ["HEADS", "ImageDecoder", "InfoProWeights", "heads_of", "refuse_no_images"]
+
+HEADS = ("linear", "convolution")  # by name, where the form of what a part hands on is not to decide
 
 HIDDEN, DECODED = 128, 12  # features of the classifier's hidden layer; channels of the decoder's, in InfoPro's code
 
@@ -58,35 +60,43 @@ class ImageDecoder(nn.Module):
         return made
 
 
-def heads_of(outputs: Sequence[Any], head: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
+def heads_of(outputs: Sequence[Any], head: str | nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
     """
     Args:
         outputs: of all parts on the example, the model's own last.
-        head: the user's, one for each part but the last; None: by the form of what there is.
+        head: the user's, one for each part but the last; or one of `HEADS`; None: by the form of what there is.
 
     Raises:
-        ValueError: another number of heads, or forms between which there is no head.
+        ValueError: another number of heads, an unknown one, or forms between which there is no head.
     """
     *values, output = outputs
-    if head is None:
-        return [_head(number, value, output) for number, value in enumerate(values)]
+    if isinstance(head, str) and head not in HEADS:
+        raise ValueError(f"local_losses: head is {' or '.join(map(repr, HEADS))}, or modules, got {head!r}")
+    if head is None or isinstance(head, str):
+        return [_head(number, value, output, head) for number, value in enumerate(values)]
     heads = [head] if isinstance(head, nn.Module) else list(head)
     if len(heads) != len(values):
         raise ValueError(f"local_losses: {len(values)} parts before the last want a head each, got {len(heads)}")
     return heads
 
 
-def _head(number: int, value: Any, output: Any) -> nn.Module:
+def _head(number: int, value: Any, output: Any, kind: str | None) -> nn.Module:
     if isinstance(value, Tensor) and isinstance(output, Tensor) and value.is_floating_point():
         if value.dim() == 4 and output.dim() == 2 and len(value) == len(output):
-            return _from_images(value.shape[1], output.shape[1]).to(value)
-        if value.dim() > 1 and value.shape[:-1] == output.shape[:-1]:
+            made = _pooled if kind == "linear" else _from_images
+            return made(value.shape[1], output.shape[1]).to(value)
+        if kind != "convolution" and value.dim() > 1 and value.shape[:-1] == output.shape[:-1]:
             return nn.Linear(value.shape[-1], output.shape[-1]).to(value)
     forms = [tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (value, output)]
+    named = f"{kind} head" if kind else "head"
     raise ValueError(
-        f"local_losses: no head leads from what part {number} hands on, {forms[0]}, to the model's output, {forms[1]}; "
-        "give one, head=module (a list of them for several cuts)"
+        f"local_losses: no {named} leads from what part {number} hands on, {forms[0]}, to the model's output, "
+        f"{forms[1]}; give one, head=module (a list of them for several cuts)"
     )
+
+
+def _pooled(channels: int, classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 def _from_images(channels: int, classes: int) -> nn.Sequential:

@@ -22,7 +22,7 @@ __all__ = ["Slice", "Slices", "sliced"]
 
 
 class Slice(NamedTuple):
-    """path: of its first module in the model; of a module that the user named, its place."""
+    """path: of its first module in the model, or of one around it; of a module that the user named, its place."""
 
     path: str
     module: nn.Module
@@ -118,18 +118,21 @@ def _at(model: nn.Module, points: Sequence[str]) -> Iterator[Slice]:
             "parts=[module, ...], whose calls one after the other are its forward"
         )
     modules = list(_opened(model))
-    starts = [
-        next((n for n, one in enumerate(modules) if f"{one.path}.".startswith(f"{point}.")), 0) for point in points
-    ]
+    starts = [next((n for n, one in enumerate(modules) if _begins(one.path, point)), 0) for point in points]
     edges = [0, *starts, len(modules)]
     if any(after <= before for before, after in pairwise(edges)):
         raise ValueError(
             f"local_losses: at={points} must name modules of the nn.Sequential in their order, and not its first; they "
             f"are {', '.join(_paths(model))}"
         )
-    for first, end in pairwise(edges):
+    for name, (first, end) in zip([modules[0].path, *points], pairwise(edges), strict=True):
         named = OrderedDict((one.path.replace(".", "_"), one.module) for one in modules[first:end])
-        yield Slice(modules[first].path, nn.Sequential(named))
+        yield Slice(name, nn.Sequential(named))
+
+
+def _begins(path: str, point: str) -> bool:
+    """Whether the point is the module, or one around it; a part's name has no dots."""
+    return f"{path}.".startswith(f"{point}.") or path.replace(".", "_") == point
 
 
 def _refuse_shared(model: nn.Module, slices: Sequence[Slice]) -> None:

@@ -38,7 +38,7 @@ def split(
     at: Sequence[str] | int = (),
     *,
     parts: Sequence[nn.Module] | None = None,
-    head: nn.Module | Sequence[nn.Module] | None = None,
+    head: nn.Module | Sequence[nn.Module] | Literal["linear", "convolution"] | None = None,
     objective: Literal["task", "infopro"] = "task",
     reach: int = 1,
     weights: InfoProWeights | None = None,
@@ -52,7 +52,8 @@ def split(
             cut where their operations are balanced.
         parts: instead of `at`, for any other model: modules whose calls one after the other are its forward.
         head: from what a part hands on to the form of the model's output: one module for each part but the last. None:
-            linear on the last dimension; from images to classes InfoPro's.
+            linear on the last dimension; from images to classes InfoPro's. "linear" and "convolution" ask for one of
+            the two; from images "linear" pools before.
         objective: "task" is the loss of the head's output. "infopro" adds the cross entropy of a decoder's images with
             those that the model is given, which must be in 0 to 1.
         reach: 1: a loss teaches its own part. 2: also the part below (overlapping).
@@ -73,15 +74,24 @@ def split(
         images = refuse_no_images(cut.loss.input_of(example), cut.outputs[:-1])
         decoders = [ImageDecoder(value.shape[1], images).to(value.device, value.dtype) for value in cut.outputs[:-1]]
         shares = [(weights or InfoProWeights()).of(part, len(cut.slices)) for part in range(len(heads))]
+    asked = AskedOfSplit(head if isinstance(head, str) else "", objective, reach)
     made = {
-        one.path.replace(".", "_"): HeadedPart(one.module, own, decoder, share, cut.loss.input_of)
+        one.path.replace(".", "_"): HeadedPart(one.module, own, decoder, share, cut.loss.input_of, asked)
         for one, own, decoder, share in zip(cut.slices, heads, decoders, shares, strict=False)
     }
     last = cut.slices[-1]
-    made[last.path.replace(".", "_")] = HeadedPart(last.module)
+    made[last.path.replace(".", "_")] = HeadedPart(last.module, asked=asked)
     local = LocalLosses(made, cut.loss, model, reach)
     _try_heads(local, cut.outputs, cut.loss.of_output, example)
     return local
+
+
+class AskedOfSplit(NamedTuple):
+    """What `split` was asked for, as a schedule may name it. head: empty where the form decides, or the user."""
+
+    head: str = ""
+    objective: str = "task"
+    reach: int = 1
 
 
 class HeadedPart(nn.Module):
@@ -91,6 +101,7 @@ class HeadedPart(nn.Module):
         head: None for the last part, which has the model's own loss.
         decoder: back to the images that `input_of(batch)` begins with; None: the head's loss is all.
         share: what the decoder's loss and the head's weigh.
+        asked: of `split`, of the whole model.
     """
 
     def __init__(
@@ -100,9 +111,10 @@ class HeadedPart(nn.Module):
         decoder: nn.Module | None = None,
         share: Sequence[float] = (0.0, 1.0),
         input_of: Callable[[Batch], tuple[Any, ...]] | None = None,
+        asked: AskedOfSplit = AskedOfSplit(),  # noqa: B008
     ) -> None:
         super().__init__()
-        self.body, self.head, self.decoder = body, head, decoder
+        self.body, self.head, self.decoder, self.asked = body, head, decoder, asked
         self._share, self._input_of = share, input_of
 
     def forward(self, *given: Any) -> Any:

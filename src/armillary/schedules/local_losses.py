@@ -8,14 +8,14 @@ Source: Laskin et al., Parallel Training of Deep Networks with Local Updates, 20
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from armillary.facts.profile_table import bytes_text
-from armillary.local_losses import HeadedPart, LocalLosses, split
+from armillary.local_losses import AskedOfSplit, HeadedPart, LocalLosses, split
 from armillary.schedules.action import Action
-from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
+from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
@@ -42,11 +42,6 @@ def _check(options: ScheduleOptions) -> None:
         raise ValueError(
             "schedule: local_losses with one stage is backpropagation; take stages=2 or more, or schedule accumulation"
         )
-    if options.stages > 2:
-        raise ValueError(
-            f"schedule: local_losses carries out two stages, got {options.stages}; take stages=2, and more workers are "
-            "replicas of them, or train split(...).loss in a loop of your own, which has any number of parts"
-        )
     if options.clip_norm is not None and options.clip_by != "stage":
         raise ValueError(
             f"schedule: local_losses clips stage by stage, since no stage waits for another; got clip_by="
@@ -72,6 +67,26 @@ def _refuse_stages(options: ScheduleOptions, stages: Sequence[nn.Module]) -> Non
             f"armillary.local_losses.split(model, loss, example, at=[...]), with {len(stages) - 1} cuts for "
             f"stages={len(stages)}"
         )
+    _refuse_other_split(options, _parts(stages[0])[0].asked)
+
+
+def _refuse_other_split(options: ScheduleOptions, asked: AskedOfSplit) -> None:
+    """
+    Raises:
+        ValueError: the model was split otherwise than the schedule says, or so that a stage waits for the next.
+    """
+    for name in ("head", "objective"):
+        wanted, found = getattr(options, name), getattr(asked, name)
+        if wanted and wanted != found:
+            raise ValueError(
+                f"schedule: local_losses has {name}={wanted}, but the model was split with {name}={found or None}; "
+                f"drop it here, and give split(..., {name}={wanted!r})"
+            )
+    if asked.reach > 1:
+        raise ValueError(
+            f"schedule: local_losses has no stage that waits for the next, but the model was split with "
+            f"reach={asked.reach}; take reach=1, or train split(...).loss in a loop of your own"
+        )
 
 
 def _prepare(
@@ -80,7 +95,12 @@ def _prepare(
     """The model in parts with heads, cut at `points`, or where stages are balanced."""
     if isinstance(model, LocalLosses):
         return model
-    return split(model, loss, batch, at=options.points or options.stages)
+    head, objective = cast(Any, options.head or None), cast(Any, options.objective or "task")
+    local = split(model, loss, batch, at=options.points or options.stages, head=head, objective=objective)
+    names = [name for name, _ in local.named_children()][1:]
+    if options.points and names != [*options.points]:
+        raise ValueError(f"schedule: local_losses names parts without dots; take points={names}")
+    return local
 
 
 def _notes(planned: Planned) -> list[str]:
@@ -101,7 +121,8 @@ SCHEDULES.register(
             table=lambda options: local_losses(options.stages, options.micro_batches),
             pace=lambda options, stages: max(stages) * options.micro_batches,
             notes=_notes,
-            examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}),
+            knows=PIPELINE_OPTIONS | {"head", "objective"},
+            examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}, {"workers": 4, "micro_batches": 3}),
             objectives=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
         ),
         has_rows=False,

@@ -53,7 +53,6 @@ class Lowering:
         self._around = self._where.around(clip, self._written, served, reduces)
         self.is_lent = wires.lends and any(len(self._where.ranks(stage)) > 1 for stage in range(schedule.stages))
         self._queue = ActionQueue(schedule, range(schedule.workers))
-        self._is_whole = not schedule.stale_share and not schedule.uncoupled  # a step, when its call is over
 
     @property
     def owned(self) -> frozenset[int]:
@@ -82,7 +81,7 @@ class Lowering:
         for due in self._queue.next_step():
             self._walk(due)
         self._around.end_step(self.steps)
-        if self._is_whole:
+        if not self.schedule.overlaps:
             self._written.see_all_over()
         return self._written.taken()
 

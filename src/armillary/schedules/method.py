@@ -49,6 +49,7 @@ class ScheduleOptions:
         clip_by: "global" (exact, where the schedule leaves time to know it), "stage" or "previous": see `Clip`.
         corrections: against stale weights, by name, in the order in which they act.
         bucket_bytes: of gradients that travel together, where the model is not cut; 0: the planner's default.
+        head, objective: of stages that learn from losses of their own, by name; empty where nobody has said.
         edges: by stage, how what it hands on and gets back is coded; empty where nothing is.
 
     Raises:
@@ -67,6 +68,8 @@ class ScheduleOptions:
     clip_by: Norm | None = None
     corrections: tuple[str, ...] = ()
     bucket_bytes: int = 0
+    head: str = ""
+    objective: str = ""
     edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:

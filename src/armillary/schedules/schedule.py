@@ -76,6 +76,11 @@ class Schedule:
         """Share of the (micro-batch, stage) pairs that read weights older than the newest."""
         return sum(age > 0 for ages in self.staleness for age in ages) / (self.micro_batches * self.stages)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps overlap: a step may be over only in a later call than the one that hands it in."""
+        return bool(self.stale_share or self.uncoupled)
+
     def version(self, place: Cell, drains: Collection[int] = ()) -> int:
         """Which weights a place reads: those that `version` optimizer steps have made.
 

@@ -120,7 +120,7 @@ class OwnedLoop:
         schedule = self.parts.spec.schedule
         last = max(action.start for row in schedule.ticks for action in row)
         # where steps do not overlap all is known when the last gradient has come; else a step later nobody waits
-        lag = last // schedule.period + 1 if schedule.stale_share else 0
+        lag = last // schedule.period + 1 if schedule.overlaps else 0
         listeners = self.plan.mesh.sharing_data(self.rank)
         return ToldLosses(self.transport, self.engine.teller, listeners, schedule.micro_batches, lag)
 
