@@ -31,7 +31,7 @@ def carry_only(transport: Transport, what: str) -> None:
 
 def _start(transport: Transport, what: str, request: Request, label: str, parts: Sequence[Labelled] = ()) -> Wait:
     answer = _made_up(request, [part.request for part in parts] or [request], transport.place.workers)
-    is_round = isinstance(request, AllToAll) and request.is_even
+    is_round = isinstance(request, AllToAll) and {*request.send, *request.receive} == {1}
     if what == "nothing" or (what == "rounds" and not is_round):
         return lambda: answer
     wait = Transport.start(transport, request if is_round else _short(request), label, parts)

@@ -1,4 +1,4 @@
-"""What every rank runs: the same request by gloo's collective and by ours (in turns, or in hops), by turns."""
+"""What every rank runs: the same request by gloo's collective and by ours in turns, by turns."""
 
 import argparse
 import json
@@ -33,7 +33,6 @@ def main() -> None:
         piece = size // 4 // place.workers
         tensor, answer = torch.zeros(piece * place.workers), torch.empty(piece * place.workers)
         even = (piece,) * place.workers
-        rows_of_all = tensor.view(place.workers, piece)
         requests = {
             "all-to-all": {
                 "gloo": lambda: dist.all_to_all_single(answer, tensor, group=group),  # noqa: B023
@@ -44,11 +43,6 @@ def main() -> None:
                 "turns": lambda: ours.all_reduce(tensor, group, place)[0](),  # noqa: B023
             },
         }
-        if 4 * piece <= pairwise.SHORT_BYTES:
-            requests["round"] = {
-                "gloo": requests["all-to-all"]["gloo"],
-                "turns": lambda: ours.even_all_to_all(rows_of_all, group, place)[0](),  # noqa: B023
-            }
         for request, ways in requests.items():
             seconds = _alternating(transport, ways, options.rounds)
             rows.append({"request": request, "bytes": 4 * piece * place.workers, "seconds": seconds})

@@ -44,7 +44,7 @@ def transport_that_carries(what):
     return transport
 
 
-ROUND = AllToAll(torch.ones(2, 3), (1, 1), (1, 1), is_even=True)
+ROUND = AllToAll(torch.ones(2, 3), (1, 1), (1, 1))
 ROWS = AllToAll(torch.ones(3, 4), (1, 2), (5, 0))
 REDUCE = AllReduce(torch.ones(1000))
 GATHER = AllGather(torch.ones(700, 4))

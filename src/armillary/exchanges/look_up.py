@@ -125,7 +125,7 @@ def look_up(request: LookupRequest, tables: Sequence[LookupTable], place: RankIn
     mine = torch.tensor([[code, second, count, request.step, request.weight] for count in asked], dtype=torch.float64)
     ones = (1,) * place.workers
     told = mine if request.extra is None else torch.cat([mine, request.extra], 1)
-    heard = yield AllToAll(told, ones, ones, is_even=True)
+    heard = yield AllToAll(told, ones, ones)
     headers = heard[:, :FIELDS].tolist()
     columns = list(zip(*headers, strict=True))
     wanted = [int(code) for code in columns[0]]

@@ -60,20 +60,14 @@ class AllToAll:
 
     Answered with shape (sum(receive), *tensor.shape[1:]): `receive[r]` rows from rank r, in rank order. A reader
     refuses splits that do not add up; peers must agree (what r sends to q is what q receives from r).
-
-    is_even: every rank sends one row to each, which all know beforehand and wait for at once: a reader may carry it
-        another way.
     """
 
     tensor: Tensor
     send: tuple[int, ...]
     receive: tuple[int, ...]
     scope: Scope = "world"
-    is_even: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_even and {*self.send, *self.receive} != {1}:
-            raise ValueError(f"AllToAll: even, but sends {self.send} and receives {self.receive}; want a row for each")
         if len(self.send) != len(self.receive):
             raise ValueError(
                 f"AllToAll: {len(self.send)} send sizes, {len(self.receive)} receive sizes; want one per rank"

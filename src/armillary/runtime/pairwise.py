@@ -8,10 +8,9 @@ two ranks there are no turns, nor beside another long all-to-all: what one has t
 and whoever waits for a turn leaves one. Under prefetch there are turns all the same (`keeps_order`): rows for a later
 step would else take the link from those that a forward waits for.
 
-An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all; or it goes in hops
-(`log_steps.py`), as all-to-alls do of which all ranks know how short they are. Gloo's ring has 2 (n - 1) hops, each of
-which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows and adding up is hidden
-by it.
+An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has
+2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
+and adding up is hidden by it.
 
 How long a piece may be that does not wait is the link's to say (`Topology.turn_bytes`): where it crosses in less than
 `TURN_SECONDS`, seeing to turns costs more than they save.
@@ -41,13 +40,10 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import RankInfo
 from armillary.facts.topology import TURN_BYTES
-from armillary.runtime import log_steps
 
 __all__ = ["LONG_BYTES", "Pairwise"]
 
 LONG_BYTES = 1 << 20  # of an all-reduce that gloo's ring does better
-SHORT_BYTES = 1 << 10  # of a block that may travel by way of others
-FEWEST_HOPPING = 4  # ranks; fewer have no fewer messages so
 FEWEST_TURNS = 2  # under way at a time
 TAGS = 1 << 16  # a tag is free again long before so many requests are under way
 
@@ -104,17 +100,8 @@ class Pairwise:
     def _is_lone(self) -> bool:
         return self.keeps_order or len(self.under_way) <= 1
 
-    def even_all_to_all(self, tensor: Tensor, group: Any, ranks: RankInfo) -> tuple[Wait, Tensor]:
-        """Likewise where every rank has as much for each, (ranks, ...), and waits for it: short ones go in hops."""
-        if ranks.workers < FEWEST_HOPPING or tensor.nbytes > SHORT_BYTES * ranks.workers:
-            ones = (1,) * ranks.workers
-            return self.all_to_all(tensor, ones, ones, group, ranks)
-        return log_steps.all_to_all(tensor, group, self._next_tag(group), ranks)
-
     def all_reduce(self, tensor: Tensor, group: Any, ranks: RankInfo) -> tuple[Wait, Tensor]:
         """The sum over ranks, in place. tensor: on the host, contiguous."""
-        if ranks.workers >= FEWEST_HOPPING and log_steps.can_halve(ranks.workers):
-            return self.see_to(log_steps.halving_all_reduce(tensor, group, self._next_tag(group), ranks)), tensor
         flat = tensor.view(-1)
         cuts = [flat.numel() * rank // ranks.workers for rank in range(ranks.workers + 1)]
         pieces = flat.split([end - first for first, end in pairwise(cuts)])

@@ -249,8 +249,6 @@ class Transport:
             answer = tensor.new_empty((ranks.workers, *tensor.shape))
             work = _all_gather_single(answer.view(-1), tensor.view(-1), group=group, async_op=True)
             return self.open_groups.noted(work), answer, tensor
-        if on_host and request.is_even:
-            return *self.pairwise.even_all_to_all(tensor, group, ranks), tensor
         if on_host:
             return *self.pairwise.all_to_all(tensor, request.send, request.receive, group, ranks), tensor
         answer = tensor.new_empty((sum(request.receive), *tensor.shape[1:]))

@@ -61,7 +61,7 @@ def said(word: Word, workers: int) -> Program[Words]:
         RuntimeError: ranks are at different steps, or some are in a backward and others in a step. On every rank.
     """
     ones = (1,) * workers
-    heard: Tensor = yield AllToAll(torch.tensor([word] * workers), ones, ones, is_even=True)
+    heard: Tensor = yield AllToAll(torch.tensor([word] * workers), ones, ones)
     words = Words([Word(*one) for one in heard.tolist()])
     _refuse_other_ways(words)
     return words
