@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import armillary
 import face
 from armillary.session import watched
-from armillary.session.move import move
 
 TABLE, DECAY = "words.weight", 0.8
 STEPS = 8  # gradients that wait begin to wait in the sixth
@@ -243,22 +242,6 @@ def loaded_without(rank, world, plan, folder):
 def test_an_average_that_was_not_saved_begins_anew_from_what_was_loaded(crew, tmp_path):
     updates, begun, weights = crew(2).run(loaded_without, plan_of("owned_rows"), str(tmp_path))[0]
     assert updates == 0 and differ(begun, weights, 0.0) == {}
-
-
-def moved(rank, world, plan):
-    run = started(plan, "adam")
-    ema = face.ema(run, DECAY)
-    train_on(run, ema, range(2))
-    move(run.run._engine, {TABLE: face.armillary.Choice("owned_rows", {"owners": 1})})  # as run.rebalance does
-    train_on(run, ema, range(2, 4))
-    exported = ema.export()
-    face.close(run)
-    return exported
-
-
-def test_an_average_follows_its_table_to_other_owners(crew):
-    want, _ = truth("adam", Reader, steps=range(4))
-    assert differ(crew(2).run(moved, plan_of("owned_rows"))[0], want[-1][1], CLOSE) == {}
 
 
 def one_line(rank, world):

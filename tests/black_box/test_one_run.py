@@ -149,22 +149,6 @@ def test_what_is_divided_by_the_run_counts_once_whatever_the_schedule(crew, text
     assert crew(SCHEDULES[text]).run(counted, plan_of(text)) == [wanted] * SCHEDULES[text]
 
 
-def rebalanced(rank, world, plan):
-    run = started(plan)
-    take(run, range(2))
-    seen = armillary.profile(chain(), [pair_batch(0, n) for n in range(world)], pair_loss, workers=world)
-    said = said_by(lambda: run.run.rebalance(seen, face.machines(world)))
-    take(run, range(2, 4))  # whatever it said, training goes on
-    face.close(run)
-    return said
-
-
-@pytest.mark.parametrize("text", SCHEDULES)
-def test_rebalance_does_it_or_is_refused_by_name_and_training_goes_on(crew, text):
-    for said in crew(SCHEDULES[text]).run(rebalanced, plan_of(text)):
-        assert said == "nothing" or "rebalance" in said, said
-
-
 def several_at_once(rank, world, plan):
     model = made(Reader)
     run = face.start(plan, model, OPTIMIZERS["momentum"](model.parameters()), word_loss, word_batch(0, 0))

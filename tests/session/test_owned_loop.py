@@ -279,7 +279,6 @@ def refusals(rank, world, made):
         refused(run.no_sync)
         refused(lambda: run.weigh(1.0))
         refused(lambda: run.batches([]))
-        refused(lambda: run.rebalance(None, None))
         assert list(run.shard([1, 2, 3])) == [1, 2, 3]
     return said
 
@@ -289,7 +288,6 @@ def test_what_a_schedule_that_owns_the_loop_cannot_do_is_refused_by_name(crew):
         for text, wanted in zip(said, (
             "needs loss and example", "needs example", "cannot have a GradScaler", "hands in 2 micro-batches a step",
             "ranks 0 and 1 hand in the same micro-batches [0, 1]", "run.no_sync", "run.weigh", "run.batches",
-            "run.rebalance",
         ), strict=True):  # fmt: skip
             assert wanted in text
 

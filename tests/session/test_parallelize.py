@@ -105,14 +105,13 @@ def take_steps(rank, workers):
         optimizer.zero_grad()
         loss(model, ids).backward()
         optimizer.step()
-    told = run.rebalance(decided.profile, decided.topology)
     run.close()
-    return decided.plan.to_json(), assumptions_behind(ahead) == assumptions_of(optimizer), told.step
+    return decided.plan.to_json(), assumptions_behind(ahead) == assumptions_of(optimizer)
 
 
 def test_what_is_decided_in_a_job_is_the_same_on_every_rank_and_goes_on_to_every_step(crew):
-    (plan, knows_optimizer, step), (other, *_) = crew(2).run(take_steps)
-    assert plan == other and knows_optimizer and step == 4
+    (plan, knows_optimizer), (other, _) = crew(2).run(take_steps)
+    assert plan == other and knows_optimizer
 
 
 def decay_the_table(rank, workers):

@@ -197,7 +197,6 @@ class AskedRun:
     every_steps: int
     every_seconds: float
     keep: int
-    rebalance_every: int
 
     def __post_init__(self) -> None:
         refuse_unwritable(self.folder)

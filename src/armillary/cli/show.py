@@ -28,7 +28,6 @@ from armillary.session.events import (
     Event,
     NothingLeft,
     Progress,
-    Rebalanced,
     Resumed,
     Saved,
     Warned,
@@ -79,8 +78,6 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
                     say("; ".join(filter(None, (f"going on after step {step} from {path}", remark))))
                 case NothingLeft(done):
                     say(f"step {done} was reached before: nothing is left to do, and {folder} stays as it was")
-                case Rebalanced():
-                    console.print(wrapped(str(event), console.width))
                 case Saved(step, path):
                     say(f"saved step {step}: {path}", "dim")
                 case Ended():

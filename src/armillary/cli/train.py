@@ -43,7 +43,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         task = prepared(task, granted, count_of(run.workers))
         refuse_unnamed(task, granted)
         steps = task.steps if run.steps is None else run.steps
-        how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume, run.rebalance_every)
+        how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume)
         return _Ready(task, Settings(run.folder, steps, *how, granted, asks_options=bool(workload.settings)))
 
     def body(ready: _Ready) -> int:

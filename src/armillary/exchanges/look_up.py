@@ -51,7 +51,7 @@ _DOING = {
     -1: "have finished",
     -2: "ask for a norm, sum or other value of a whole table",
     -3: "are in run.evaluate",
-    -4: "are in a call between two steps (run.save, load, report, ema, export or rebalance)",
+    -4: "are in a call between two steps (run.save, load, report, ema or export)",
     -5: "are in optimizer.step() after a backward that reached no parameter on some rank",
 }
 

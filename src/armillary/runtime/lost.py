@@ -9,7 +9,7 @@ __all__ = ["adds_nothing", "remedy"]
 # What gloo says of a peer that has left or did not come: not who, nor in what.
 _BARE = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
 
-_COLLECTIVE = ("save", "load", "export", "evaluate", "report", "rebalance")
+_COLLECTIVE = ("save", "load", "export", "evaluate", "report")
 _NORM = "the norm of a spread table's gradient is known only if every rank asks for it"
 _CLOSED = (
     "a rank that has left the run serves no other: call run.evaluate on every rank before run.close(), or evaluate the "

@@ -99,7 +99,7 @@ def attach(
         process_group: the ranks that train; without, all of the job.
         topology: the links, where they are known: what they carry quickly takes no turns on them. Changes nothing but
             time. Without, as on links of 100 Mbit/s.
-        profile: what the plan was made from; checkpoints keep it, and `run.rebalance` begins with it.
+        profile: what the plan was made from; checkpoints keep it.
 
     Raises:
         ValueError: the plan, the model or the optimizer do not fit; the message says how to mend it.

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.facts.plan import Choice, Forecast, Plan
+from armillary.facts.plan import Forecast, Plan
 from armillary.facts.profile import Profile
-from armillary.facts.profile_table import seconds_text
 from armillary.facts.topology import Topology
 from armillary.session.health import Health
 from armillary.session.report import Comparison
@@ -17,8 +16,6 @@ __all__ = [
     "Event",
     "NothingLeft",
     "Progress",
-    "Rebalanced",
-    "Remeasured",
     "Resumed",
     "Saved",
     "Warned",
@@ -85,61 +82,13 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Remeasured:
-    """A table with owners, as the last steps read it: alpha of a worker, and its owners before and after.
-
-    imbalance: rows served by the busiest rank over the mean rank's, before. Seconds are forecast from what was
-    measured.
-    """
-
-    table: str
-    alpha: float
-    imbalance: float
-    before: Choice
-    after: Choice
-    before_seconds: float
-    after_seconds: float
-
-    @property
-    def has_moved(self) -> bool:
-        return self.before != self.after
-
-    def __str__(self) -> str:
-        seen = f"{self.table}: alpha {self.alpha:.2g}, the busiest rank serves {self.imbalance:.2f} x the mean"
-        now = f"{self.before}, {seconds_text(self.before_seconds)}"
-        if not self.has_moved:
-            return f"{seen}; stays {now}"
-        return f"{seen}; moves from {now}, to {self.after}, {seconds_text(self.after_seconds)}"
-
-
-@dataclass(frozen=True)
-class Rebalanced:
-    """Owners of tables were asked for again after `step` steps.
-
-    profile: with what was measured. plan: from here on; the one before, where nothing moved. remark: what the tables do
-    not say, such as why none was looked at.
-    """
-
-    step: int
-    tables: tuple[Remeasured, ...]
-    profile: Profile
-    plan: Plan
-    remark: str = ""
-
-    def __str__(self) -> str:
-        said = [str(table) for table in self.tables] + ([self.remark] if self.remark else [])
-        return f"owners after step {self.step}: {'; '.join(said)}"
-
-
-@dataclass(frozen=True)
 class Ended:
     """What came of the run.
 
-    forecast, step_seconds: of a whole step (median wall time on rank 0). Where owners have moved, all figures but
-    metrics are of the steps since then. peak_bytes: of tensors in the fullest moment of a watched step, on the largest
-    worker: those held between steps, and those made in it. resident_bytes: of the largest worker's process at its peak,
-    apart from what it held before training besides the plan's tensors; at least these, since a process may give back
-    what it held before. from_step: after which the figures begin. health: of the
+    forecast, step_seconds: of a whole step (median wall time on rank 0). peak_bytes: of tensors in the fullest moment
+    of a watched step, on the largest worker: those held between steps, and those made in it. resident_bytes: of the
+    largest worker's process at its peak, apart from what it held before training besides the plan's tensors; at least
+    these, since a process may give back what it held before. from_step: after which the figures begin. health: of the
     groups that are not exact.
     """
 
@@ -156,4 +105,4 @@ class Ended:
     health: tuple[Health, ...] = ()
 
 
-Event = Decided | Resumed | NothingLeft | Warned | Progress | Evaluated | Rebalanced | Saved | Ended
+Event = Decided | Resumed | NothingLeft | Warned | Progress | Evaluated | Saved | Ended

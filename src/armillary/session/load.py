@@ -74,7 +74,6 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     take_profile(run, saved)
     run.forget_step()
     run.executor.norms.forget()
-    run.executor.look_ups.samples.forget()  # their steps will come again
     run.loaded(saved.plan, saved.name)  # perhaps to that plan, whose exchanges take up what theirs had kept
     with torch.no_grad():
         fill_ranks(run, saved, trouble)

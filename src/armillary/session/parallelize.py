@@ -292,7 +292,7 @@ def auto_plan(
     edge_back: EdgeRequest = None,
 ) -> Decided:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
-    `attach` and `run.rebalance` want them. Model and optimizer stay as they were. Every rank must call it. (What ranks
+    `attach` wants them. Model and optimizer stay as they were. Every rank must call it. (What ranks
     measure and profile each for themselves differs, and so would their plans.)
 
     Args:

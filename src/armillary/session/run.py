@@ -10,7 +10,6 @@ the process. An exception leaves at once, without a word to other ranks but the 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,11 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.planning.demand import Constraint
-from armillary.planning.owners import MARGIN
-from armillary.planning.request import NO_CONSTRAINTS
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.transport import Transport
 from armillary.session.apart import refuse_apart, unless_it_ends_an_error
@@ -32,11 +26,9 @@ from armillary.session.ema import Ema, begin_ema
 from armillary.session.engines.owned_loop import OwnedLoop
 from armillary.session.engines.user_loop import UserLoop
 from armillary.session.evaluate import Measure, evaluated
-from armillary.session.events import Rebalanced
 from armillary.session.export import export
 from armillary.session.kept_report import kept_report
 from armillary.session.load import load
-from armillary.session.rebalance import rebalance
 from armillary.session.reload import reload
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.shard import Shard
@@ -259,42 +251,6 @@ class Run:
         """
         with self._aside("export") as engine:
             return export(engine)
-
-    def rebalance(
-        self,
-        profile: Profile | None = None,
-        topology: Topology | None = None,
-        *,
-        constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
-        margin: float = MARGIN,
-    ) -> Rebalanced:
-        """Between two steps: measures anew what rows are read, and moves tables to other owners where that is clearly
-        better. `run.plan` is the plan in force afterwards. Weights and optimizer state move bit for bit.
-
-        Args:
-            profile, topology: what the plan was made from, or of the last call's answer; without, those that the run
-                knows: from `parallelize`, from `attach`, or (the profile) from the checkpoint that it loaded.
-            constraints: as in `plan`. A table may be pinned to its owners by naming its exchange with all options.
-            margin: share of its present seconds that a table must be forecast to save to be moved.
-
-        Raises:
-            ValueError: ranks are at different steps, the topology is of another job, or nobody priced the plan.
-        """
-        with self._aside("rebalance") as engine:
-            if not isinstance(engine, UserLoop):
-                raise ValueError(
-                    f"run.rebalance: under schedule {engine.plan.schedule.name} tables stay with the owners that the "
-                    "plan gave them; plan again with other constraints, save, and load under that plan"
-                )
-            profile, topology = profile or engine.job.profile, topology or engine.job.topology
-            if profile is None or topology is None:
-                raise ValueError(
-                    "run.rebalance: this run knows no profile or no topology; pass both, as armillary.auto_plan or "
-                    "profile and measure give them, here or to attach"
-                )
-            told = rebalance(engine, profile, topology, constraints=constraints, margin=margin)
-            engine.job = replace(engine.job, profile=told.profile, topology=topology)
-            return told
 
     def close(self, *, gather: bool = True) -> list[StepLosses]:
         """Ends the run, on every rank. What is under way is finished; then the model is plain, with the newest whole

@@ -27,7 +27,6 @@ class Settings:
         folder: of this run; rank 0 must be able to write it.
         every_steps, every_seconds: between checkpoints, whichever comes first; 0 is never. One more ends the run.
         keep: so many checkpoints.
-        rebalance_every: at every so many checkpoints owners of tables are asked for again (`rebalance`); 0 is never.
         asks_options: whether options of the workload were named: those of its optimizer then win over saved ones.
     """
 
@@ -38,19 +37,13 @@ class Settings:
     every_seconds: float = 60.0
     keep: int = 2
     resume: bool = False
-    rebalance_every: int = 0
     request: JobRequest = field(default_factory=JobRequest)
     asks_options: bool = False
 
     def __post_init__(self) -> None:
-        intervals = (self.every_steps, self.every_seconds, self.rebalance_every)
+        intervals = (self.every_steps, self.every_seconds)
         if self.steps < 1 or self.keep < 1 or min(intervals) < 0:
             raise ValueError(f"train: want steps >= 1, keep >= 1 and no negative interval, got {self}")
-        if self.rebalance_every and self.request.owns_loop:
-            raise ValueError(
-                "train: under a schedule that owns the loop tables keep their owners, so rebalance_every has no "
-                "effect; drop it"
-            )
 
     @property
     def checkpoints(self) -> Path:

@@ -27,7 +27,6 @@ from armillary.session.as_before import as_before
 from armillary.session.attach import attach
 from armillary.session.checkpoint import latest_checkpoint
 from armillary.session.decide import decide, subject_of
-from armillary.session.engines.user_loop import UserLoop
 from armillary.session.events import (
     Decided,
     Ended,
@@ -35,7 +34,6 @@ from armillary.session.events import (
     Event,
     NothingLeft,
     Progress,
-    Rebalanced,
     Resumed,
     Saved,
     Warned,
@@ -49,7 +47,6 @@ from armillary.session.group_options import ask_anew, group_options
 from armillary.session.health import health_of
 from armillary.session.kept_start import hosts_of, leave_made_for, made_for
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.rebalance import owners_of, restore_owners
 from armillary.session.report import compare
 from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
@@ -59,6 +56,12 @@ from armillary.session.traced import everyones_trace
 from armillary.session.workload import Batch, Workload, baseline
 
 __all__ = ["train"]
+
+MOVED_OWNERS = (
+    "this checkpoint's tables had been moved to other owners by --rebalance-every, which no longer exists; their rows "
+    "are dealt as the plan says, with the same values. Name an exchange "
+    "of rows for the table, with other options (--exchange), to deal them otherwise"
+)
 
 
 def train(workload: Workload, settings: Settings) -> Iterator[Event]:
@@ -130,8 +133,6 @@ class Training:
         self.step = self.told_step = 0
         self.loss_sum = self.loss_count = self.samples = 0.0
         self.since = time.perf_counter()
-        self.moved: set[str] = set()  # tables that are no longer with the owners first planned
-        self.saves = 0
         self.carry_out(decided)
 
     def carry_out(self, decided: Decided) -> None:
@@ -182,7 +183,8 @@ class Training:
         if self.run.rank == 0:
             keep_decision(self.settings.folder, self.decided)
             forget_after(self.settings.folder, self.step)
-        yield from self._restore(self.left.get("owners"))
+        if "owners" in self.left:
+            yield Warned(MOVED_OWNERS)
         places = [(micro_batch, self.count, self.settings.seed) for micro_batch in self.mine]
         first = [next(self.workload.batches("train", *place), None) for place in places]
         for same in alike_ranks(first, self.job.transport) if options_of(self.run.plan).method.axis == DATA else []:
@@ -248,9 +250,6 @@ class Training:
         if is_due or is_last:  # beside all of the split, of which a glance is an estimate
             yield self._told(Evaluated(self.step, self._evaluate(is_whole=False), is_whole=False))
         if not is_last and self._is_save_due():
-            self.saves += 1
-            if self.settings.rebalance_every and self.saves % self.settings.rebalance_every == 0:
-                yield from self._rebalance()
             yield self._save()
 
     def _is_save_due(self) -> bool:
@@ -298,44 +297,9 @@ class Training:
         """What every glance looks at, of a resumed run too: it depends on nothing but the seed and the rank."""
         return sampled(self._held_out(), GLANCE_BATCHES, stream_seed(self.settings.seed, 0, self.run.rank))
 
-    def _rebalance(self) -> Iterator[Event]:
-        """Before the checkpoint, which tells a resumed run whose the rows are."""
-        began = time.perf_counter()
-        facts, wanted = self.decided, self.settings.request.wanted.constraints
-        event = self.run.rebalance(facts.profile, facts.topology, constraints=wanted)
-        self.since += time.perf_counter() - began
-        yield event
-        yield from self._moved(event, {one.table for one in event.tables if one.has_moved})
-
-    def _restore(self, owners: Mapping[str, Any] | None) -> Iterator[Event]:
-        """Owners that an earlier part of this run moved tables to; a plan that the user gives is taken as it is."""
-        request, facts = self.settings.request, self.decided
-        if owners is None or request.plan is not None:
-            return
-        assert isinstance(self.job, UserLoop)
-        event = restore_owners(self.job, owners, facts.profile, facts.topology, request.wanted.constraints)
-        if event is not None:
-            yield event
-            yield from self._moved(event, set(owners["tables"]))
-
-    def _moved(self, event: Rebalanced, tables: set[str]) -> Iterator[Event]:
-        """The run's folder gets the plan in force; measuring begins anew, as steps of two plans have no mean, and
-        without what the move itself needed."""
-        if not tables:
-            return
-        self.moved |= tables
-        if self.step > self.told_step:
-            yield self._told(self._progress())
-        self.carry_out(Decided(event.profile, self.decided.topology, event.plan))
-        reset_peak_memory()
-        if self.run.rank == 0:
-            keep_decision(self.settings.folder, self.decided)
-
     def _save(self) -> Saved:
         began = time.perf_counter()
         loop: dict[str, Any] = {"step": self.step, **self.reached, "options": self.begun}
-        if self.moved:
-            loop["owners"] = owners_of(self.run.plan, self.moved, self.decided.profile)
         path = self.run.save(self.settings.checkpoints, loop=loop, keep=self.settings.keep)
         self.since += time.perf_counter() - began
         return Saved(self.step, path)

@@ -8,7 +8,6 @@ import typer
 from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
 from armillary.cli.options import (
     OUTPUT,
-    PLAN,
     RUN,
     Allow,
     AsJson,
@@ -85,13 +84,6 @@ Keep = Annotated[
         rich_help_panel=RUN,
     ),
 ]
-RebalanceEvery = Annotated[
-    int,
-    typer.Option(
-        metavar="N", help="At every N-th checkpoint, move rows of tables from ranks that serve too many. 0: never.",
-        callback=not_negative, rich_help_panel=PLAN,
-    ),
-]  # fmt: skip
 Runs = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of all runs.", rich_help_panel=OUTPUT)]
 Name = Annotated[
     str,
@@ -117,7 +109,6 @@ def train_command(
     allow: Allow = [],  # noqa: B006
     rule: Rule = PRICE,
     autotune: Autotune = 0,
-    rebalance_every: RebalanceEvery = 0,
     schedule: Schedule = SIMULTANEOUS.name,
     edge: Edges = [],  # noqa: B006
     edge_back: EdgeBacks = [],  # noqa: B006
@@ -151,9 +142,7 @@ def train_command(
             edges=edge,
             edge_backs=edge_back,
         )
-        run = AskedRun(
-            workers, steps, seed, runs, name, task.stem, resume, every_steps, every_seconds, keep, rebalance_every
-        )
+        run = AskedRun(workers, steps, seed, runs, name, task.stem, resume, every_steps, every_seconds, keep)
     from armillary.cli.train import train_asked
 
     train_asked(task, wanted, run, json, verbose)

@@ -16,7 +16,6 @@ from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, LookupRequest, Look
 from armillary.facts.collectives import gathered
 from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
 from armillary.runtime.hybrid.prefetch import Prefetch
-from armillary.runtime.hybrid.row_samples import RowSamples
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.transport import Transport
 from armillary.runtime.when_final import when_final
@@ -38,7 +37,6 @@ class LookUps:
         self.pulled = [table for table in tables if table.is_pulled]
         self.served = [table.as_served() for table in self.pulled]
         self.prefetch = prefetch
-        self.samples = RowSamples()
         self.transport = transport
         self.on_gradient = on_gradient
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
@@ -65,8 +63,6 @@ class LookUps:
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         learns = torch.is_grad_enabled() and table.requires_grad
         needs_gradient = learns and not self.is_phantom
-        if needs_gradient and table.is_pulled:
-            self.samples.take(self.transport.step, table.name, keys, inverse)
         waiting = self.prefetch.take(table, keys) if needs_gradient else None
         if waiting is None:
             with torch.no_grad():
@@ -78,12 +74,6 @@ class LookUps:
             place = self.tables.index(table)
             when_final(rows.requires_grad_(), self, lambda here, _: here.on_gradient(here.tables[place]))
         return rows, inverse
-
-    def deal_anew(self) -> None:
-        """Tables have other owners: what was predicted and sampled speaks of the old ones. Every rank must call it."""
-        self.served = [table.as_served() for table in self.pulled]
-        self.samples.forget()
-        self.prefetch.forget()
 
     def _fetch(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
         if table.is_pulled:

@@ -90,9 +90,6 @@ class Prefetch(Protocol):
     def hold_no_more(self) -> None:
         """From here on every gradient leaves at once."""
 
-    def forget(self) -> None:
-        """Tables have other owners. Every rank must call it."""
-
 
 class NoPrefetch:
     """Every look-up is made when it is read, every gradient leaves at once."""
@@ -144,7 +141,4 @@ class NoPrefetch:
         return False
 
     def hold_no_more(self) -> None:
-        pass
-
-    def forget(self) -> None:
         pass

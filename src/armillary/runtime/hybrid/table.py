@@ -232,22 +232,6 @@ class RowTable:
         self.forget(self.pending)
         return gradients, routes
 
-    def deal_anew(self, exchange: RowExchange, shard: Tensor, gradient: Tensor | None) -> None:
-        """Other owners from here on; between two steps. The optimizer keeps its parameter.
-
-        Args:
-            shard, gradient: of the rows this rank owns by that exchange, (local rows, *row shape).
-        """
-        self.exchange, self.ownership = exchange, exchange.ownership(self.shape[0], self.place)
-        self.parameter.grad = None
-        if self.has_window:
-            self.shard = shard
-        else:  # as they were made: one memory and one version, seen as two tensors
-            self.parameter.data = shard
-            self.shard = self.parameter.detach()
-        if gradient is not None:
-            self.show_gradient(gradient)
-
     def put_back(self, rows: Tensor, values: Tensor) -> None:
         """A step has moved these local rows: (k,), (k, *row shape)."""
         before = self.shard._version

@@ -49,7 +49,3 @@ class Announcement:
         bits = sum(1 << bit for bit in self.wanted)
         told = zip(nothing, nothing, [bits] * ranks, [nbytes] * ranks, *counts, strict=True)
         self.columns = torch.tensor(list(told), dtype=torch.float64)
-
-    def deal_anew(self, predictor: LookupPredictor) -> None:
-        """The same rows are predicted, of other owners."""
-        self.predict(predictor, self.leaves)

@@ -120,16 +120,6 @@ class Prefetcher:
             if one.flight.wait is not None:
                 self.transport.let_go(one.flight.wait)
 
-    def forget(self) -> None:
-        """The ids that went ahead were meant for the old owners. Their answers are not waited for, and the batches they
-        were of are looked up as ever."""
-        self._let_go([self.now, *self.coming])
-        self.now = BatchLookups()
-        for moves in self.moves.values():
-            moves.forget()
-        self.predictor.forget_keys()
-        self.announcement.deal_anew(self.predictor)
-
     def ride(self, is_idle: bool) -> Rider:
         columns = self.announcement.columns
         if is_idle:
