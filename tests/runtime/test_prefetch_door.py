@@ -15,7 +15,6 @@ from session.test_prefetch import ahead_of
 
 ROOT = Path(armillary.__file__).parent
 ROOM = ROOT / "runtime" / "prefetch"
-DELAY = {"delayed_gradients.py", "catch_up_step.py"}
 MAY_IMPORT = {"session/prefetch.py"}  # who picks the kind
 
 
@@ -60,10 +59,10 @@ def entered_by_parallelize(rank, workers, prefetch):
     return entered(rank, begin, model, OPTIMIZERS["sgd"](model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["none", "ids", "rows", "gradients"])
+@pytest.mark.parametrize("kind", ["none", "ids", "rows"])
 def test_a_rank_enters_what_its_plan_asks_for(crew, kind):
     every = {path.name for path in ROOM.glob("*.py")} - {"__init__.py"}
-    leaves_out = {"none": every, "ids": DELAY | {"row_moves.py"}, "rows": DELAY, "gradients": {"delay.py"}}
+    leaves_out = {"none": every, "ids": {"row_moves.py"}, "rows": set()}
     assert [every - found for found in crew(2).run(entered_by_plan, kind)] == [leaves_out[kind]] * 2
 
 
@@ -82,9 +81,3 @@ def test_only_who_picks_the_kind_imports_the_room():
     room = "armillary.runtime.prefetch."
     found = {path.relative_to(ROOT).as_posix() for path in outside if any(m.startswith(room) for m in imports_of(path))}
     assert found == MAY_IMPORT
-
-
-def test_the_richest_kind_is_imported_by_nobody_inside_the_room():
-    richest = {f"armillary.runtime.prefetch.{name.removesuffix('.py')}" for name in DELAY}
-    inside = [path for path in ROOM.glob("*.py") if path.name not in DELAY]
-    assert not any(imports_of(path) & richest for path in inside)

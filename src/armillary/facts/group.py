@@ -13,14 +13,13 @@ __all__ = ["PREFETCH_KINDS", "Cadence", "Group", "Layout", "PrefetchKind"]
 
 Layout = Literal["replicated", "row_sharded", "stage_sharded"]
 Cadence = Literal["step", "meeting"]
-PrefetchKind = Literal["none", "ids", "rows", "gradients"]
+PrefetchKind = Literal["none", "ids", "rows"]
 
 PREFETCH_KINDS: Mapping[str, str] = MappingProxyType(
     {
         "ids": "in a loop over run.batches, ids of prefetched look-ups go two batches early, their rows right after "
         "the step; exact",
         "rows": "as ids, and rows that no rank touches at a step go before it; exact",
-        "gradients": "as rows, and gradients of rows that no rank reads in the next batch follow during it; exact",
     }
 )
 

@@ -36,8 +36,7 @@ class Activities(NamedTuple):
 
     headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
     ahead: of a table that prefetches, what leaves in this step for one to come: ids; where rows go early, masks and
-        these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
-        and predict_seconds what it takes to know all this.
+        these rows. `pull` then is of the other rows, and predict_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
@@ -98,7 +97,7 @@ def idle_request(topology: Topology, tables: int, prefetched: int) -> Request:
 def payer(groups: Sequence[Group]) -> str:
     """The group that is charged the messages that all prefetched tables share: one that sends most of them."""
     kinds = {group.prefetch: group.name for group in reversed(groups)}
-    return kinds.get("gradients") or kinds.get("rows") or kinds.get("ids", "")
+    return kinds.get("rows") or kinds.get("ids", "")
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:

@@ -24,8 +24,8 @@ from armillary.facts.processor import CodingRate
 from armillary.facts.profile import Profile
 from armillary.facts.topology import Topology
 from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.prefetch_legs import Shares, prefetched_legs
-from armillary.planning.traffic import busiest_share, merged_rows, traffic, traffic_merged
+from armillary.planning.prefetch_legs import prefetched_legs
+from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
 from armillary.planning.upkeep import Upkeep
 
 __all__ = [
@@ -258,7 +258,7 @@ class RowWork(NamedTuple):
 
     Args of note:
         headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
-            of what leaves in another step: ids; of rows that go early, masks and these rows; gradients that wait.
+            of what leaves in another step: ids; of rows that go early, masks and these rows.
         handled_rows: asked for and served, or gathered. prefetched_rows: looked for once more, to prefetch.
         copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates. slots: tensors of
             optimizer state per row.
@@ -315,13 +315,11 @@ def row_work(
     even_ahead: tuple[Leg, ...] = ()
     prefetched_rows = 0.0
     if prefetch != "none" and exchange.early_legs is not None:
-        shares = Shares.of(rows, prefetch, case.profile, topology)
+        staying = staying_share(rows, case.profile, topology.workers) if prefetch == "rows" else None
         headers, prefetched_rows = (), handled
         (ahead, legs), (even_ahead, even_legs) = (
-            prefetched_legs(exchange, moved, load, shares, pays, topology) for load in (skew, 1.0)
+            prefetched_legs(exchange, moved, load, staying, pays, topology) for load in (skew, 1.0)
         )
-        if shares.resting is not None:  # those served are looked for in the batch after, too
-            prefetched_rows += moved.distinct_rows * skew
     return RowWork(
         headers=headers,
         legs=legs,
@@ -358,7 +356,7 @@ def row_forecast(
 
 def predict_seconds_of(work: RowWork, case: Case) -> float:
     """Rows that are prefetched are found once more among a batch's ids, and those served among the rows of the batch
-    before; and where gradients wait, of the batch after."""
+    before."""
     return work.prefetched_rows * case.key_seconds
 
 

@@ -113,8 +113,8 @@ class _Player:
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
-        the ids of the one after next, gradients of the last that could wait, and the rows of the next that stay put.
-        While these are on their way, each works out what it will say next."""
+        the ids of the one after next, and the rows of the next that stay put. While these are on their way, each works
+        out what it will say next."""
         if not self.prefetched:
             return
         self._meet()
@@ -127,11 +127,10 @@ class _Player:
                 self.ahead[sent.name].append(sent)
         for name, does in others:
             self.late[name] = self._start(name, "pull", does.pull)
-        for place in (3, 2):
-            items = [(name, does.ahead[place : place + 1]) for name, does in self.prefetched.items()]
-            asked = [(name, "prefetch", requests) for name, requests in items if requests]
-            for sent in self._together(asked, self._start):
-                self.ahead[sent.name].append(sent)
+        items = [(name, does.ahead[2:3]) for name, does in self.prefetched.items()]
+        asked = [(name, "prefetch", requests) for name, requests in items if requests]
+        for sent in self._together(asked, self._start):
+            self.ahead[sent.name].append(sent)
         for name, does in self.prefetched.items():
             self.clock.work(name, "predict", does.predict_seconds)
 

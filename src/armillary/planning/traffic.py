@@ -94,20 +94,18 @@ def busiest_share(facts: RowFacts, owners: int, order: str) -> float:
     return max(sum(load[first::owners]) for first in range(owners))
 
 
-def staying_share(facts: RowFacts, profile: Profile, workers: int, steps: int = 1) -> float:
-    """Share of the rows of a worker's batch that no worker read in so many steps before, so that no step moves them. As
-    many are not read in so many steps after.
+def staying_share(facts: RowFacts, profile: Profile, workers: int) -> float:
+    """Share of the rows of a worker's batch that no worker read in the step before, so that it does not move them.
 
-    As measured where it was, for one step. Else consecutive batches are taken to repeat one another as batches of
+    As measured where it was. Else consecutive batches are taken to repeat one another as batches of
     different workers do: what stays are the new rows that one more worker would bring.
     """
     own = merged_rows(facts, profile, 1)
     if own <= 0:
         return 0.0
-    one, all_steps = (_new_rows(facts, profile, workers * count) for count in (1, steps))
     if workers == profile.workers and facts.repeated is not None:
-        return (1 - facts.repeated) * (all_steps / one if one > 0 else 1.0)
-    return all_steps / own
+        return 1 - facts.repeated
+    return _new_rows(facts, profile, workers) / own
 
 
 def _new_rows(facts: RowFacts, profile: Profile, workers: int) -> float:

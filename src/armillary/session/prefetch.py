@@ -2,15 +2,9 @@
 
 from collections.abc import Sequence
 
-from torch.optim import Optimizer
-
 from armillary.facts.plan import Plan
-from armillary.runtime.hybrid.optimizers import members
 from armillary.runtime.hybrid.prefetch import NoPrefetch, Prefetch
 from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.prefetch.catch_up_step import can_split
-from armillary.runtime.prefetch.delay import NoDelay
-from armillary.runtime.prefetch.delayed_gradients import DelayedGradients
 from armillary.runtime.prefetch.prefetcher import DEPTH, Prefetcher
 from armillary.runtime.transport import Transport
 from armillary.session.source import WATCHED_DRAWS
@@ -18,17 +12,10 @@ from armillary.session.source import WATCHED_DRAWS
 __all__ = ["prefetch_of", "steps_to_learn"]
 
 
-def prefetch_of(plan: Plan, tables: Sequence[RowTable], optimizer: Optimizer, transport: Transport) -> Prefetch:
+def prefetch_of(plan: Plan, tables: Sequence[RowTable], transport: Transport) -> Prefetch:
     """For these tables of the plan, in launch order."""
     kinds = {group.parameters[0]: group.prefetch for group in plan.groups if group.prefetch != "none"}
-    if not kinds:
-        return NoPrefetch()
-    pulled = [table for table in tables if table.is_pulled]
-    if "gradients" not in kinds.values():
-        return Prefetcher(pulled, kinds, transport, NoDelay())
-    is_one = len(members(optimizer)) == 1
-    whole = {t.name for t in tables if t.has_window and not (is_one and can_split(optimizer, t))}
-    return Prefetcher(pulled, kinds, transport, DelayedGradients(kinds, transport, whole))
+    return Prefetcher([table for table in tables if table.is_pulled], kinds, transport) if kinds else NoPrefetch()
 
 
 def steps_to_learn(plan: Plan) -> int:

@@ -96,8 +96,6 @@ class Executor:
         self.norms = TableNorms(self.tables, self.transport, partial(self.look_ups.serve_until, "asking"))
         for table in self.tables:
             table.norms = self.norms.of
-            table.joins, table.catches_up = self.prefetch.join, self.prefetch.finish
-            table.meets = self.look_ups.meet
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
             table.tells = self.look_ups.everyones
         self.removals: list[Callable[[], None]] = []
@@ -238,7 +236,6 @@ class Executor:
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight, self._word(self.doing).rest)
-            self.prefetch.begin_push()
             self.part = self._part() if self.mean == "weights" else 1.0
             self._say()
         with torch.no_grad():
@@ -261,10 +258,8 @@ class Executor:
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0
-        look_ups = table.pending
         gradients, routes = table.take_gradients(self.scale * self.part)
         self.on_own([table.name] * len(gradients), gradients)
-        gradients, routes = self.prefetch.hold(table, look_ups, gradients, routes)
         push = table.exchange.push(gradients, routes, table.ownership, table.place)
         return push, table.exchange.push_requests
 
@@ -291,7 +286,6 @@ class Executor:
                 if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
                     self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
-            self.prefetch.end_push()
             landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
             self._hear()
             self.backward.end()

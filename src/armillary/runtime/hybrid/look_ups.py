@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, LookupRequest, LookupRound, State, look_up
+from armillary.exchanges.look_up import FIELDS, FLAGS, LookupRequest, LookupRound, State, look_up
 from armillary.facts.collectives import gathered
 from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
 from armillary.runtime.hybrid.prefetch import Prefetch
@@ -132,7 +132,7 @@ class LookUps:
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
-        self.prefetch.hear(headers[:, FIELDS:], headers[:, STEP].tolist() if wanted else ())
+        self.prefetch.hear(headers[:, FIELDS:])
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: LookupRound = self.transport.complete(program, label, headers)
         self._remember(outcome, request)
@@ -167,12 +167,6 @@ class LookUps:
         """Every rank is in its backward: no rank will look up for it any more. word: that all are told."""
         self.serve_until("idle", weight, word)
         self.prefetch.seal()
-
-    def meet(self, table: RowTable) -> None:
-        """All of a table's rows are looked at or set, on every rank, while some may still be reading."""
-        if self.prefetch.is_holding(table):
-            self.serve_until("idle")
-            self.prefetch.finish()
 
     def everyones(self, table: RowTable, part: Tensor) -> Tensor:
         """Collective: what every rank has computed of its rows, (ranks, *part.shape), on the CPU."""

@@ -4,25 +4,16 @@ Nobody outside `runtime/prefetch` knows which. Where no table of a plan prefetch
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from armillary.runtime.hybrid.in_flight import InFlight
-from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import LookUp, RowTable
 
-__all__ = ["NoPrefetch", "Prefetch", "Rider", "Stepper"]
+__all__ = ["NoPrefetch", "Prefetch", "Rider"]
 
 Leaves = Callable[[], Sequence[Tensor]]  # the tensors of a batch
-
-
-class Stepper(Protocol):
-    """Who steps. held: the optimizer state of each table's shard, by table and name."""
-
-    optimizer: Optimizer
-    held: dict[str, Held]
 
 
 class Rider(NamedTuple):
@@ -55,44 +46,16 @@ class Prefetch(Protocol):
     def ride(self, is_idle: bool) -> Rider:
         """What goes with the next round. is_idle: this rank wants no rows by it."""
 
-    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
-        """A round's headers are here. columns: (ranks, n), what each rank sent by `ride`. read_at: every rank's step,
-        if some rank reads rows by this round."""
+    def hear(self, columns: Tensor) -> None:
+        """A round's headers are here. columns: (ranks, n), what each rank sent by `ride`."""
 
     # A backward.
     def seal(self) -> None:
         """All ranks were idle: no rank will make another look-up of this batch. Settles what is to be pushed."""
 
-    def begin_push(self) -> None:
-        """The first push of a backward is about to leave."""
-
-    def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Of a table's gradients, those that leave now, with their routes. The others follow later."""
-
-    def end_push(self) -> None:
-        """Everything a backward pushed has arrived."""
-
-    # A step, and whoever looks at weights or gradients.
-    def step(self, stepper: Stepper) -> None:
-        """An optimizer steps now."""
-
-    def join(self) -> None:
-        """A gradient is looked at: what is held of the same step joins it. Collective if anything is."""
-
-    def finish(self) -> None:
-        """Weights are as if nothing had been held. Collective if anything is."""
-
-    def is_holding(self, table: RowTable) -> bool:
-        """Whether some of a table's gradients may be held."""
-
-    def hold_no_more(self) -> None:
-        """From here on every gradient leaves at once."""
-
 
 class NoPrefetch:
-    """Every look-up is made when it is read, every gradient leaves at once."""
+    """Every look-up is made when it is read."""
 
     depth = 0
 
@@ -111,34 +74,8 @@ class NoPrefetch:
     def ride(self, is_idle: bool) -> Rider:
         return Rider()
 
-    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
+    def hear(self, columns: Tensor) -> None:
         pass
 
     def seal(self) -> None:
-        pass
-
-    def begin_push(self) -> None:
-        pass
-
-    def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        return gradients, routes
-
-    def end_push(self) -> None:
-        pass
-
-    def step(self, stepper: Stepper) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def is_holding(self, table: RowTable) -> bool:
-        return False
-
-    def hold_no_more(self) -> None:
         pass

@@ -31,14 +31,12 @@ class Announcement:
 
     def clear(self) -> None:
         """Nothing is predicted."""
-        self.leaves: Sequence[Tensor] = ()
         self.wanted: dict[int, Tensor] = {}
         self.columns = torch.zeros(self.shape, dtype=torch.float64)
 
     def predict(self, predictor: LookupPredictor, leaves: Sequence[Tensor]) -> None:
         """A batch with these tensors is predicted to be looked up as those before it were; no tensors: nothing is."""
         self.clear()
-        self.leaves = leaves
         ranks, columns = self.shape
         nothing, nbytes = [0] * ranks, 0
         counts = [nothing] * (columns - FIRST_COUNT)

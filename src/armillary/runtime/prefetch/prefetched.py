@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.exchange import Counts, Pulled, Staying
-from armillary.facts.collectives import AllToAll, Program
+from armillary.facts.collectives import Program
 from armillary.runtime.hybrid.in_flight import InFlight
 from armillary.runtime.hybrid.table import LookUp, RowTable
-from armillary.runtime.prefetch.delay import Unused
 from armillary.runtime.prefetch.row_moves import RowMoves
 from armillary.runtime.transport import Transport
 
@@ -29,7 +28,6 @@ class PrefetchedLookup:
         number, bit: its place among the predicted look-ups of its table, and of all.
         keys: sorted distinct, none where this rank only serves. asked, served: rows of and for every rank.
         planned: by rank, whether it predicts to make it.
-        under_way: as `before`, of the batch before that one, of which gradients may arrive late.
         moves: of the rows of its table, if unchanged rows are sent before a step; None: all are sent after it.
         may_send: whether rows of the table may still be sent before a step.
     """
@@ -42,7 +40,6 @@ class PrefetchedLookup:
     served: Counts
     planned: tuple[bool, ...]
     before: Sequence["PrefetchedLookup"]
-    under_way: Sequence["PrefetchedLookup"]
     moves: RowMoves | None
     may_send: bool
     look_up: LookUp = field(default_factory=lambda: LookUp(None, None))
@@ -51,7 +48,6 @@ class PrefetchedLookup:
     is_void: bool = False  # rows sent before the step have moved after all
     wanted: Tensor | None = None  # local rows that are asked of this rank
     sent: Tensor | None = None  # those that were sent before the step
-    unused: InFlight | None = None  # brings which of its rows no rank reads in the next batch
 
     def __post_init__(self) -> None:
         table = self.table
@@ -72,25 +68,15 @@ class PrefetchedLookup:
         return self.planned[self.table.place.rank]
 
     def _unchanged(self, rows: Tensor) -> Tensor:
-        """Of these local rows, those that no rank is predicted to touch in the batch before, and whose gradients are
-        not under way then."""
+        """Of these local rows, those that no rank is predicted to touch in the batch before."""
         self.wanted = rows
         known = [one.wanted for one in self.before if all(one.planned) and one.wanted is not None]
         if not self.may_send or not known or len(known) < len(self.before):
             unchanged = torch.zeros_like(rows, dtype=torch.bool)
         else:
-            late = [one.wanted for one in self.under_way if one.wanted is not None]
-            unchanged = torch.isin(rows, torch.cat([*known, *late]), invert=True)
+            unchanged = torch.isin(rows, torch.cat(known), invert=True)
         self.sent = rows[unchanged]
         return unchanged
-
-    def tell(self, after: Sequence["PrefetchedLookup"]) -> Program[Unused]:
-        """Owners tell which of the rows are unused next: not read by these look-ups, all of the next batch."""
-        assert self.wanted is not None
-        read = torch.cat([one.wanted for one in after if one.wanted is not None])
-        said = torch.isin(self.wanted, read, invert=True)
-        heard = yield AllToAll(said.to(torch.uint8), self.served, self.asked)
-        return said, heard.bool()
 
     @property
     def has_moved(self) -> bool:

@@ -8,8 +8,6 @@ Requests are made only right after a round in which every rank said it is idle, 
     the next round    owners say which of the rows are unchanged: no rank touches them in b - 1  (tables that send rows)
     b - 1 begins      those rows leave                                                           (tables that send rows)
     b begins          all other rows leave; they arrive while the forward runs
-    the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
-    b + 1 begins      gradients of b's rows that are unused now leave, see `delay.py`    (tables that delay gradients)
 
 What leaves at one moment, of whatever tables, is one message to each rank (`coalesced.py`): ids, early rows; masks go
 with the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in
@@ -32,7 +30,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +37,9 @@ from torch import Tensor
 from armillary.exchanges.announcement import BITS, MADE, MOVED, PREDICTED
 from armillary.facts.group import PrefetchKind
 from armillary.runtime.hybrid.in_flight import InFlight, start_coalesced
-from armillary.runtime.hybrid.prefetch import Rider, Stepper
+from armillary.runtime.hybrid.prefetch import Rider
 from armillary.runtime.hybrid.table import LookUp, RowTable
 from armillary.runtime.prefetch.announcement import Announcement
-from armillary.runtime.prefetch.delay import Delay
 from armillary.runtime.prefetch.predictor import LookupPredictor
 from armillary.runtime.prefetch.prefetched import MASKED, SENT, PrefetchedLookup
 from armillary.runtime.prefetch.row_moves import RowMoves
@@ -75,25 +71,21 @@ class Prefetcher:
     Args:
         tables: those of the plan that are pulled, in launch order.
         kinds: how each of them prefetches, by name; those it does not name do not.
-        delay: of gradients.
     """
 
     depth = DEPTH
 
-    def __init__(
-        self, tables: Sequence[RowTable], kinds: Mapping[str, PrefetchKind], transport: Transport, delay: Delay
-    ):
+    def __init__(self, tables: Sequence[RowTable], kinds: Mapping[str, PrefetchKind], transport: Transport):
         named = [table for table in tables if kinds.get(table.name, "none") != "none"]
         self.tables = named[:PREDICTED][::-1]  # as a forward reads
         self.names = {table.name for table in self.tables}
-        self.moves = {t.name: RowMoves(t) for t in self.tables if kinds[t.name] in ("rows", "gradients")}
-        self.transport, self.delay = transport, delay
+        self.moves = {t.name: RowMoves(t) for t in self.tables if kinds[t.name] == "rows"}
+        self.transport = transport
         self.predictor = LookupPredictor()
         self.now = BatchLookups()  # the batch in the loop's hands
         self.coming: list[BatchLookups] = []
         self.announcement = Announcement(self.tables, transport.place.workers)  # of the batch `DEPTH` after it
         self.heard = torch.zeros(self.announcement.shape, dtype=torch.float64)  # of every rank, in the last round
-        self.is_told = True  # of what was known when this batch began
         self.begin_loop()
         self._run(False)
 
@@ -127,15 +119,11 @@ class Prefetcher:
             columns[:, MOVED] = sum(1 << one.bit for one in self.coming[0].look_ups if one.has_moved)
         return Rider(columns, self._masks())
 
-    def hear(self, columns: Tensor, read_at: Sequence[float]) -> None:
+    def hear(self, columns: Tensor) -> None:
         self.heard = columns
-        if read_at:
-            self.delay.see_reads(read_at)
 
     def begin_batch(self, batch: Callable[[], Sequence[Tensor]], last: Callable[[], Sequence[Tensor]]) -> None:
-        self.delay.arrive()
         for one in self.now.look_ups:
-            one.unused = None  # it speaks of the batch that comes now
             if one.is_mine:
                 self.predictor.judge(one.table, one.number, one.is_taken)
         heard = self.heard.long()
@@ -147,9 +135,7 @@ class Prefetcher:
         self.now = self.coming.pop(0)
         self._send_late([one.flight for one in new.look_ups])
         self.coming.append(new)
-        self.delay.leave()
         self._send_early()
-        self.is_told = False
         self.predictor.open_batch(batch())
         self.announcement.predict(self.predictor, last())
 
@@ -170,27 +156,12 @@ class Prefetcher:
         if keys is None:
             keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
         asked, before = tuple(table.ownership.counts(keys)), self.coming[-1].of(table)
-        under_way = self.coming[-2].of(table) if self.delay.delays(table) else []
         moves, may_send = self.moves.get(table.name), table.name not in self.upset
-        return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, under_way, moves, may_send)
+        return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, moves, may_send)
 
     def _masks(self) -> list[InFlight]:
-        """What the next round takes along, once: of the last batch whose ids have left, which rows are unchanged; of
-        the one before, which are unused next."""
-        masks = self._going(self.coming[-1], MASKED)
-        if not self.is_told:
-            self.is_told = True
-            masks += self._tell(*self.coming[-2:])
-        return masks
-
-    def _tell(self, batch: BatchLookups, after: BatchLookups) -> list[InFlight]:
-        """Of every look-up of a batch, which of its rows the one after does not read."""
-        telling = []
-        for one in batch.look_ups:
-            if self.delay.delays(one.table) and (readers := after.of(one.table)):
-                one.unused = InFlight(one.tell(readers), one.table.name, 0)
-                telling.append(one.unused)
-        return telling
+        """What the next round takes along: of the last batch whose ids have left, which rows are unchanged."""
+        return self._going(self.coming[-1], MASKED)
 
     def _send_late(self, beginning: Sequence[InFlight]) -> None:
         """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
@@ -202,7 +173,7 @@ class Prefetcher:
                 beginning = ()
         start_coalesced(beginning, self.transport)
         for one in self.now.look_ups:
-            one.before = one.under_way = ()
+            one.before = ()
             one.table.pending.append(one.look_up)
         self.now.stamp = self._stamp()
 
@@ -254,33 +225,4 @@ class Prefetcher:
             elif has_come == one.planned:
                 one.look_up.route = route
             else:
-                one.unused = None
                 one.look_up.route = self.transport.complete(one.route_of(has_come), table.name).route
-
-    def hold(
-        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        telling = {one.look_up: one.unused for one in self.now.of(table) if one.unused is not None}
-        unused = [telling[one].finish(self.transport) if one in telling else None for one in look_ups]
-        return self.delay.split(table, gradients, routes, unused)
-
-    def begin_push(self) -> None:
-        self.delay.begin_push()
-
-    def end_push(self) -> None:
-        self.delay.arrive()
-
-    def step(self, stepper: Stepper) -> None:
-        self.delay.step(stepper)
-
-    def join(self) -> None:
-        self.delay.join()
-
-    def finish(self) -> None:
-        self.delay.finish()
-
-    def is_holding(self, table: RowTable) -> bool:
-        return self.delay.is_holding(table)
-
-    def hold_no_more(self) -> None:
-        self.delay.hold_no_more()

@@ -55,6 +55,3 @@ class _WholeTable:
 
     def drop_accumulated(self) -> None:
         """It has none."""
-
-    def join(self) -> None:
-        """Nothing is deferred."""

@@ -24,7 +24,7 @@ from armillary.runtime.hybrid.executor import RowUnit
 from armillary.runtime.hybrid.group_options import LastOptions, options_now
 from armillary.runtime.hybrid.in_backward import refuse_step_inside
 from armillary.runtime.hybrid.in_step import LATE
-from armillary.runtime.hybrid.optimizers import holder, hooks_beside, members
+from armillary.runtime.hybrid.optimizers import holder, members
 from armillary.runtime.hybrid.row_update import close_window, open_window
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.profiling.probe import Loss
@@ -90,8 +90,6 @@ class UserLoop:
         for one in members(job.optimizer):
             if self._spread(one):
                 self._undo += refuse_state(one, self._refuse_state)
-        if self.averages:
-            executor.prefetch.hold_no_more()
 
     @property
     def rank(self) -> int:
@@ -178,7 +176,6 @@ class UserLoop:
     def settle(self) -> None:
         """Gradients and rows that are under way arrive; every rank must call it."""
         self.serve("idle")
-        self.executor.prefetch.finish()
         if self._stepped:
             self._close_step()
 
@@ -189,7 +186,6 @@ class UserLoop:
     def finish(self, state: State = "finished") -> None:
         """Serves the others until every rank has called this."""
         self.serve(state)
-        self.executor.prefetch.finish()
         self.transport.barrier()
 
     @property
@@ -205,7 +201,6 @@ class UserLoop:
 
     def keep_up(self) -> None:
         self.settle()
-        self.executor.prefetch.hold_no_more()
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -336,13 +331,10 @@ class UserLoop:
             self.executor.settle(LATE)
         self.executor.refuse_written()
         self.executor.options.read(optimizer)
-        if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
-            self.executor.prefetch.join()
         self.executor.before_step()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
                 table.hand_gradient_over()
-            self.executor.prefetch.step(self)
             for table in self._windows(optimizer):
                 open_window(table, optimizer, self.held[table.name])
 
