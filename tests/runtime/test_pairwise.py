@@ -40,16 +40,6 @@ def addend(rank, size):
     return torch.rand(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def added_up(addends):
-    """In the order in which a short all-reduce does: halves first where there are halves, else by rank."""
-    if len(addends) < 4 or len(addends) & (len(addends) - 1):
-        return sum(addends)
-    while len(addends) > 1:
-        half = len(addends) // 2
-        addends = [first + second for first, second in zip(addends[:half], addends[half:], strict=True)]
-    return addends[0]
-
-
 def carry(rank, world, late):
     """All requests at once, all of them waited for in another order, on ranks that come at different times."""
     before = progress_threads()
@@ -74,7 +64,7 @@ def test_answers_are_those_of_the_truth_whoever_is_late(crew, workers, late):
         for rank, ((_, answers), _) in enumerate(carried):
             assert torch.equal(answers[number], truth[rank]), (kind, rank)
     for number, size in enumerate(SIZES):
-        total = added_up([addend(rank, size) for rank in range(workers)])
+        total = sum(addend(rank, size) for rank in range(workers))  # in rank order
         for (sums, _), _ in carried:
             assert torch.equal(sums[number], carried[0][0][0][number])  # the same on all ranks
             if workers > 2 and 8 * size < pairwise.LONG_BYTES:

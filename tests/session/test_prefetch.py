@@ -240,7 +240,9 @@ def train(rank, workers, loop, rows, optimizer, kind, prefetch):
 
 
 def seen_apart():
-    return pytest.raises(RuntimeError, match=rf"run\.close: after step {STEPS} the ranks no longer hold lin\.(weight|bias) ")
+    return pytest.raises(
+        RuntimeError, match=rf"run\.close: after step {STEPS} the ranks no longer hold lin\.(weight|bias) "
+    )
 
 
 def state_of(run, model, optimizer):
