@@ -433,6 +433,9 @@ REACHES_INSIDE = {
         "schedules.schedule", "schedules.shared",
     },
     "edges": {"reference.cyclic", "reference.edges", "schedules.edge", "schedules.registry"},
+    "gossip": {
+        "exchanges.exchange", "reference.replicas", "session.feed", "session.foresight.side_by_side", "session.truths",
+    },
     "in_situ": {"feeds.folder"},
     "local_losses": BY_HAND - {"schedules.cyclic"} | {
         "facts.live_bytes", "schedules.cyclic_pipeline", "schedules.local_losses", "schedules.one_f_one_b",
