@@ -91,10 +91,11 @@ def profile_of(workers: int) -> Profile:
     return model(*facts, workers=workers, seconds=1e-6)
 
 
-def planned(workers: int, choice: Choice | None = None) -> Plan:
+def planned(workers: int, choice: Choice | None = None, per_node: int = 1, **asked: Any) -> Plan:
     """By price if nothing is chosen; links are slow."""
     constraints: Any = {} if choice is None else {"*": choice}
-    return plan(profile_of(workers), machines(workers, megabits=0.1), constraints=constraints)
+    nodes = machines(workers // per_node, per_node, megabits=0.1)
+    return plan(profile_of(workers), nodes, constraints=constraints, **asked)
 
 
 def truth_of(workers: int, choice: Choice) -> Replicas:
@@ -119,9 +120,15 @@ def one_step(run: Run, step: int, feed: Callable[[int, int], Any] = batch_of) ->
     run._optimizer.step()
 
 
-def begun(workers: int, choice: Choice, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam) -> Run:
+def begun(
+    workers: int,
+    choice: Choice,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+    per_node: int = 1,
+    **asked: Any,
+) -> Run:
     model = net()
-    return attach(planned(workers, choice), model, optimizer(model), check_order=True)
+    return attach(planned(workers, choice, per_node), model, optimizer(model), check_order=True, **asked)
 
 
 def largest_gap(run: Run, truth: Replicas) -> float:

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from armillary.exchanges.exchange import build_dense
+from armillary.facts.layout import Layout
 from armillary.facts.plan import Choice
 from contracts.journey import (
     adam,
@@ -26,17 +28,23 @@ MEAN = Choice("local_steps", {"steps": 2})
 DILOCO = Choice("local_steps", {"steps": 2, "outer_rate": 0.7, "outer_momentum": 0.9})
 
 
-def in_plain_loops(workers, steps, every, outer_rate=1.0, outer_momentum=0.0):
-    """Weights of every replica after so many steps, by name."""
+def in_plain_loops(workers, steps, every, outer=(1.0, 0.0), start=0, island=1):
+    """Weights of every replica after so many steps, by name. outer: rate and momentum. island: replicas of a node."""
     replicas = [net() for _ in range(workers)]
     optimizers, anchor = [adam(one) for one in replicas], net()
-    outer = torch.optim.SGD(anchor.parameters(), outer_rate, outer_momentum, nesterov=outer_momentum > 0)
+    outer = torch.optim.SGD(anchor.parameters(), *outer, nesterov=outer[1] > 0)
     for step in range(steps):
-        for worker, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            optimizer.zero_grad()
+        for worker, model in enumerate(replicas):
+            model.zero_grad()
             loss(model, batch_of(worker, step)).backward()
+        size = workers if step < start else island
+        for first in range(0, workers, size):
+            average_gradients(replicas[first : first + size])
+        for optimizer in optimizers:
             optimizer.step()
-        if (step + 1) % every == 0:
+        if step + 1 == start:
+            anchor.load_state_dict(replicas[0].state_dict())
+        if step + 1 > start and (step + 1 - start) % every == 0:
             for at, *theirs in zip(anchor.parameters(), *[one.parameters() for one in replicas], strict=True):
                 at.grad = at.detach() - torch.stack([one.detach() for one in theirs]).mean(0)
             outer.step()
@@ -45,8 +53,15 @@ def in_plain_loops(workers, steps, every, outer_rate=1.0, outer_momentum=0.0):
     return [{name: p.detach() for name, p in model.named_parameters()} for model in replicas]
 
 
-def trained(rank, workers, choice, steps):
-    run = begun(workers, choice)
+def average_gradients(replicas):
+    for theirs in zip(*[one.parameters() for one in replicas], strict=True):
+        found = [one.grad for one in theirs if one.grad is not None]
+        for one in theirs:
+            one.grad = torch.stack(found).sum(0) / len(replicas) if found else None
+
+
+def trained(rank, workers, choice, steps, per_node=1):
+    run = begun(workers, choice, per_node=per_node)
     for step in range(steps):
         one_step(run, step)
     found = {name: p.detach().clone() for name, p in run._model.named_parameters()}
@@ -54,12 +69,55 @@ def trained(rank, workers, choice, steps):
     return found
 
 
-@pytest.mark.parametrize(("choice", "outer"), [(MEAN, (1.0, 0.0)), (DILOCO, (0.7, 0.9))], ids=["mean", "diloco"])
-def test_ranks_train_as_plain_loops_do(crew, choice, outer):
-    want = in_plain_loops(3, 7, 2, *outer)
-    for mine, theirs in zip(crew(3).run(trained, choice, 7), want, strict=True):
+WAYS = {
+    "mean": (MEAN, {}),
+    "diloco": (DILOCO, {"outer": (0.7, 0.9)}),
+    "post-local": (Choice("local_steps", {"steps": 2, "start": 3}), {"start": 3}),
+    "diloco after a start": (Choice("local_steps", {**DILOCO.options, "start": 3}), {"outer": (0.7, 0.9), "start": 3}),
+    "islands": (Choice("local_steps", {"steps": 2, "inside": "node"}), {"island": 2}),
+    "islands after a start": (
+        Choice("local_steps", {"steps": 2, "start": 3, "inside": "node"}),
+        {"start": 3, "island": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_train_as_plain_loops_do(crew, way):
+    choice, told = WAYS[way]
+    workers, per_node = (4, 2) if "island" in told else (3, 1)
+    want = in_plain_loops(workers, 8, 2, **told)
+    for mine, theirs in zip(crew(workers).run(trained, choice, 8, per_node), want, strict=True):
         for name, value in theirs.items():
             torch.testing.assert_close(mine[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_start_that_is_never_over_is_all_reduce_bit_for_bit(crew):
+    ways = Choice("local_steps", {"steps": 2, "start": 100}), Choice("all_reduce")
+    begun, summed = (crew(3).run(trained, choice, 5) for choice in ways)
+    assert [unlike(one, other) for one, other in zip(begun, summed, strict=True)] == [[]] * 3
+
+
+def asked_of_islands(rank, workers):
+    """By step, for which groups requests were made; all groups; and whether gradients outlast the meeting."""
+    run = begun(workers, Choice("local_steps", {"steps": 2, "inside": "node"}), per_node=2)
+    run._transport.recording, asked, outlast = True, [], []
+    for step in range(4):
+        run._optimizer.zero_grad()
+        loss(run._model, batch_of(run.rank, step)).backward()
+        before = [None if p.grad is None else p.grad.clone() for p in run._model.parameters()]
+        run._optimizer.step()
+        pairs = zip(before, [p.grad for p in run._model.parameters()], strict=True)
+        outlast.append(all(one is other or torch.equal(one, other) for one, other in pairs))
+        asked.append([record.group for record in run._transport.take_records()])
+    groups = [group.name for group in run.plan.groups]
+    run.close()
+    return asked, groups, outlast
+
+
+def test_islands_ask_nobody_else_between_meetings_and_leave_gradients_as_they_are(crew):
+    for asked, groups, outlast in crew(4).run(asked_of_islands):
+        assert all(outlast) and asked == [groups, groups * 2] * 2
 
 
 def one_sgd(rank, workers, choice):
@@ -86,7 +144,11 @@ def test_it_is_taken_where_it_is_named_and_offered_nowhere():
     assert asked.consensus == "mean" and "local_steps" not in str(by_price)
 
 
-@pytest.mark.parametrize("options", [{"steps": 4}, {"steps": 4, "outer_rate": 0.7, "outer_momentum": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": 4}, {"steps": 4, "outer_rate": 0.7, "outer_momentum": 0.9}, {"steps": 4, "start": 3}],
+    ids=str,
+)
 def test_verify_holds_it_to_its_oracle_and_saw_each_mechanism_twice(crew, options):
     for is_equal, said in crew(3).run(verified, nullcontext, Choice("local_steps", options)):
         assert is_equal and "meetings" in said and "NOT exercised" not in said, said
@@ -182,6 +244,9 @@ def test_a_planted_fault_shows(crew, fault):
         ({"outer_momentum": -0.1}, "outer_momentum of 0 to below 1"),
         ({"outer_rate": 0.0}, "outer_rate above 0"),
         ({"outer_rate": float("nan")}, "outer_rate above 0"),
+        ({"start": -1}, "start as a whole number of 0 or more, got -1"),
+        ({"inside": "rack"}, "inside='node' or nothing, got 'rack'"),
+        ({"inside": "node"}, "averages gradients inside a node, but each node has one rank"),
         ({"every": 4}, "it has no every; it may have steps"),
     ],
 )
@@ -193,3 +258,36 @@ def test_options_out_of_range_are_refused_by_name(options, said):
 def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path):
     for is_within, sent in crew(2).run(compared, nullcontext, MEAN, str(tmp_path / "run")):
         assert is_within and sent > 0
+
+
+def test_declared_weights_and_what_does_not_float_are_refused():
+    with pytest.raises(ValueError, match=r"mean='weights' weighs gradients, but local_steps\(steps=2\) lets weights"):
+        planned(2, MEAN, mean="weights")
+    layout = Layout(("angles",), ((3,),), "complex64")
+    assert "have no mean" in build_dense("local_steps").refuses(layout)
+
+
+def refused(rank, workers):
+    """What is said of what would ask all ranks in every step."""
+    told = []
+    for asked in ({"scaler": torch.amp.GradScaler("cpu")}, {"check_finite": True}):
+        with pytest.raises(ValueError, match="asks all ranks") as raised:
+            begun(workers, MEAN, **asked)
+        told.append(str(raised.value))
+    run = begun(workers, MEAN)
+    for loader in (list(range(3 + rank)), iter(range(3))):
+        with pytest.raises(ValueError, match=r"run\.batches") as raised:
+            next(run.batches(loader))
+        told.append(str(raised.value))
+    even = list(run.batches(list(range(3))))
+    run.close()
+    return told, even
+
+
+def test_what_asks_all_ranks_in_every_step_is_refused_by_name(crew):
+    for (scaler, finite, uneven, unknown), even in crew(2).run(refused):
+        assert "a GradScaler asks all ranks" in scaler and "use bfloat16" in scaler
+        assert "check_finite=True asks all ranks" in finite and "drop it" in finite
+        assert "rank 0: 3, rank 1: 4" in uneven and "give every rank as many" in uneven
+        assert "rank 0: unknown" in unknown
+        assert even == [0, 1, 2]

@@ -18,13 +18,14 @@ from armillary.facts.collectives import Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
 
-__all__ = ["DenseExchange", "Mechanisms", "Meeting", "Moved", "Pushed", "Resharding", "exact_sum"]
+__all__ = ["AveragedGradients", "DenseExchange", "Mechanisms", "Meeting", "Moved", "Pushed", "Resharding", "exact_sum"]
 
 Resharding = Literal["sum", "mean", "same", "drop"]
 Meeting = Literal["after", "before"]
 Moved = tuple[Parcel, State]
 Shape = tuple[int, ...]
 PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
+SETTLED = 1_000_000  # steps after which what is only done at the start is past
 
 
 class Pushed(NamedTuple):
@@ -37,6 +38,14 @@ class Pushed(NamedTuple):
 
 
 Mechanisms = Mapping[str, Callable[[Pushed], int]]  # how often each acted in a push
+
+
+class AveragedGradients(NamedTuple):
+    """Gradients of a group that carries weights, averaged beside them: over all ranks ("world") or over those of each
+    node, in the steps that are due (as `DenseExchange.due`)."""
+
+    scope: Literal["world", "node"]
+    due: Callable[[int], bool]
 
 
 def exact_sum(parcels: Sequence[Parcel], states: Sequence[State]) -> tuple[list[Parcel], list[State]]:
@@ -90,6 +99,8 @@ class DenseExchange(NamedTuple):
         a result then, so no push has to add it up.
     meeting: of weights, whether they are exchanged "after" the optimizer's step or "before" it. Before it, the gradient
         was taken at the weights as they were, and the step moves those that the exchange gave.
+    gradients: of weights, the steps in which gradients of the same group are averaged besides; the first that is due
+        says over which ranks.
     due(steps): whether to push in the step after which so many are complete (1: the first). If not, nothing is
         requested, and the optimizer gets this rank's own gradient.
     most_bytes: as sent_bytes, what is never exceeded; None: what is expected is what is sent.
@@ -113,6 +124,7 @@ class DenseExchange(NamedTuple):
     resharding: Mapping[str, Resharding] = MappingProxyType({})
     carries: Literal["gradient", "weights"] = "gradient"
     meeting: Meeting = "after"
+    gradients: tuple[AveragedGradients, ...] = ()
     due: Callable[[int], bool] = _every_step
     most_bytes: Callable[[Layout, Topology], list[float]] | None = None
     bytes_after: Callable[[Layout, Topology, int], list[float]] | None = None
@@ -142,8 +154,16 @@ class DenseExchange(NamedTuple):
 
     @property
     def share_due(self) -> float:
-        """Of the steps, how many push."""
-        return 1.0 if self.due is _every_step else sum(map(self.due, range(1, PERIOD + 1))) / PERIOD
+        """Of the steps, how many push, in the long run."""
+        return 1.0 if self.due is _every_step else sum(map(self.due, range(SETTLED + 1, SETTLED + PERIOD + 1))) / PERIOD
+
+    @property
+    def period(self) -> int:
+        """Steps from one push to the next, in the long run; 1 where none comes any more."""
+        if self.due is _every_step:
+            return 1
+        found = [steps for steps in range(SETTLED + 1, SETTLED + 2 * PERIOD + 1) if self.due(steps)][:2]
+        return found[1] - found[0] if len(found) == 2 else 1
 
     def span(self, entry: str, layout: Layout, number: int) -> tuple[int, int]:
         """First and last number, the last not included, of what an entry of the state holds for one parameter."""

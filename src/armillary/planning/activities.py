@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.exchange import build_dense, row_exchanges
+from armillary.exchanges.averaged_gradients import crossings
+from armillary.exchanges.exchange import DenseExchange, build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.look_up import round_leg
-from armillary.facts.layout import layout_of
+from armillary.facts.layout import Layout, layout_of
 from armillary.facts.plan import Group
 from armillary.facts.topology import Topology
 from armillary.planning.clock import Request
@@ -23,6 +24,7 @@ from armillary.planning.pricing import (
     idle_leg,
     index_seconds,
     pack_seconds,
+    packed_share,
     predict_seconds_of,
     row_update_seconds,
     row_work,
@@ -35,6 +37,7 @@ class Activities(NamedTuple):
     """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
 
     headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
+    meet: of weights, after the optimizer's step, or before it where `meets_before`; nothing hides them.
     ahead: of a table that prefetches, what leaves in this step for one to come: ids; where rows go early, masks and
         these rows. `pull` then is of the other rows, and predict_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
@@ -50,6 +53,8 @@ class Activities(NamedTuple):
     update_seconds: float
     ahead: tuple[Request, ...] = ()
     predict_seconds: float = 0.0
+    meet: tuple[Request, ...] = ()
+    meets_before: bool = False
 
 
 def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True) -> Activities:
@@ -72,15 +77,26 @@ def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True)
         after = index - before, row_update_seconds(work, case)
         return Activities(headers, pull, before, 0.0, push, *after, ahead, predict)
     exchange = build_dense(choice.name, **choice.options)
-    layout, due = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
+    layout = layout_of(facts, exchange.align, exchange.is_guarded)
+    own, *others = (_crossing(one, layout, topology) for one in crossings(exchange))
+    push = tuple(request for one in others for request in one)
+    packing = pack_seconds(layout.joined_bytes * packed_share(exchange), facts, case)
+    coding = exchange.share_due * coding_seconds(choice, layout, case)
+    update = dense_update_seconds(layout.joined_bytes, facts, case)
+    if exchange.carries == "gradient":
+        return Activities((), (), 0.0, packing, own, coding, update)
+    return Activities(
+        (), (), 0.0, packing, push, coding, update, meet=own, meets_before=exchange.meeting == "before"
+    )  # fmt: skip
+
+
+def _crossing(exchange: DenseExchange, layout: Layout, topology: Topology) -> tuple[Request, ...]:
+    """In the mean over steps."""
     legs, sent = exchange.legs(layout, topology), exchange.sent_bytes(layout, topology)
     hottest = sum(leg.link_bytes for leg in legs)
     share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
     even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
-    push = tuple(_scaled(request, due) for request in _requests(legs, even, topology))
-    packing = pack_seconds(layout.joined_bytes, facts, case)
-    update = dense_update_seconds(layout.joined_bytes, facts, case)
-    return Activities((), (), 0.0, packing, push, due * coding_seconds(choice, layout, case), update)
+    return tuple(_scaled(request, exchange.share_due) for request in _requests(legs, even, topology))
 
 
 def _scaled(request: Request, share: float) -> Request:

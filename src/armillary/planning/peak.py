@@ -10,7 +10,7 @@ parameter.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from armillary.exchanges.exchange import row_exchanges
+from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.group import Group
 from armillary.facts.parameter import ParameterFact
 from armillary.facts.plan import Choice
@@ -27,19 +27,23 @@ class PeakPart:
 
     Args of note:
         crossing_bytes: rows on their way and merged. gradient_bytes: a gradient that torch makes whole.
-        step_bytes: temporaries of the optimizer's step on it.
+        step_bytes: temporaries of the optimizer's step on it. absent_bytes: of what its group holds, what is not there
+            in the fullest moment of backward: gradients beside weights that are sent, which come as activations go.
     """
 
     crossing_bytes: float
     gradient_bytes: float
     step_bytes: float
+    absent_bytes: float = 0.0
 
 
 def peak_part(fact: ParameterFact, choice: Choice, is_lazy: bool, case: Case) -> PeakPart:
     """Of one way for a parameter; prefetch changes nothing of it."""
     temporaries = case.assumptions.of(fact.name).step_slots
     if choice.name not in row_exchanges():
-        return PeakPart(0.0, fact.bytes if fact.shardable else 0.0, temporaries * fact.bytes)
+        is_sent = build_dense(choice.name, **choice.options).carries == "weights"
+        gradient = fact.bytes if fact.shardable else 0.0
+        return PeakPart(0.0, gradient, temporaries * fact.bytes, fact.bytes if is_sent else 0.0)
     work = row_work(fact, choice, is_lazy, case)
     stepped = work.touched_bytes if work.has_window else work.copy_bytes
     return PeakPart(TIMES_HELD * work.handled_rows * work.row_bytes, 0.0, temporaries * stepped)
@@ -52,8 +56,10 @@ def peak_of(parts: Collection[PeakPart], case: Case, batch_share: float = 1.0) -
     """
     profile = case.profile
     crossing = sum(part.crossing_bytes for part in parts)
-    spared = (1 - batch_share) * profile.peak_bytes
-    by_row = profile.peak_bytes - spared + crossing + max((part.gradient_bytes for part in parts), default=0.0)
+    spared = (1 - batch_share) * profile.peak_bytes + sum(part.absent_bytes for part in parts)
+    by_row = (
+        max(0.0, profile.peak_bytes - spared) + crossing + max((part.gradient_bytes for part in parts), default=0.0)
+    )
     by_whole = max(0.0, max(profile.whole_step_bytes, profile.activation_bytes) - spared)
     stepped = max((part.step_bytes for part in parts), default=0.0)
     return max(by_row if crossing else by_whole, stepped)

@@ -15,7 +15,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.exchanges.averaged_gradients import why_not_beside
+from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
 from armillary.facts.exact_keywords import exact_keywords
 from armillary.facts.mesh import Mesh
 from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan
@@ -259,6 +260,10 @@ def _question(case: Case, request: PlanRequest) -> Question:
                 f"plan: {name!r} cannot be {constraint}: its optimizer takes only gradients that list rows; drop the "
                 "constraint for it"
             )
+        if isinstance(constraint, Choice) and constraint.name in dense_exchanges():
+            exchange = build_dense(constraint.name, **constraint.options)
+            if why := why_not_beside(constraint, exchange, request.mean, case.topology.workers_per_node):
+                raise ValueError(f"plan: {why}")
     return _rows_uncoded(Question(case, wanted, quiet, default_limits(case.topology.backend)), request)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
+from armillary.exchanges.averaged_gradients import crossings
 from armillary.exchanges.exchange import DenseExchange, RankInfo, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
@@ -45,6 +46,7 @@ __all__ = [
     "index_seconds",
     "landing_seconds",
     "pack_seconds",
+    "packed_share",
     "predict_seconds_of",
     "row_forecast",
     "row_update_seconds",
@@ -189,15 +191,22 @@ def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, b
     """One bucket of these parameters, in the mean over steps. A part of a bucket pays for a part of its latency:
     `buckets` < 1."""
     exchange = build_dense(choice.name, **choice.options)
-    layout, share = layout_of(facts, exchange.align, exchange.is_guarded), exchange.share_due
-    sent = exchange.sent_bytes(layout, case.topology)
-    links = leg_seconds(exchange.legs(layout, case.topology), case.topology, buckets)
+    layout, sent_bytes = layout_of(facts, exchange.align, exchange.is_guarded), 0.0
+    seconds = exchange.share_due * coding_seconds(choice, layout, case)
+    for one in crossings(exchange):
+        sent = one.sent_bytes(layout, case.topology)
+        sent_bytes += one.share_due * sum(sent) / len(sent)
+        seconds += one.share_due * leg_seconds(one.legs(layout, case.topology), case.topology, buckets)
     nbytes = layout.joined_bytes
-    seconds = share * (links + coding_seconds(choice, layout, case))
-    seconds += pack_seconds(nbytes, facts, case) + dense_update_seconds(nbytes, facts, case)
+    seconds += pack_seconds(nbytes * packed_share(exchange), facts, case) + dense_update_seconds(nbytes, facts, case)
     copies = 2 + case.slots_of(facts) + (exchange.carries == "weights")  # weights are not sent from where they are
     memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
-    return Forecast(share * sum(sent) / len(sent), memory, seconds)
+    return Forecast(sent_bytes, memory, seconds)
+
+
+def packed_share(exchange: DenseExchange) -> float:
+    """How often in a step a group is laid side by side: gradients always, weights for their meetings."""
+    return 1.0 if exchange.carries == "gradient" else sum(one.share_due for one in crossings(exchange))
 
 
 def coding_seconds(choice: Choice, layout: Layout, case: Case) -> float:
@@ -216,7 +225,7 @@ def _exchange_of(choice: Choice) -> DenseExchange:
     return build_dense(choice.name, **choice.options)
 
 
-def pack_seconds(nbytes: int, facts: Sequence[ParameterFact], case: Case) -> float:
+def pack_seconds(nbytes: float, facts: Sequence[ParameterFact], case: Case) -> float:
     """Gradients into their bucket: read and written. Those of tables read by row are filled first; stages are timed
     without that (`runtime/profiling/gathered_rows.py`)."""
     return 2 * nbytes / case.memory_bytes_per_second + fill_seconds(facts, case)

@@ -54,7 +54,8 @@ def simulate(
     player = _Player(plan, case, overlap)
     for name, times in pushed.items():
         does = player.does[name]
-        player.does[name] = does._replace(push=tuple(request.with_bytes(times) for request in does.push))
+        push, meet = (tuple(request.with_bytes(times) for request in one) for one in (does.push, does.meet))
+        player.does[name] = does._replace(push=push, meet=meet)
     player.turn()
     player.forward()
     player.backward()
@@ -165,17 +166,25 @@ class _Player:
             self._launch(group)
 
     def step(self) -> None:
-        """The last requests; every exchange lands, in order of launch; then the optimizer passes over all groups."""
+        """The last requests; every exchange lands, in order of launch; then the optimizer passes over all groups.
+        Weights meet before it or after it, while nothing else is done."""
         while any(push.left for push in self.pushes):
             self._advance()
         for push in self.pushes:
             self._go_on(push)
             self.clock.work(push.name, "merge rows", self.does[push.name].merge_seconds)
+        self._exchange_weights(before=True)
         for group in self.plan.groups:
             self.clock.work(group.name, "update", self.does[group.name].update_seconds)
+        self._exchange_weights(before=False)
         for under_way in self.ahead.values():
             for sent in under_way:
                 self._take(sent)
+
+    def _exchange_weights(self, before: bool) -> None:
+        meeting = [(name, one.meet) for name, one in self.does.items() if one.meet and one.meets_before == before]
+        for sent in self._together([(name, "meet", requests) for name, requests in meeting], self._send):
+            self._take(sent)
 
     def _meet_in_backward(self) -> None:
         masks = [(name, "prefetch", does.ahead[1:2]) for name, does in self.prefetched.items() if does.ahead[1:]]

@@ -57,6 +57,7 @@ class Replicas:
         groups: Sequence[SharedGroup],
         answer: Answer = by_oracle,
         rows: Mapping[str, Meanings] = NO_ROWS,
+        workers_per_node: int = 1,
     ):
         """
         Args:
@@ -69,6 +70,7 @@ class Replicas:
         self.models = copies * (workers if are_alike else 1)
         self.optimizers = [optimizer(one) for one in copies]
         self.groups, self.steps, self.answer, self.rows = list(groups), 0, answer, rows
+        self.workers_per_node = workers_per_node
         self.named = [{n: p for n, p in one.named_parameters() if p.requires_grad} for one in self.models]
         self.layouts = [self._layout(group) for group in self.groups]
         self.states: list[list[State]] = []
@@ -108,6 +110,7 @@ class Replicas:
             is_sick = any(float(parcel.sick) for given in parcels.values() for parcel in given)
             for number, given in parcels.items():
                 self._exchange_gradients(number, given, is_sick and self.layouts[number].is_guarded)
+            self._average_beside(gradients)
             self._average_the_rest(gradients, parts)
         self._meet("before")
         for model, optimizer in zip(self.models, self.optimizers, strict=False):
@@ -177,6 +180,18 @@ class Replicas:
                         value[begin:end] = was[entry][begin:end]
         self.states[number] = after
         return results
+
+    def _average_beside(self, gradients: Gradients) -> None:
+        """Gradients of groups that carry weights, over all workers or those of a node, in steps in which they are."""
+        for group in self.groups:
+            due = [one.scope for one in group.exchange.gradients if one.due(self.steps + 1)]
+            size = len(self.models) if due[:1] == ["world"] else self.workers_per_node
+            for first in range(0, len(self.models), size) if due else ():
+                for name in group.parameters:
+                    found = [theirs[name] for theirs in gradients[first : first + size]]
+                    there = [gradient.to_dense() for gradient in found if gradient is not None]
+                    for named in self.named[first : first + size]:
+                        named[name].grad = sum(there, torch.zeros_like(named[name])) / size if there else None
 
     def _average_the_rest(self, gradients: Gradients, parts: Sequence[float]) -> None:
         shared = {name for group in self.groups for name in group.parameters}

@@ -42,6 +42,7 @@ from armillary.session.validation import (
     refuse_on_every_rank,
     refuse_other_models,
     refuse_unfit,
+    why_not_apart,
     why_unfit,
 )
 
@@ -157,7 +158,7 @@ def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: b
     if not complaint:
         for one in members(optimizer):
             begin_optimizer_state(one)
-        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers)
+        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers) or why_not_apart(plan, job)
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

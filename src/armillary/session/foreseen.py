@@ -8,9 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.facts.layout import layout_of
+from armillary.exchanges.averaged_gradients import crossings
+from armillary.exchanges.exchange import DenseExchange, build_dense, dense_exchanges
+from armillary.facts.layout import Layout, layout_of
 from armillary.facts.plan import Choice, Forecast, Plan
+from armillary.facts.topology import Topology
 from armillary.planning.pricing import Case
 from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import LOOK_UPS, simulate
@@ -83,19 +85,27 @@ def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
 
 
 def _bytes_by_push(plan: Plan, case: Case, steps: range) -> dict[str, float]:
-    """A step, by group, in the mean over these steps: of groups whose pushes are not all alike."""
+    """A step, by group, in the mean over these steps: of groups whose pushes are not all alike, or seldom."""
     found = {}
     for group in plan.groups:
         if _is_dense(group.exchange):
             exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
-            if exchange.bytes_after is not None and steps:
+            is_even = exchange.bytes_after is None and exchange.cadence == "step" and not exchange.gradients
+            if steps and not is_even:
                 facts = [case.profile.parameter(name) for name in group.parameters]
                 layout = layout_of(facts, exchange.align, exchange.is_guarded)
-                due = [step + 1 for step in range(steps.stop) if exchange.due(step + 1)]
-                pushes = [number for number, step in enumerate(due) if step > steps.start]
-                sent = [exchange.bytes_after(layout, case.topology, number) for number in pushes]
-                found[group.name] = sum(map(sum, sent)) / plan.workers / len(steps)
+                sent = [_sent_in(one, layout, case.topology, steps) for one in crossings(exchange)]
+                found[group.name] = sum(sent) / plan.workers / len(steps)
     return found
+
+
+def _sent_in(exchange: DenseExchange, layout: Layout, topology: Topology, steps: range) -> float:
+    """Bytes of all ranks in all of these steps."""
+    due = [step + 1 for step in range(steps.stop) if exchange.due(step + 1)]
+    pushes = [number for number, step in enumerate(due) if step > steps.start]
+    if exchange.bytes_after is None:
+        return len(pushes) * sum(exchange.sent_bytes(layout, topology))
+    return sum(sum(exchange.bytes_after(layout, topology, number)) for number in pushes)
 
 
 def _is_dense(choice: Choice | None) -> bool:

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
+from armillary.exchanges.dense import DenseExchange, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchanges
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
 from armillary.facts.choice import Choice
 from armillary.facts.collectives import Program
+from armillary.facts.layout import Layout
 from armillary.facts.plan import Plan
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import RowUnit
@@ -58,9 +59,12 @@ def watched(run: Run) -> Acts:
     for unit in run._engine.units:
         exchange = groups.get(unit.name, "")
         if isinstance(unit, DenseUnit):
-            told = unit.exchange.mechanisms(unit.bucket.layout, run.workers)
-            acts.update({(exchange, mechanism): 0 for mechanism in told})
-            unit.exchange = _told_of_pushes(unit.exchange, exchange, told, acts)
+            layout = unit.bucket.layout
+            unit.exchange = _told_of_pushes(unit.exchange, exchange, layout, run.workers, acts)
+            told = {
+                scope: _told_of_pushes(one, exchange, layout, run.workers, acts) for scope, one in unit.beside.items()
+            }
+            unit.beside.update(told)
         elif isinstance(unit, RowUnit):
             _tell_of_rows(unit.table, exchange, acts)
     if isinstance(run._engine, OwnedLoop):
@@ -95,7 +99,10 @@ def acts_of(everyones: Sequence[Mapping[tuple[str, str], int]]) -> Acts:
     return found
 
 
-def _told_of_pushes(exchange: DenseExchange, name: str, told: Mechanisms, acts: Acts) -> DenseExchange:
+def _told_of_pushes(exchange: DenseExchange, name: str, layout: Layout, workers: int, acts: Acts) -> DenseExchange:
+    told = exchange.mechanisms(layout, workers)
+    acts.update({(name, mechanism): 0 for mechanism in told})
+
     def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
         moved = yield from exchange.push(parcel, state, place)
         pushed = Pushed(parcel.layout, place.workers, state, moved[1])

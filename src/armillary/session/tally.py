@@ -2,19 +2,36 @@
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
+from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Plan
 from armillary.facts.trace import Record
 
-__all__ = ["MANY_RECORDS", "OTHER", "STEP", "Tally"]
+__all__ = ["MANY_RECORDS", "OTHER", "STEP", "Tally", "usual_seconds"]
 
 STEP = "step"  # the whole of it
 TIMED_STEPS = 1000
 MANY_RECORDS = 4096  # a transport's that are added up in between
 OTHER = "other requests"  # rounds of look-ups, gradient norms: what belongs to no group
+
+
+def usual_seconds(steps: Sequence[float], period: int = 1) -> float:
+    """Of a step, from the seconds of consecutive ones: the median over the last whole periods of their means; of all
+    together where none is whole. 0 of none."""
+    size = min(period, len(steps))
+    ends = range(len(steps), size - 1, -size) if size else ()
+    return median(sum(steps[end - size : end]) / size for end in ends) if size else 0.0
+
+
+def _period_of(plan: Plan) -> int:
+    """Steps after which all happens again: more than 1 where a group is not pushed in every step."""
+    seldom = [group.own_exchange for group in plan.groups if group.cadence == "meeting"]
+    periods = [build_dense(one.name, **one.options).period for one in seldom]
+    return min(max(periods, default=1), TIMED_STEPS)
 
 
 @dataclass(frozen=True)
@@ -28,9 +45,12 @@ class _Told:
 
 
 class Tally:
-    """Adds up the records of this rank by group. records: those of the last `window` steps, for the trace."""
+    """Adds up the records of this rank by group. records: those of the last `window` steps, or of two whole periods,
+    for the trace."""
 
     def __init__(self, plan: Plan, window: int = 50):
+        self.period = _period_of(plan)
+        window = window if self.period == 1 else max(window, 2 * self.period + 1)
         self.groups = {group.name for group in plan.groups}
         self.group_of = {name: group.name for group in plan.groups for name in group.parameters}
         self.window = window
@@ -66,8 +86,8 @@ class Tally:
     @property
     def step_seconds(self) -> float:
         """From the end of a step to that of the next, the median of the last ones: an evaluation between two steps
-        does not show. 0 of fewer than two steps."""
-        return median(after - before for before, after in pairwise(self._ended)) if self.steps > 1 else 0.0
+        does not show. The mean over a period, where there was a whole one. 0 of fewer than two steps."""
+        return usual_seconds([after - before for before, after in pairwise(self._ended)], self.period)
 
     def add_step(self, step: int, start_seconds: float, seconds: float) -> None:
         """For the trace; seconds since the transport's origin."""

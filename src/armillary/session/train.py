@@ -5,7 +5,6 @@ a test collects them. Every rank iterates over it alike; only rank 0 writes file
 """
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -51,7 +50,7 @@ from armillary.session.report import compare
 from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
 from armillary.session.settings import GLANCE_BATCHES, PROGRESS_STEPS, WATCHED_STEP, Settings, glance_steps
-from armillary.session.tally import Tally
+from armillary.session.tally import Tally, usual_seconds
 from armillary.session.traced import everyones_trace
 from armillary.session.workload import Batch, Workload, baseline
 
@@ -315,7 +314,7 @@ class Training:
         peak, resident = self.job.transport.agree_largest(mine)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         steps, seconds = self.step - self.plan_step, self.train_seconds
-        usual = statistics.median(self.step_seconds or [seconds / steps])
+        usual = usual_seconds(self.step_seconds or [seconds / steps], self.tally.period)
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
         figures = (self.forecast, usual, rate, peak, resident, self.plan_step)

@@ -82,7 +82,7 @@ def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
     ]
     found = Replicas(
         workload.model(), lambda model: workload.optimizer(model.parameters()), plan.workers, groups,
-        rows=coded_rows(plan),
+        rows=coded_rows(plan), workers_per_node=plan.workers_per_node,
     )  # fmt: skip
     for batches in _batches(workload, plan.workers, steps, seed):
         found.step(batches, lambda net, seeded: seeded_loss(workload, net, seeded))

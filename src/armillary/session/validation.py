@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.all_reduce import all_reduce
+from armillary.exchanges.averaged_gradients import why_not_beside
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.facts.plan import Group, Plan, Trainable, model_fingerprint
 from armillary.facts.plan_words import number_of
@@ -20,6 +21,7 @@ from armillary.runtime.hybrid.optimizers import holder, kind_of, members
 from armillary.runtime.transport import Transport
 from armillary.runtime.unfit_model import unfit_model
 from armillary.schedules.registry import why_not_carried
+from armillary.session.train_job import TrainJob
 
 NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
 SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
@@ -35,13 +37,33 @@ __all__ = [
     "refuse_unfit",
     "row_complaints",
     "unheld",
+    "why_not_apart",
     "why_unfit",
 ]
 
 
 def why_unfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
     """The first thing that speaks against it, with its remedy; empty if there is none."""
-    return next(_complaints(plan, trainable, optimizer, workers), "")
+    return next(filter(None, _complaints(plan, trainable, optimizer, workers)), "")
+
+
+def why_not_apart(plan: Plan, job: TrainJob) -> str:
+    """What asks all ranks in every step, where weights meet and ranks train apart in between; empty if nothing does."""
+    choices = [group.own_exchange for group in plan.groups if group.own_exchange.name in dense_exchanges()]
+    meeting = [one for one in choices if build_dense(one.name, **one.options).carries == "weights"]
+    if not meeting:
+        return ""
+    if job.scaler is not None and job.scaler.is_enabled():
+        return (
+            f"a GradScaler asks all ranks in every step whether to skip it, and under {meeting[0]} each trains alone; "
+            "use bfloat16, which needs no scaling"
+        )
+    if job.check_finite:
+        return (
+            f"check_finite=True asks all ranks in every step, and under {meeting[0]} each trains alone; drop it: a "
+            "rank whose weights are not finite raises at its next meeting"
+        )
+    return ""
 
 
 def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
@@ -205,6 +227,8 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
             yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
         else:
             yield from _dense_complaints(group, trainable)
+            choice = group.own_exchange
+            yield why_not_beside(choice, build_dense(choice.name, **choice.options), plan.mean, plan.workers_per_node)
     if plan.consensus != (consensus := consensus_of(plan.groups)):
         yield f"the plan's consensus is {plan.consensus!r}; under its exchanges it is {consensus!r}: edit the plan"
 

@@ -46,7 +46,7 @@ from armillary.session.owners import timed_owners
 from armillary.session.rank_zero import by_rank_zero
 from armillary.session.retimed import FROM_STEP, TO_STEP, Retiming
 from armillary.session.units import units_of
-from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_unfit
+from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_not_apart, why_unfit
 
 __all__ = ["WATCHED_STEPS", "Keeping", "Watched", "parameter_facts"]
 
@@ -271,7 +271,7 @@ def _permitted(constraint: Constraint | None) -> Collection[str]:
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:
     trainable = {name: p for name, p in loop.model.named_parameters() if p.requires_grad}
-    return why_unfit(plan, trainable, loop.optimizer, loop.workers)
+    return why_unfit(plan, trainable, loop.optimizer, loop.workers) or why_not_apart(plan, loop.job)
 
 
 def _move(loop: UserLoop, plan: Plan) -> None:

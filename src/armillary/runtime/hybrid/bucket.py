@@ -92,6 +92,12 @@ class Bucket:
         self._take_memory()
         self._written = set(self.listable)
 
+    def set_apart(self) -> None:
+        """Gradients that lie here keep their memory, and the bucket takes other."""
+        if any(map(self._lies_here, range(len(self.parameters)))):
+            self._take_memory()
+            self._written = set(self.listable)
+
     def _lies_here(self, index: int) -> bool:
         there = self.parameters[index].grad
         if there is None or there.layout != torch.strided:

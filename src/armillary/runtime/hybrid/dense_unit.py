@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from armillary.exchanges.averaged_gradients import averaging
 from armillary.exchanges.dense import DenseExchange, Meeting, Moved
 from armillary.exchanges.parcel import Parcel, State
 from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import Program
+from armillary.facts.collectives import Program, Scope
 from armillary.runtime.hybrid.bucket import Bucket, layout_beside
 
 __all__ = ["TWICE", "DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"]
@@ -30,7 +31,8 @@ TWICE = (
 
 @dataclass(eq=False)
 class DenseUnit:
-    """leaves: whether its gradients leave in the backward that goes on. is_shown: whether the user sees them. spare: a
+    """carrier: what carries its gradients in the backward that goes on; None: nothing does, and each rank steps by its
+    own. beside: that which averages gradients of weights, by scope. is_shown: whether the user sees them. spare: a
     second bucket, if what one backward sends is still under way in the next: they take turns. pushes, skipped: how many
     there were, and those of which nothing counted, as some rank's numbers were not finite. rewritten: names of
     parameters into which forwards write, on each rank by what it read (max_norm), so that replicas of them differ."""
@@ -39,16 +41,35 @@ class DenseUnit:
     bucket: Bucket
     exchange: DenseExchange
     state: State = field(default_factory=dict)
-    leaves: bool = True
+    carrier: DenseExchange | None = None
+    beside: dict[Scope, DenseExchange] = field(default_factory=dict)
     is_shown: bool = True
     spare: Bucket | None = None
     pushes: int = 0
     skipped: int = 0
     rewritten: Collection[str] = ()
 
+    def __post_init__(self) -> None:
+        self.beside |= {one.scope: averaging(one) for one in self.exchange.gradients}
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return self.bucket.parameters
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its gradients leave in the backward that goes on."""
+        return self.carrier is not None
+
+    @property
+    def crosses_all(self) -> bool:
+        """Whether they reach all ranks then, and not those of a node alone."""
+        return self.carrier is not None and self.carrier is not self.beside.get("node")
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether its gradients do in some."""
+        return self.exchange.carries == "gradient" or bool(self.beside)
 
     def begin_anew(self, place: RankInfo) -> None:
         """The exchange begins, with the weights that the model has now. Gradients in the bucket are lost.
@@ -73,18 +94,35 @@ class DenseUnit:
         """A backward begins, of the step after which so many are complete."""
         if self.spare is not None:
             self.bucket, self.spare = self.spare, self.bucket
-        self.leaves = self.exchange.carries == "gradient" and self.exchange.due(steps)
+        self.carrier = self._carrier(steps)
         if self.is_shown:
             self.bucket.leave_kept()
         self.bucket.reset()
+
+    def _carrier(self, steps: int) -> DenseExchange | None:
+        if self.exchange.carries == "gradient":
+            return self.exchange if self.exchange.due(steps) else None
+        return next((self.beside[one.scope] for one in self.exchange.gradients if one.due(steps)), None)
 
     def meets(self, steps: int, meeting: Meeting = "after") -> bool:
         """Whether its weights are exchanged after, or before, the optimizer's step after which so many are complete."""
         exchange = self.exchange
         return exchange.carries == "weights" and exchange.meeting == meeting and exchange.due(steps)
 
+    def weigh_in(self) -> Parcel:
+        """The weights, to be sent; gradients that the user may still see stay as they are."""
+        if self.beside:
+            self.bucket.set_apart()
+        return self.bucket.weigh_in()
+
     def push(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
+        """What the exchange carries."""
         return self.exchange.push(parcel, self.state, place)
+
+    def send(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
+        """Gradients, by their carrier of this backward."""
+        assert self.carrier is not None
+        return self.carrier.push(parcel, self.state, place)
 
     def take_gradients(self, moved: Moved) -> None:
         """The result has landed: `.grad` becomes final."""
@@ -104,7 +142,8 @@ class DenseUnit:
             for view in bucket.views:  # not what lies between them, which the next parcel holds too
                 view.fill_(float("nan"))
             result = result.answered(bucket.values, result.tail)
-        self._commit(moved)
+        if self.exchange.carries == "gradient":
+            self._commit(moved)
         return result
 
     def take_weights(self, moved: Moved) -> None:
@@ -150,7 +189,7 @@ def warned_of_a_second_push(units: Sequence[object], arrived: nn.Parameter) -> b
 
     Where a step was left out, as after an overflow, they are gone, but for what has just arrived.
     """
-    coded = [unit for unit in units if isinstance(unit, DenseUnit) and unit.exchange.is_guarded and unit.leaves]
+    coded = [unit for unit in units if isinstance(unit, DenseUnit) and unit.carrier and unit.carrier.is_guarded]
     others = [p for unit in coded for p in unit.parameters if p is not arrived and p.grad is not None]
     if not any(bool(p.grad.any()) for p in others if p.grad is not None):
         return False

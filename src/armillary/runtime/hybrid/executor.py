@@ -101,7 +101,7 @@ class Executor:
         self.removals: list[Callable[[], None]] = []
         self.mutes: list[Callable[[], None]] = []
         for place, unit in enumerate(self.units):
-            if isinstance(unit, DenseUnit) and unit.exchange.carries == "gradient":
+            if isinstance(unit, DenseUnit) and unit.may_leave:
                 for index, parameter in enumerate(unit.bucket.parameters):
                     if parameter.requires_grad:
                         name = unit.bucket.layout.names[index]
@@ -252,7 +252,7 @@ class Executor:
             self.on_own(unit.bucket.layout.names, unit.bucket.own)
             if unit.exchange.is_guarded:
                 parcel = replace(parcel, scale=self.loss_scale())
-            return unit.push(parcel, self.transport.place), unit.exchange.requests
+            return unit.send(parcel, self.transport.place), unit.carrier.requests if unit.carrier else 0
         table = unit.table
         self.look_ups.forget_unlearned(table)
         self.look_ups.join_unread(table)
@@ -309,10 +309,11 @@ class Executor:
         return partial(flight.finish, self.transport)
 
     def _say(self) -> None:
-        """Before the first group leaves, when every rank is in its backward."""
+        """Before the first group leaves, when every rank is in its backward; not where nodes go on apart."""
+        crosses_all = any(isinstance(unit, RowUnit) or unit.crosses_all for unit in self.leaving)
         if self.look_ups.pulled:
             self.saying = partial(Words.told, self.transport.step, self.look_ups.words)
-        elif self.transport.place.workers > 1:
+        elif self.transport.place.workers > 1 and crosses_all:
             self.saying = self._ask(self.doing)
 
     def _hear(self) -> None:

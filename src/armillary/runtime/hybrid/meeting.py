@@ -29,7 +29,7 @@ def meet(units: Sequence[object], steps: int, when: Meeting, transport: Transpor
         FloatingPointError: this rank's weights are not finite. Nothing was sent.
     """
     meeting = [unit for unit in units if isinstance(unit, DenseUnit) and unit.meets(steps, when)]
-    parcels = [unit.bucket.weigh_in() for unit in meeting]
+    parcels = [unit.weigh_in() for unit in meeting]
     _refuse_sick(parcels, steps, transport.place.rank)
     pushes = [unit.push(parcel, transport.place) for unit, parcel in zip(meeting, parcels, strict=True)]
     flights = [

@@ -1,9 +1,14 @@
-"""As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing."""
+"""As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing.
 
-from collections.abc import Callable, Iterable, Iterator
+Where weights meet, a rank without data would count all the same, and to ask every step who has some would make ranks
+wait that are meant to train alone. So there all must have as many, which is asked once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.executor import Executor
 from armillary.session.first_batches import FirstBatches
 from armillary.session.source import LeftOver, Source, leaves
@@ -24,9 +29,18 @@ def even_batches(
         left: of loops before this one.
 
     Raises:
-        ValueError: this rank has no batch at all; there is nothing it could repeat.
+        ValueError: this rank has no batch at all; there is nothing it could repeat. Or weights meet, and ranks have
+            different numbers of batches, or do not know how many.
     """
     executor = at_work()
+    if meeting := [one for one in executor.units if isinstance(one, DenseUnit) and one.exchange.carries == "weights"]:
+        _refuse_uneven(executor, loader, meeting[0].name)
+        if not executor.tables:
+            first.open(loader)
+            for given in loader:
+                first.take(given)
+                yield given
+            return
     prefetch = executor.prefetch
     first.open(loader)
     source = Source(loader, prefetch.depth if first.is_plain or not first.only_plain else 0, left)
@@ -54,6 +68,22 @@ def even_batches(
         prefetch.end_loop()
         at_work().stand_by(False)
         at_work().with_data = 0
+
+
+def _refuse_uneven(executor: Executor, loader: Iterable[Any], group: str) -> None:
+    """Collective, when a loop begins.
+
+    Raises:
+        ValueError: ranks have different numbers of batches, or one does not know. On every rank.
+    """
+    with executor.transport.within("batches"), executor.transport.unrecorded():
+        everyones = executor.transport.share(len(loader) if isinstance(loader, Sized) else None)
+    if len(set(everyones)) > 1 or None in everyones:
+        told = ", ".join(f"rank {rank}: {'unknown' if n is None else n}" for rank, n in enumerate(everyones))
+        raise ValueError(
+            f"run.batches: ranks have different numbers of batches, or do not know them ({told}), and the weights of "
+            f"{group} meet, where each rank counts alike; give every rank as many, by a loader with a length"
+        )
 
 
 def _refuse_none(executor: Executor, mine: bool) -> None:

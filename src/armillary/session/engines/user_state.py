@@ -38,7 +38,8 @@ def rest_of(
 def held_by_group(
     units: Sequence[DenseUnit | RowUnit], optimizer: Optimizer, held: Mapping[str, Held]
 ) -> dict[str, float]:
-    """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state."""
+    """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state. Where weights are sent,
+    gradients are kept beside what is sent."""
     found: dict[str, float] = {}
     for unit in units:
         if isinstance(unit, DenseUnit):
@@ -52,4 +53,6 @@ def held_by_group(
             tensors += optimizer.state.get(owner, {}).values()
         kept = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
         found[unit.name] = float(sum({one.data_ptr(): one.nbytes() for one in kept}.values()))
+        if isinstance(unit, DenseUnit) and unit.exchange.carries == "weights":
+            found[unit.name] += sum(one.nbytes for one in unit.parameters)
     return found

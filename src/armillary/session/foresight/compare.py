@@ -11,7 +11,7 @@ a group is shown without a band, since the plan counts its gradient, which is go
 Steps of a run are not alike: what crosses competes with compute for processors, and a group takes 5 ms in one step and
 7 in the next while the step's own time holds. So a group's seconds are a stretch, the *middle half* of its steps (first
 to third quartile): they are inside where the forecast lies within the band of that stretch. The whole step is held to
-its median.
+its median; where something happens every so many steps, to the median of means over that many.
 
 Memory of the step is that of its tensors in its fullest moment: forecast from a plain step that the profile watched in
 one process, measured in a step of the run. What the process needs beside tensors (scratch memory of libraries, gloo's

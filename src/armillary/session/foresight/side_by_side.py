@@ -68,7 +68,7 @@ def trained(
     else:
         pair = (
             Replicas(model, optimizer, workers, ()),
-            Replicas(model, optimizer, workers, both.departing, answer, both.rows),
+            Replicas(model, optimizer, workers, both.departing, answer, both.rows, asked.topology.workers_per_node),
         )
         sides = [of_replicas(workload, one) for one in pair]
     feeds = [Feed(workload, (number, asked.batches), seed) for number in range(asked.batches)]
