@@ -57,7 +57,7 @@ def other_batches(rank, world):
 
 def test_a_script_verifies_its_own_model_on_its_own_batches(crew):
     for is_equal, said in crew(2).run(scripted, "adam"):
-        assert is_equal and "2 workers and one process are equal after 5 steps in float64" in said, said
+        assert is_equal and "2 workers on 1 node and one process are equal after 5 steps in float64" in said, said
         assert "owned_rows" in said and "all_reduce" in said
     assert crew(2).run(with_state) == [True, True]
 

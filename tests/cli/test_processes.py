@@ -158,7 +158,7 @@ def test_it_runs_the_same_under_an_outer_torchrun_and_a_false_claim_ends_with_on
     module = ("-m", "armillary.cli", "verify", "vision", "--set", "norm='batch'", "--steps", "2", "--one-batch")
     code, out, _ = finish(start(tmp_path, *module, *unmeasured(tmp_path), launcher=launcher))
     assert code == 1
-    assert "vision: 2 workers and one process are NOT equal" in out
+    assert "vision: 2 workers on 1 node and one process are NOT equal" in out
     assert out.count("NOT equal") == 1
 
 

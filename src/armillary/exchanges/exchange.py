@@ -12,6 +12,7 @@ of it: when it is worth pricing (`offers`), what it asks of the links (`legs`), 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -169,8 +170,10 @@ class ExchangeEntry(NamedTuple):
     coded_by: tuple[str, ...] = ()
 
     def hurried(self, options: Options) -> Options:
-        """These options, lowered."""
-        return {**options, **{name: min(options.get(name, most), most) for name, most in self.soon.items()}}
+        """These options, lowered; one that is not given is what the factory takes for it."""
+        taken = {name: one.default for name, one in signature(self.make).parameters.items()}
+        now = {name: options.get(name, taken.get(name, most + 1)) for name, most in self.soon.items()}
+        return {**options, **{name: self.soon[name] for name, value in now.items() if value > self.soon[name]}}
 
 
 DENSE: Registry[ExchangeEntry] = Registry("dense exchange", "armillary.exchanges")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from armillary.facts.plan_words import number_of
 from armillary.facts.table import Page, Table, page_text
 
 __all__ = ["BESIDE", "TOLERANCE", "Acted", "Difference", "Verdict", "Verification"]
@@ -48,7 +49,7 @@ class Acted:
 class Verification:
     """What came of it. note: why less is claimed than could be. lowered: options that are not as they were asked for,
     so that all that they put off happens in a few steps. admitted: where the
-    schedule is not exact, as the plan says it."""
+    schedule is not exact, as the plan says it. nodes: on which the workers were found."""
 
     workload: str
     workers: int
@@ -59,6 +60,7 @@ class Verification:
     acted: tuple[Acted, ...] = ()
     lowered: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    nodes: int = 1
 
     @property
     def is_equal(self) -> bool:
@@ -87,8 +89,9 @@ class Verification:
         if not judged:
             return (f"{self.workload}: {NOTHING_JUDGED} ({self._why_nothing()})",)
         words = (
-            f"{self.workload}: {self.workers} workers and {reference} are {verdict} after {self.steps} steps in "
-            f"float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a tensor's norm"
+            f"{self.workload}: {self.workers} workers on {number_of(self.nodes, 'node')} and {reference} are {verdict} "
+            f"after {self.steps} steps in float64; largest difference {worst:.1e}, tolerance {self.tolerance:.0e} of a "
+            "tensor's norm"
         )
         parts: list[str | Table] = [words, _by_plan(judged)]
         if len({one.plan for one in judged if one.is_trained}) > 1:

@@ -95,8 +95,9 @@ def verify_workload(
         acted += [Acted(name, *key, times) for key, times in trained.acts.items()]
         longest = max(longest, taken)
     said = lowered(decided.plan, plans["planned"])
+    nodes = decided.plan.workers // decided.plan.workers_per_node
     return Verification(
-        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), said
+        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), said, nodes=nodes
     )
 
 

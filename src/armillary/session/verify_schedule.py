@@ -94,12 +94,12 @@ def verify_schedule(
     Raises:
         ValueError: the schedule, the model or the loss do not fit.
     """
-    case = _Case(workload, plan, steps, seed)
+    case, nodes = _Case(workload, plan, steps, seed), plan.workers // plan.workers_per_node
     beside = _beside(case)
     rows_beside = tuple(_rows_beside(beside))
     if any(one.verdict == "differs" for one in rows_beside):
         note = f"{beside.said}; nothing was trained" if beside.said else "nothing was trained"
-        return Verification(workload.name, plan.workers, 0, TOLERANCE, rows_beside, note)
+        return Verification(workload.name, plan.workers, 0, TOLERANCE, rows_beside, note, nodes=nodes)
     is_held_whole = is_whole(plan, beside.draws)
     whole, run, counted = _train(case)
     truths = by_rank_zero(run.transport, lambda: _truths(case, is_held_whole))
@@ -130,7 +130,7 @@ def verify_schedule(
     acted = tuple(Acted(_said(options), *key, times) for key, times in acts.items())
     admitted = tuple(one for one in plan.notes if one.startswith("NOT exact: "))
     return Verification(
-        workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted, admitted=admitted
+        workload.name, plan.workers, steps, tolerance, tuple(differences), note, acted, admitted=admitted, nodes=nodes
     )
 
 
