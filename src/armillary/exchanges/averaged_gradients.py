@@ -17,7 +17,7 @@ from armillary.facts.collectives import AllReduce, Program
 from armillary.facts.layout import Layout
 from armillary.facts.topology import Topology
 
-__all__ = ["averaging", "crossings", "why_not_beside"]
+__all__ = ["averaging", "crossings", "packed_share", "why_not_beside"]
 
 ACTS: Mapping[str, str] = MappingProxyType(
     {"world": "gradients averaged over all ranks", "node": "gradients averaged inside the node"}
@@ -54,6 +54,11 @@ def _node_legs(layout: Layout, topology: Topology) -> list[Leg]:
 def crossings(exchange: DenseExchange) -> tuple[DenseExchange, ...]:
     """All that crosses for a group: what its exchange carries, and gradients that are averaged beside it."""
     return exchange, *map(averaging, exchange.gradients)
+
+
+def packed_share(exchange: DenseExchange) -> float:
+    """How often in a step a group is laid side by side: gradients always, weights for their meetings."""
+    return 1.0 if exchange.carries == "gradient" else sum(one.share_due for one in crossings(exchange))
 
 
 def why_not_beside(choice: Choice, exchange: DenseExchange, mean: str, workers_per_node: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.averaged_gradients import crossings
+from armillary.exchanges.averaged_gradients import crossings, packed_share
 from armillary.exchanges.exchange import DenseExchange, build_dense, row_exchanges
 from armillary.exchanges.leg import Leg
 from armillary.exchanges.look_up import round_leg
@@ -24,7 +24,6 @@ from armillary.planning.pricing import (
     idle_leg,
     index_seconds,
     pack_seconds,
-    packed_share,
     predict_seconds_of,
     row_update_seconds,
     row_work,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.averaged_gradients import crossings
+from armillary.exchanges.averaged_gradients import crossings, packed_share
 from armillary.exchanges.exchange import DenseExchange, RankInfo, build_dense, build_row
 from armillary.exchanges.leg import Leg, Legs
 from armillary.exchanges.look_up import FLAGS, round_leg
@@ -46,7 +46,6 @@ __all__ = [
     "index_seconds",
     "landing_seconds",
     "pack_seconds",
-    "packed_share",
     "predict_seconds_of",
     "row_forecast",
     "row_update_seconds",
@@ -202,11 +201,6 @@ def dense_forecast(facts: Sequence[ParameterFact], choice: Choice, case: Case, b
     copies = 2 + case.slots_of(facts) + (exchange.carries == "weights")  # weights are not sent from where they are
     memory = copies * nbytes + exchange.state_bytes(layout, case.topology.workers)
     return Forecast(sent_bytes, memory, seconds)
-
-
-def packed_share(exchange: DenseExchange) -> float:
-    """How often in a step a group is laid side by side: gradients always, weights for their meetings."""
-    return 1.0 if exchange.carries == "gradient" else sum(one.share_due for one in crossings(exchange))
 
 
 def coding_seconds(choice: Choice, layout: Layout, case: Case) -> float:
