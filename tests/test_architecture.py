@@ -215,7 +215,6 @@ LAZY = {
         "torch.distributed.pipelining"
     },  # brings torch._dynamo: as long again as torch itself
     "session/folder.py": {"armillary.session.plot"},  # brings matplotlib
-    "session/foresight/simulate.py": {"armillary.session.foresight.plot_timeline"},
     "session/foresight/twin_page.py": {"armillary.session.foresight.plot_twin"},
     "repurpose/restructuring.py": {"scipy.optimize"},
     "repurpose/shards.py": {"matplotlib.figure"},

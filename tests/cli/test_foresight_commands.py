@@ -122,7 +122,6 @@ def test_a_profile_of_another_model_is_refused(armillary, refused):
 def test_a_plan_is_played_with_the_facts_beside_it(armillary, planned, tmp_path):
     code, out, _ = armillary("simulate", planned / "plan.json", "--out", "drawn")
     assert code == 0 and "step of 8 workers: " in out
-    assert (tmp_path / "drawn/timeline.png").read_bytes().startswith(PNG)
     events = json.loads((tmp_path / "drawn/timeline.json").read_text())["traceEvents"]
     assert {"forward lstm", "backward lstm"} <= {event["name"] for event in events}
     code, out, _ = armillary("simulate", planned / "plan.json", "--json")
@@ -149,7 +148,7 @@ def test_a_plan_is_played_for_any_number_of_workers_and_other_machines(armillary
 def test_a_workload_is_planned_and_played_over_assumed_links(armillary, tmp_path):
     code, out, err = armillary("simulate", *SMALL, "--workers", "16", "--gbit", "0.01", "--latency-us", "50")
     assert (code, err) == (0, "") and "step of 16 workers" in out
-    assert (tmp_path / "timeline.png").is_file()
+    assert (tmp_path / "timeline.json").is_file()
 
 
 def test_one_command_draws_the_curves(armillary, tmp_path):

@@ -11,9 +11,9 @@ from armillary.facts.plan import Plan
 from armillary.facts.topology import Link, Topology
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.registry import SCHEDULES, options_of
-from armillary.schedules.schedule import parse
 from armillary.schedules.shared import Sharing
 from face import command_in_job, machines
+from schedule_pictures import parse
 
 VISION = ("vision", "--small", "--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
 

@@ -17,9 +17,10 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.schedule import Schedule
 from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
+from schedule_pictures import parse
 
 PARTS = 2
 

@@ -22,10 +22,11 @@ from armillary.schedules.gpipe import gpipe
 from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.schedule import Schedule
 from armillary.session.decide import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors
+from schedule_pictures import parse
 
 RULES = ("nccl", "gloo")
 

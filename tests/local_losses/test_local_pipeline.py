@@ -21,12 +21,12 @@ from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
 from armillary.schedules.local_losses import local_losses as table
 from armillary.schedules.registry import read
-from armillary.schedules.schedule import parse
 from armillary.session.decide import JobRequest
 from armillary.session.prepared import prepared
 from armillary.session.verify import verify_workload
 from armillary.workloads.vision import SMALL, workload
 from forked import Job
+from schedule_pictures import parse
 
 CHOICE = "local_losses(stages=2{})"
 

@@ -17,11 +17,11 @@ from armillary.schedules.copies_held import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.registry import options_of, read
-from armillary.schedules.schedule import parse
 from armillary.schedules.shared import Sharing
 from armillary.schedules.stage_load import StageLoad
 from armillary.schedules.unsharded import lent_messages
 from planning_cases import LINKS_ONLY, machines, table
+from schedule_pictures import parse
 
 
 def chain_of(flops, parameters=100, activations=1000, outputs=80):

@@ -13,8 +13,8 @@ from armillary.planning.uncut_plan import BUCKET_BYTES
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.messages import ring_messages
 from armillary.schedules.registry import options_of
-from armillary.schedules.schedule import parse
 from planning_cases import LINKS_ONLY, dense, machines, model
+from schedule_pictures import parse
 
 LATE = Choice("delayed_all_reduce")
 

@@ -20,10 +20,11 @@ from armillary.schedules import messages, relay
 from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.schedule import Schedule
 from armillary.schedules.shared import Sharing, devices_for
 from armillary.schedules.simultaneous import simultaneous
 from channels import in_threads
+from schedule_pictures import parse
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
 
 STEPS, DROP, DRAIN = 6, 3, 4

@@ -12,7 +12,8 @@ from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.registry import SCHEDULES, read
-from armillary.schedules.schedule import Schedule, parse
+from armillary.schedules.schedule import Schedule
+from schedule_pictures import parse
 
 EXAMPLES = [(name, options) for name, method in SCHEDULES.all().items() for options in method.examples]
 

@@ -11,7 +11,7 @@ from armillary.cli.compare import _page
 from armillary.cli.find import find, small
 from armillary.facts.plan import Choice, Forecast
 from armillary.facts.table import page_text
-from armillary.facts.topology import RequestLink, Topology
+from armillary.facts.topology import Topology
 from armillary.facts.trace import Record, Trace
 from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
@@ -21,7 +21,6 @@ from armillary.session.attach import attach
 from armillary.session.foresight.band import Band
 from armillary.session.foresight.compare import compare_run
 from armillary.session.foresight.plot_scaling import plot_scaling
-from armillary.session.foresight.plot_timeline import plot_timeline
 from armillary.session.foresight.scaling import powers_of_two, scaling
 from armillary.session.foresight.survey import survey
 from armillary.session.foresight.timeline import chrome_trace
@@ -55,28 +54,6 @@ def test_a_chrome_trace_has_every_span_in_microseconds_on_the_thread_of_its_lane
     assert sum(event["args"]["sent_bytes"] for event in drawn) == pytest.approx(scene[0].forecast.sent_bytes)
     waits = sum(event["dur"] for event in drawn if names[event["tid"]].startswith("not hidden"))
     assert waits == pytest.approx(1e6 * sum(played.exposed_seconds.values()))
-
-
-def test_a_timeline_shows_every_lane_its_units_and_what_was_assumed(scene):
-    figure = plot_timeline(simulate(*scene), "a name", ["links by hand"])
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "not hidden:\nthe processor waits", "link between nodes", "link inside the node", "processor"
-    ]  # fmt: skip
-    assert axes.get_xlabel() == "ms since the step began"
-    assert "a name: 4 workers, step" in axes.get_title("left")
-    assert "links by hand" in figure.get_supxlabel()
-    bars = sum(len(collection.get_paths()) for collection in axes.collections)
-    assert bars == len(simulate(*scene).spans)
-
-
-def test_a_timeline_on_measured_links_shows_what_calling_takes(scene):
-    made, case = scene
-    called = [RequestLink(kind, "between", case.topology.between, 0.0, 2e-3) for kind in ("AllReduce", "AllToAll")]
-    played = simulate(made, replace(case, topology=replace(case.topology, requests=tuple(called))))
-    assert "call" in {span.action for span in played.spans}
-    (axes,) = plot_timeline(played, "a name", []).axes
-    assert "calls of requests" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
 # Curves --------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def simulate_asked(
         return _played(_of_workload(task, links, asked.topology_file, asked.profile_file, wanted))
 
     def body(step: Simulated) -> int:
-        written = ", ".join(map(str, step.save(out)))
+        written = step.save(out)
         if is_json:
             print(as_json(_summary(step.played)))
         else:

@@ -11,7 +11,6 @@ from armillary.schedules.checker import Rule, Setting, flaw
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.rank_list import Wires
-from armillary.schedules.schedule import parse
 
 __all__ = ["SCHEDULE_RULES"]
 
@@ -40,11 +39,6 @@ def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
         if found := flaw(lists, Setting(schedule, played, drains=drains), rule):
             return f"on {workers} processes, under the rules of {rule}: {found}"
     return ""
-
-
-def looks_like_its_picture(options: ScheduleOptions, workers: int) -> str:
-    schedule = options.schedule()
-    return "" if parse(str(schedule)) == schedule else f"this picture reads back as another table:\n{schedule}"
 
 
 def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
@@ -80,7 +74,6 @@ def has_a_pace_that_does_the_work(options: ScheduleOptions, workers: int) -> str
 SCHEDULE_RULES: Mapping[str, Callable[[ScheduleOptions, int], str]] = {
     "its table can be computed": can_be_computed,
     "no rank waits for ever, reads what is not there, or leaves a letter": nobody_waits_for_ever,
-    "its picture reads back as its table": looks_like_its_picture,
     "owners, messages and sizes are those of its table": says_of_its_table_what_is_so,
     "`pace` is a time in which the work can be done": has_a_pace_that_does_the_work,
 }

@@ -16,7 +16,10 @@ from armillary.schedules import picture
 from armillary.schedules.action import Action, Row, Staleness
 from armillary.schedules.checks import flaw
 
-__all__ = ["Cell", "Schedule", "parse"]
+__all__ = [
+    "Cell",
+    "Schedule",
+]
 
 Cell = tuple[int, int, int]  # (step, micro_batch, stage)
 
@@ -128,12 +131,3 @@ class Schedule:
                 last = (tick - forward.start) // self.period
                 found |= {(step, forward.micro_batch, forward.stage) for step in range(first, last + 1)}
         return found
-
-
-def parse(text: str) -> Schedule:
-    """The schedule of a picture: `parse(str(schedule)) == schedule`.
-
-    Raises:
-        ValueError: the text is no picture, or the table it shows cannot be carried out.
-    """
-    return Schedule(*picture.read(text))

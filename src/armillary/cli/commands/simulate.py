@@ -87,7 +87,7 @@ def simulate_command(
 ) -> None:
     """Play one step of a plan, or of the plan made for WORKLOAD, on any number of workers, in this one process.
 
-    It writes timeline.json, which Perfetto and chrome://tracing open, and timeline.png; with --scaling it writes
+    It writes timeline.json, which Perfetto and chrome://tracing open; with --scaling it writes
     scaling.json and scaling.png. The links are those of --topology, else those that stand beside the plan; of
     a WORKLOAD they are assumed. Beside a plan its profile stands, too, else pass --profile.
     """

@@ -1,21 +1,19 @@
-"""The gap between two trainings on the same batches: at equal steps, and at equal seconds.
+"""The gap between two trainings on the same batches, at equal steps.
 
 Losses are those of the same held-out batches at steps spread evenly, so that what differs between two of them is the
-model. Seconds are forecast ones: a step's simulated duration times its number. At equal steps both saw the same
-batches; at equal seconds they did not, and the spread over seeds says how far a gap can be trusted.
+model. Seconds are forecast ones: a step's simulated duration times its number. The spread over seeds says how far a
+gap can be trusted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Gap", "Reached", "Side", "Sides", "Turn", "knots"]
+__all__ = ["Gap", "Reached", "Side", "Sides", "knots"]
 
 ROWS = 10  # of the table of equal steps
-SECONDS_ROWS = 6
 STRETCHES = 50  # of a curve
 
 
@@ -42,7 +40,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Gap:
-    """Both losses at a step or a second, means over seeds.
+    """Both losses at a step, means over seeds.
 
     Args of note:
         gap: of the other less the exact one; above 0 where the other is behind.
@@ -63,13 +61,6 @@ class Reached:
     loss: float
     exact_seconds: float
     other_seconds: float
-
-
-class Turn(NamedTuple):
-    """From this second on the other has the lower loss, or else the higher one."""
-
-    seconds: float
-    is_ahead: bool
 
 
 @dataclass(frozen=True)
@@ -114,36 +105,6 @@ class Sides:
         return tuple(_gap(float(self.steps[place]), exact[:, place], other[:, place]) for place in places)
 
     @property
-    def at_seconds(self) -> tuple[Gap, ...]:
-        """At equal seconds, as long as both train."""
-        return () if self.trouble else self._gaps(np.linspace(0, self.end_seconds, SECONDS_ROWS + 1))
-
-    @property
-    def end_seconds(self) -> float:
-        """When the faster has done its steps."""
-        return self.last_step * min(self.exact.step_seconds, self.other.step_seconds)
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """Who is ahead from when, at equal seconds; the first is where a gap opens. None where it never does, or a loss
-        is not finite."""
-        found: list[Turn] = []
-        before: Gap | None = None
-        for gap in () if self.trouble else self._gaps(self._shared()):
-            if gap.gap == 0:
-                before = gap
-                continue
-            is_ahead = gap.gap < 0
-            if not found:
-                found.append(Turn(gap.at if before is None else before.at, is_ahead))
-            elif is_ahead != found[-1].is_ahead:
-                assert before is not None
-                share = before.gap / (before.gap - gap.gap)
-                found.append(Turn(before.at + share * (gap.at - before.at), is_ahead))
-            before = gap
-        return tuple(found)
-
-    @property
     def reached(self) -> Reached | None:
         """None where a loss is not finite, or one side never comes below the loss it began with."""
         if self.trouble:
@@ -157,19 +118,6 @@ class Sides:
 
     def _seconds(self, side: Side) -> np.ndarray:
         return np.array(self.steps) * side.step_seconds
-
-    def _shared(self) -> np.ndarray:
-        """Knots of both curves, in order, to the end of the faster."""
-        every = np.unique(np.concatenate([self._seconds(self.exact), self._seconds(self.other)]))
-        shared: np.ndarray = every[every <= self.end_seconds]
-        return shared
-
-    def _gaps(self, seconds: np.ndarray) -> tuple[Gap, ...]:
-        exact, other = (
-            np.stack([np.interp(seconds, self._seconds(side), losses) for losses in side.losses], 1)
-            for side in (self.exact, self.other)
-        )
-        return tuple(_gap(*each) for each in zip(map(float, seconds), exact, other, strict=True))
 
 
 def _gap(at: float, exact: np.ndarray, other: np.ndarray) -> Gap:

@@ -1,4 +1,4 @@
-"""A step of a plan played for a script: printed, and kept as a picture and a trace, as `armillary simulate` does."""
+"""A step of a plan played for a script: printed, and kept as a trace, as `armillary simulate` does."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate as play
 from armillary.session.folder import open_folder
 from armillary.session.foresight.timeline import chrome_trace
-from armillary.session.pictures import can_draw
 
 __all__ = ["Simulated", "simulate"]
 
@@ -30,22 +29,16 @@ class Simulated:
     def step_seconds(self) -> float:
         return self.played.step_seconds
 
-    def save(self, folder: str | Path) -> list[Path]:
-        """Writes timeline.json, which chrome://tracing and Perfetto open, and timeline.png, if matplotlib is installed;
-        their paths. Imports matplotlib.
+    def save(self, folder: str | Path) -> Path:
+        """Writes timeline.json, which Perfetto and chrome://tracing open; its path.
 
         Raises:
             ValueError: the folder cannot be written.
         """
         open_folder(Path(folder))
-        trace, picture = Path(folder) / "timeline.json", Path(folder) / "timeline.png"
+        trace = Path(folder) / "timeline.json"
         trace.write_text(json.dumps(chrome_trace(self.played)))
-        if not can_draw(picture):
-            return [trace]
-        from armillary.session.foresight.plot_timeline import plot_timeline
-
-        plot_timeline(self.played, self.title, self.assumptions).savefig(picture)
-        return [trace, picture]
+        return trace
 
     def page(self) -> Page:
         """What it prints, its table apart."""
@@ -58,7 +51,7 @@ class Simulated:
         waits = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in exposed.items()) or "nothing"
         total = f"step of {played.workers} workers: {played.step_seconds * 1e3:.2f} ms"
         busy = f"processor {played.processor_seconds * 1e3:.2f} ms"
-        return f"{total}: {busy}, not hidden {sum(exposed.values()) * 1e3:.2f} ms ({waits})", table
+        return f"{total}: {busy}, not hidden {sum(exposed.values()) * 1e3:.2f} ms ({waits})", table, *self.assumptions
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -1,23 +1,19 @@
-"""Two trainings on paper: the gap in words, what a step takes, losses at equal steps and seconds; and as files."""
+"""Two trainings on paper: the gap in words, what a step takes, losses at equal steps; and as files."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from armillary.facts.profile_table import bytes_text, seconds_text
 from armillary.facts.table import Page, Part, Table, page_text
 from armillary.session.folder import open_folder
-from armillary.session.foresight.gap import Gap, Sides, Turn
+from armillary.session.foresight.gap import Gap, Sides
 from armillary.session.pictures import can_draw
 
 __all__ = ["Sent", "Twin"]
-
-MANY = 3  # turns that are told one by one
-AHEAD = {True: "ahead (lower loss)", False: "behind (higher loss)"}
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,6 @@ class Twin:
                 "steps": sides.last_step,
                 "seeds": sides.seeds,
                 "gap_at_steps": [asdict(one) for one in sides.at_steps],
-                "gap_at_seconds": [asdict(one) for one in sides.at_seconds],
-                "crossings_seconds": [turn.seconds for turn in sides.turns[1:]],
                 "reached": None if sides.reached is None else asdict(sides.reached),
                 "departing": None if self.sent is None else asdict(self.sent),
                 "notes": self.notes,
@@ -92,9 +86,6 @@ class Twin:
         parts: list[Part] = [f"{self.title}. {self._verdict()}", self._forecasts()]
         spread = "spread: of the gap, over seeds" if sides.seeds > 1 else "of one seed no spread is known"
         parts += [f"held-out loss at equal steps; {spread}", self._rows_at_steps()]
-        if rows := sides.at_seconds:
-            parts += ["held-out loss at equal forecast seconds on these links", self._rows_at_seconds(rows)]
-        parts.append(self._crossing())
         if self.sent is not None:
             counted, forecast = bytes_text(self.sent.counted_bytes), bytes_text(self.sent.forecast_bytes)
             said = f"{name} sent {counted} a worker and step, counted; {forecast} were forecast"
@@ -130,35 +121,6 @@ class Twin:
     def _rows_at_steps(self) -> Table:
         rows = [(f"{one.at:.0f}", *_cells(one)) for one in self.sides.at_steps]
         return Table(("step", "exact", "twin", "gap", "spread"), rows, ())
-
-    def _rows_at_seconds(self, found: Sequence[Gap]) -> Table:
-        rows = []
-        for one in found:
-            steps = (f"{one.at / side.step_seconds:.0f}" for side in (self.sides.exact, self.sides.other))
-            rows.append((_seconds(one.at), *steps, *_cells(one)))
-        return Table(("after", "exact steps", "twin steps", "exact", "twin", "gap", "spread"), rows, ())
-
-    def _crossing(self) -> str:
-        """Who is ahead when, at equal seconds."""
-        sides = self.sides
-        if sides.trouble:
-            return "no crossing is looked for where a loss is not finite"
-        end, turns = sides.end_seconds, sides.turns
-        if not turns:
-            return f"at equal seconds the gap is 0 throughout, to {_seconds(end)}"
-        return f"at equal seconds the twin is {', '.join(_told(turns, end))}"
-
-
-def _told(turns: Sequence[Turn], end: float) -> Iterator[str]:
-    if len(turns) == 1:
-        yield f"{AHEAD[turns[0].is_ahead]} throughout, from {_seconds(turns[0].seconds)} to {_seconds(end)}"
-        return
-    if len(turns) > MANY:
-        yield f"now ahead, now behind: the curves cross {len(turns) - 1} times, last at {_seconds(turns[-1].seconds)}"
-        turns = turns[-1:]
-    for one, after in pairwise(turns):
-        yield f"{AHEAD[one.is_ahead]} until the curves cross at {_seconds(after.seconds)}"
-    yield f"then {AHEAD[turns[-1].is_ahead]} to {_seconds(end)}"
 
 
 def _plain(thing: Any) -> Any:
