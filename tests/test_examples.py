@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -48,18 +49,25 @@ def test_a_script_trains_on_two_ranks(crew, tmp_path, script, least, most):
     assert again == (0.0 if script == "transformer" else pytest.approx(first, abs=0.1))
 
 
-def served(rank, workers, folder):
+def ended(rank, workers, script, folder):
+    """What the script's main returns, in a folder of its own."""
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return load(EXAMPLES / "cut_and_serve.py").main()
+        return load(EXAMPLES / script).main()
     finally:
         os.chdir(before)
 
 
 def test_a_cut_net_reads_digits_on_two_ranks(crew, tmp_path):
-    first, other = crew(2).run(served, str(tmp_path))
+    first, other = crew(2).run(ended, "cut_and_serve.py", str(tmp_path))
     assert first > 0.85 and other == 0 and (tmp_path / "shards" / "index.json").exists()
+
+
+def test_a_cut_transformer_sorts_digits_on_four_ranks_and_then_in_one_process(crew, tmp_path):
+    first, *others = crew(4).run(ended, "tensor_parallel.py", str(tmp_path))
+    assert first > 0.9 and others == [0, 0, 0]
+    assert set(torch.load(tmp_path / "sorter.pt")) == {"model", "optimizer"}
 
 
 def test_a_solver_and_its_training_run_side_by_side(tmp_path, monkeypatch):

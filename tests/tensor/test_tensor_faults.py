@@ -11,7 +11,7 @@ from test_tensor_ways import WORLDS
 from torch.nn import functional as F
 
 from armillary.tensor import linear, norms, ring
-from armillary.tensor.collectives import SumForward
+from armillary.tensor.collectives import sum_forward
 from armillary.tensor.groups import ParameterCut
 
 
@@ -22,7 +22,7 @@ def mean_over_all_ranks(part):
 
 
 def bias_in_every_term(self, x):
-    return linear.marked_cut(SumForward.apply(F.linear(x, self.weight, self.bias), self._axis), False)
+    return linear.marked_cut(sum_forward(F.linear(x, self.weight, self.bias), self._axis), False)
 
 
 def with_local_logsum(backward):

@@ -5,11 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cut_models import MODELS, ROLES, Own, adam, batch, largest, loss, made, trained, truth
+from cut_models import MODELS, ROLES, Block, Own, adam, batch, largest, loss, made, trained, truth
 from test_tensor_faults import bias_in_every_term
+from test_tensor_refusals import OnItsOwn
 from test_tensor_ways import WORLDS
 
 from armillary import Link, Topology, tensor
+from armillary.facts.live_bytes import LiveBytes
 from armillary.tensor import linear
 
 
@@ -89,6 +91,55 @@ def test_links_and_memory_choose_the_mesh(crew):
         taken = next(row for row in one.prices if (row.way, dict(row.mesh), row.fsdp) == (one.way, one.mesh, one.fsdp))
         assert one.memory_bytes is None or taken.held_bytes <= one.memory_bytes
         assert one.memory_bytes is not None or taken.seconds <= 1.02 * cheapest.seconds
+
+
+def held(rank, world, name):
+    """By mesh: what the plan foresees, and the most there were of tensors in a step with Adam's state."""
+    _, plan = planned(name, world)
+    found = {}
+    for row in (one for one in plan.prices if not one.fsdp):
+        part = tensor.cut(made(name)[0], plan.choosing(row.way, row.mesh))
+        for parameter in part.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        live = LiveBytes()
+        with live:
+            live.mark()
+            loss(part.model, batch(0, 0, samples=8 // part.replicas, tokens=8)).backward()
+        state = 4 * sum(one.nbytes for one in part.model.parameters())
+        found[row.name] = row.held_bytes, state + live.added_bytes
+        part.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["own", "torch's"])
+def test_memory_is_foreseen_as_it_is_held(crew, name):
+    found = crew(8).run(held, name)[0]
+    assert {"2d", "2.5d", "3d", "data", "columns_rows", "heads", "ring"} == {row.partition(" ")[0] for row in found}
+    off = {row: foreseen / seen for row, (foreseen, seen) in found.items()}
+    assert all(0.9 < one < 1.1 for one in off.values()), off
+
+
+class ByValues(Block):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
+def impossible(rank, world):
+    torch.manual_seed(0)
+    mixed, given = Own(), batch(0, 0, samples=8, tokens=8)
+    mixed.blocks[1] = OnItsOwn()
+    plan = tensor.plan(mixed, given, loss, region="blocks", topology=links(world, 1e8))
+    mixed.blocks[1] = ByValues()
+    with pytest.raises(ValueError, match=r"give tensor\.cut a way and a mesh of your own") as raised:
+        tensor.plan(mixed, given, loss, region="blocks", topology=links(world, 1e8))
+    return dict(plan.left_out), str(plan), str(raised.value)
+
+
+def test_what_the_model_does_not_allow_is_left_out_and_said(crew):
+    for left_out, said, by_values in crew(4).run(impossible):
+        assert set(left_out) == {"2d (row 2, column 2)"} and "layer_norm inside region 'blocks'" in said
+        assert "Not possible: 2d (row 2, column 2): tensor: layer_norm" in said
+        assert "no mesh can be priced (" in by_values
 
 
 def refused(rank, world):

@@ -7,9 +7,9 @@ optimizer = torch.optim.AdamW(part.model.parameters())
 """
 
 from armillary.tensor.cut import cut
+from armillary.tensor.mesh_plan import MeshPlan, MeshPrice
 from armillary.tensor.part import Part
-from armillary.tensor.plan import MeshPlan, plan
-from armillary.tensor.price import MeshPrice
+from armillary.tensor.plan import plan
 from armillary.tensor.verify import CutVerdict, verify
 
 __all__ = ["CutVerdict", "MeshPlan", "MeshPrice", "Part", "cut", "plan", "verify"]

@@ -9,29 +9,18 @@ and values go round (`ring.py`).
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from armillary.tensor.collectives import AllToAllBoth, applied
-from armillary.tensor.groups import TensorMesh
+from armillary.tensor.collectives import applied, crossed
+from armillary.tensor.groups import MeshAxis
+from armillary.tensor.region import Region, padded
 from armillary.tensor.ring import RingAttention, RingCall
-from armillary.tensor.ways import CutWay
 
-__all__ = ["AttentionCall", "CutAttention", "RegionState", "attend", "padded"]
-
-
-class RegionState(Protocol):
-    """What a region knows of the activation that is inside."""
-
-    way: CutWay
-    mesh: TensorMesh
-    samples: int
-    tokens: int
-
-    def seeded(self, device: torch.device, is_whole: bool) -> Any: ...
+__all__ = ["AttentionCall", "CutAttention", "attend"]
 
 
 class CutAttention(nn.MultiheadAttention):
@@ -69,25 +58,12 @@ def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor
     """One mask as scaled_dot_product_attention takes it, where nn.MultiheadAttention's say True for what is hidden."""
     masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
     given = [one for one in masks if one is not None]
-    if all(one.dtype == torch.bool for one in given):
-        hidden = [~one for one in given]
-        return None if not hidden else hidden[0] if len(hidden) == 1 else hidden[0] & hidden[1]
-    kind = next(one.dtype for one in given if one.dtype != torch.bool)
+    kind = next((one.dtype for one in given if one.dtype != torch.bool), torch.get_default_dtype())
     added = [
         torch.zeros_like(one, dtype=kind).masked_fill(one, float("-inf")) if one.dtype == torch.bool else one
         for one in given
     ]
-    return added[0] if len(added) == 1 else added[0] + added[1]
-
-
-def padded(x: Tensor, dim: int, length: int, with_zeros: bool = False) -> Tensor:
-    """Grown to `length` along `dim` by copies of its last piece, whose values do no harm, or by zeros."""
-    lacking = length - x.shape[dim]
-    if not lacking:
-        return x
-    last = x.narrow(dim, x.shape[dim] - 1, 1)
-    more = last.expand(*(lacking if one == dim % x.dim() else -1 for one in range(x.dim())))
-    return torch.cat([x, torch.zeros_like(more) if with_zeros else more], dim)
+    return None if not added else added[0] if len(added) == 1 else added[0] + added[1]
 
 
 @dataclass(frozen=True)
@@ -108,7 +84,7 @@ class AttentionCall:
         return attention(self.query, self.key, self.value, self.attn_mask, **options)
 
 
-def attend(seen: RegionState, attention: Callable[..., Tensor], call: AttentionCall) -> Tensor:
+def attend(seen: Region, attention: Callable[..., Tensor], call: AttentionCall) -> Tensor:
     """The call, for what is inside the region.
 
     Raises:
@@ -124,7 +100,7 @@ def attend(seen: RegionState, attention: Callable[..., Tensor], call: AttentionC
         return replace(call, attn_mask=mask).by(attention)
 
 
-def _by_heads(seen: RegionState, attention: Callable[..., Tensor], call: AttentionCall) -> Tensor:
+def _by_heads(seen: Region, attention: Callable[..., Tensor], call: AttentionCall) -> Tensor:
     axis = seen.mesh.axes[seen.way.tokens[0]]
     pieces = (call.query, call.key, call.value)
     for one in pieces:
@@ -133,14 +109,18 @@ def _by_heads(seen: RegionState, attention: Callable[..., Tensor], call: Attenti
                 f"tensor: {one.shape[-3]} heads are not divisible by {axis.size} ranks along {axis.name!r}; want as "
                 'many ranks as divide them, or way="ring"'
             )
-    q, k, v = (applied(AllToAllBoth, one, axis, -3, -2)[..., : seen.tokens, :] for one in pieces)
+    q, k, v = (_redistributed(one, axis, -3, -2)[..., : seen.tokens, :] for one in pieces)
     mask = _mask_piece(seen, call.attn_mask, (), seen.way.tokens, q)
     out = replace(call, query=q, key=k, value=v, attn_mask=mask).by(attention)
-    whole: Tensor = applied(AllToAllBoth, padded(out, -2, call.query.shape[-2] * axis.size), axis, -2, -3)
-    return whole
+    return _redistributed(padded(out, -2, call.query.shape[-2] * axis.size), axis, -2, -3)
 
 
-def _in_a_ring(seen: RegionState, call: AttentionCall) -> Tensor:
+def _redistributed(x: Tensor, axis: MeshAxis, split: int, into: int) -> Tensor:
+    """From pieces along `into` to pieces along `split`, and back."""
+    return crossed(x, lambda x: axis.all_to_all(x, split, into), lambda dy: axis.all_to_all(dy, into, split))
+
+
+def _in_a_ring(seen: Region, call: AttentionCall) -> Tensor:
     q, k, v, mask = call.query, call.key, call.value, call.attn_mask
     if call.dropout_p or (mask is not None and mask.requires_grad):
         raise ValueError(
@@ -151,12 +131,11 @@ def _in_a_ring(seen: RegionState, call: AttentionCall) -> Tensor:
         k, v = (one.repeat_interleave(sharing, -3) for one in (k, v))
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     axis = seen.mesh.axes[seen.way.tokens[0]]
-    out: Tensor = applied(RingAttention, q, k, v, RingCall(axis, seen.tokens, call.is_causal, scale, mask))
-    return out
+    return applied(RingAttention, q, k, v, RingCall(axis, seen.tokens, call.is_causal, scale, mask))
 
 
 def _mask_piece(
-    seen: RegionState, mask: Tensor | None, rows: tuple[str, ...], heads: tuple[str, ...], query: Tensor
+    seen: Region, mask: Tensor | None, rows: tuple[str, ...], heads: tuple[str, ...], query: Tensor
 ) -> Tensor | None:
     """What of a mask of the whole activation is for this rank's samples and heads."""
     if mask is None or mask.dim() < 4:

@@ -1,15 +1,16 @@
 """Collectives with a gradient: what one does in forward, and another in backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from armillary.tensor.groups import MeshAxis
 
-__all__ = ["AllToAllBoth", "SumBackward", "SumBoth", "SumForward", "SumTogether", "applied"]
+__all__ = ["applied", "crossed", "own_gradient", "sum_backward", "sum_both", "sum_forward"]
+
+Crossing = Callable[[Tensor], Tensor]
 
 
 def applied(function: type[Function], *given: Any) -> Tensor:
@@ -18,71 +19,47 @@ def applied(function: type[Function], *given: Any) -> Tensor:
     return found
 
 
-class SumBackward(Function):
+class _Crossed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Crossing, back: Crossing) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.back(dy), None, None
+
+
+def crossed(x: Tensor, there: Crossing, back: Crossing) -> Tensor:
+    """there(x), whose gradient goes through `back`."""
+    return applied(_Crossed, x, there, back)
+
+
+def sum_backward(x: Tensor, axes: Sequence[MeshAxis]) -> Tensor:
     """Alike on all ranks, used by each in its own way: gradients are summed over the axes."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: Sequence[MeshAxis]) -> Tensor:
-        ctx.axes = axes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        for axis in ctx.axes:
+    def summed(dy: Tensor) -> Tensor:
+        for axis in axes:
             dy = axis.sum(dy)
-        return dy, None
+        return dy
+
+    return crossed(x, _same, summed)
 
 
-class SumTogether(Function):
-    """As `SumBackward`, for several of one shape by one sum. Each gradient is a tensor of its own: whoever changes one
-    in place must not be seen to change another."""
-
-    @staticmethod
-    def forward(ctx: Any, axes: Sequence[MeshAxis], *several: Tensor) -> Any:
-        ctx.axes = axes
-        return tuple(x.view_as(x) for x in several)
-
-    @staticmethod
-    def backward(ctx: Any, *several: Tensor) -> Any:
-        summed = torch.stack(several)
-        for axis in ctx.axes:
-            summed = axis.sum(summed)
-        return None, *(one.clone() for one in summed.unbind())
-
-
-class SumForward(Function):
+def sum_forward(x: Tensor, axis: MeshAxis) -> Tensor:
     """A partial sum on each rank, the sum on all, used alike by each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        return axis.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy, None
+    return crossed(x, axis.sum, _same)
 
 
-class SumBoth(Function):
+def sum_both(x: Tensor, axis: MeshAxis) -> Tensor:
     """A partial sum on each rank, the sum on all, used by each in its own way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.axis.sum(dy), None
+    return crossed(x, axis.sum, axis.sum)
 
 
-class AllToAllBoth(Function):
-    """From pieces along `into` to pieces along `split`, and back."""
+def own_gradient(x: Tensor) -> Tensor:
+    """Alike, and its gradient is a tensor of its own: who changes one in place must not be seen to change another."""
+    return crossed(x, _same, Tensor.clone)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, split: int, into: int) -> Tensor:
-        ctx.axis, ctx.split, ctx.into = axis, split, into
-        return axis.all_to_all(x, split, into)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.axis.all_to_all(dy, ctx.into, ctx.split), None, None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -2,21 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from armillary.facts.marks import mark_model, marked
 from armillary.tensor.attention import CutAttention
 from armillary.tensor.groups import ParameterCut, TensorMesh, open_mesh, ranks
+from armillary.tensor.inside import enter_region
 from armillary.tensor.linear import ColumnLinear, GatheredLinear, Gathering, RowLinear
+from armillary.tensor.mesh_plan import MeshPlan
 from armillary.tensor.norms import CutLayerNorm, CutRMSNorm
 from armillary.tensor.part import Leaf, Part
-from armillary.tensor.region import Region, enter_region
+from armillary.tensor.region import Region
 from armillary.tensor.roles import FUSED, WHOLE, role_of
 from armillary.tensor.ways import WAYS, CutWay, pieces
 
-__all__ = ["Examined", "cut", "examined"]
+__all__ = ["Examined", "carry_out", "cut", "examined"]
 
 MARK = (
     "is cut by armillary.tensor, so all ranks of a replica must make the same passes; leave out batches and loss, and "
@@ -24,22 +26,9 @@ MARK = (
 )
 
 
-class PlannedCut(Protocol):
-    """What `cut` asks of a plan."""
-
-    @property
-    def region(self) -> str: ...
-    @property
-    def way(self) -> str: ...
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-    @property
-    def roles(self) -> Mapping[str, str]: ...
-
-
 def cut(
     model: nn.Module,
-    plan: PlannedCut | None = None,
+    plan: MeshPlan | None = None,
     *,
     region: str = "",
     way: str = "",
@@ -66,29 +55,35 @@ def cut(
     if plan is not None:
         region, way, mesh, roles = plan.region, plan.way, plan.mesh, plan.roles
     sizes = _sizes(way, mesh or {})
-    region_of = examined(model, region, way, sizes, roles or {})
+    found = examined(model, region, way, sizes, roles or {})
     opened = open_mesh(sizes, next(model.parameters()).device.type)
-    if not WAYS[way].axes:
-        return Part(model, opened, way, {}, {})
-    inside = Region(region, WAYS[way], opened, region_of.rows_dim, _draws(model))
+    return Part(model, opened, way, found.roles, carry_out(model, found, way, opened))
+
+
+def carry_out(model: nn.Module, found: "Examined", way: str, mesh: TensorMesh) -> dict[str, Leaf]:
+    """Cuts what was examined, in place."""
     leaves = dict[str, Leaf]()
-    for path, attention in region_of.attentions.items():
+    if not WAYS[way].axes:
+        return leaves
+    inside = Region(found.region, WAYS[way], mesh, found.rows_dim, _draws(model))
+    for path, attention in found.attentions.items():
         _cut_attention(path, attention, leaves)
     modules = dict(model.named_modules())
-    for path, role in region_of.all_roles.items():
+    for path, role in found.all_roles.items():
         _cut_linear(path, modules[path], role, inside, leaves)
-    for path in region_of.norms:
+    for path in found.norms:
         _cut_norm(path, modules[path], inside, leaves)
-    enter_region(inside, model, region_of.chain)
-    for module in (model, *region_of.chain.values()):
+    enter_region(inside, found.chain)
+    for module in (model, *found.chain.values()):
         mark_model(module, MARK, needs_alike_passes=True)
-    return Part(model, opened, way, region_of.roles, leaves)
+    return leaves
 
 
 @dataclass(frozen=True)
 class Examined:
     """What is in a region. roles: of linear layers outside nn.MultiheadAttention."""
 
+    region: str
     chain: dict[str, nn.Module]
     roles: dict[str, str]
     attentions: dict[str, nn.MultiheadAttention]
@@ -111,7 +106,7 @@ def examined(model: nn.Module, region: str, way: str, sizes: Mapping[str, int], 
     if mark := marked(model):
         raise ValueError(f"tensor.cut: the model {mark}")
     chain = _chain(model, region)
-    found = Examined(chain, {}, {}, [], _rows_dim(chain))
+    found = Examined(region, chain, {}, {}, [], _rows_dim(chain))
     for path, one in chain.items():
         _look(path, one, found, WAYS[way], roles)
     if complaint := next(_complaints(model, found, WAYS[way], sizes), ""):

@@ -1,14 +1,15 @@
 """The collectives of this room: the only file here that calls torch.distributed, or holds a group.
 
-A mesh has named axes, the data axis first. An axis is the group of the ranks that differ along it alone. What each of
-its collectives sends is counted, so that a forecast can be laid beside it. A scatter-sum is an all-to-all and a local
-sum: gloo's own reduce-scatter is an all-reduce.
+A mesh has named axes, the data axis first. An axis is the group of the ranks that differ along it alone. What is asked
+of it is counted, so that a forecast can be laid beside it. The axes of a dry mesh send nothing: what comes back has the
+right shape, and they count. A scatter-sum is an all-to-all and a local sum: gloo's own reduce-scatter is an all-reduce.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,10 @@ __all__ = [
     "Later",
     "MeshAxis",
     "ParameterCut",
+    "Request",
     "TensorMesh",
+    "by_rank_0",
+    "dry_mesh",
     "is_rank_0",
     "like",
     "local_norms",
@@ -31,6 +35,26 @@ __all__ = [
 ]
 
 Later = Callable[[], Tensor]  # waits for what is under way
+T = TypeVar("T")
+
+
+class Request(NamedTuple):
+    """A collective, and the bytes that each rank gives to it."""
+
+    kind: str
+    given_bytes: float
+
+    def sent_bytes(self, ranks: int) -> float:
+        """That each of so many ranks sends."""
+        return SENDS[self.kind](ranks) * self.given_bytes
+
+
+SENDS: Mapping[str, Callable[[int], float]] = {
+    "AllReduce": lambda n: 2 * (n - 1) / n,
+    "AllGather": lambda n: n - 1,
+    "AllToAll": lambda n: (n - 1) / n,
+    "Shift": lambda n: 1,
+}
 
 
 def ranks() -> int:
@@ -42,24 +66,23 @@ def is_rank_0() -> bool:
     return dist.get_rank() == 0
 
 
-def _later(work: Any, found: Later) -> Later:
-    def ended() -> Tensor:
-        work.wait()
-        return found()
-
-    return ended
-
-
 class MeshAxis:
-    """One axis of a mesh, as this rank sees it. Copies of a model share it."""
+    """One axis of a mesh, as this rank sees it. Copies of a model share it.
 
-    def __init__(self, name: str, group: Any) -> None:
-        self.name, self.group = name, group
-        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self.sent_bytes = 0.0
+    Args:
+        group: None where nothing is sent.
+    """
+
+    def __init__(self, name: str, size: int, index: int, group: Any) -> None:
+        self.name, self.size, self.index, self.group = name, size, index, group
+        self.requests = Counter[Request]()
 
     def __deepcopy__(self, memo: Any) -> "MeshAxis":
         return self
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(times * one.sent_bytes(self.size) for one, times in self.requests.items())
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce; a new tensor."""
@@ -78,8 +101,7 @@ class MeshAxis:
         x = x.detach().clone(memory_format=torch.contiguous_format)
         if self.size == 1:
             return lambda: x
-        self._count(2 * (self.size - 1) / self.size, x)
-        return _later(dist.all_reduce(x, group=self.group, async_op=True), lambda: x)
+        return _later(self._asked("AllReduce", x, dist.all_reduce, x), lambda: x)
 
     def gathering(self, x: Tensor, dim: int) -> Later:
         """As `gather`, under way until it is asked for."""
@@ -87,8 +109,7 @@ class MeshAxis:
             return lambda: x
         x = x.detach().contiguous()
         found = [torch.empty_like(x) for _ in range(self.size)]
-        self._count(self.size - 1, x)
-        return _later(dist.all_gather(found, x, group=self.group, async_op=True), lambda: torch.cat(found, dim))
+        return _later(self._asked("AllGather", x, dist.all_gather, found, x), lambda: torch.cat(found, dim))
 
     def scatter_summing(self, x: Tensor, dim: int) -> Later:
         """This rank's piece, along `dim`, of the sum; under way until it is asked for."""
@@ -100,14 +121,15 @@ class MeshAxis:
     def shift(self, x: Tensor) -> Tensor:
         """What the rank before sent; this rank's goes to the next."""
         x, found = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        at = dist.get_process_group_ranks(self.group)
-        after, before = at[(self.index + 1) % self.size], at[self.index - 1]
-        self._count(1, x)
-        arriving = dist.irecv(found, before, group=self.group)  # first: gloo moves nothing before it is asked for
-        leaving = dist.isend(x, after, group=self.group)
-        for one in (leaving, arriving):
-            if one is not None:
-                one.wait()
+        self._count("Shift", x)
+        if self.group is not None:
+            at = dist.get_process_group_ranks(self.group)
+            after, before = at[(self.index + 1) % self.size], at[self.index - 1]
+            arriving = dist.irecv(found, before, group=self.group)  # first: gloo moves nothing before it is asked for
+            leaving = dist.isend(x, after, group=self.group)
+            for one in (leaving, arriving):
+                if one is not None:
+                    one.wait()
         return found
 
     def everyones(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -120,12 +142,24 @@ class MeshAxis:
     def _exchanging(self, x: Tensor, dim: int) -> Later:
         leaving = torch.stack(x.detach().chunk(self.size, dim))
         arriving = torch.empty_like(leaving)
-        self._count((self.size - 1) / self.size, leaving)
-        work = dist.all_to_all_single(arriving, leaving, group=self.group, async_op=True)
-        return _later(work, lambda: arriving)
+        return _later(self._asked("AllToAll", leaving, dist.all_to_all_single, arriving, leaving), lambda: arriving)
 
-    def _count(self, times: float, x: Tensor) -> None:
-        self.sent_bytes += times * x.numel() * x.element_size()
+    def _asked(self, kind: str, given: Tensor, collective: Callable[..., Any], *tensors: Any) -> Any:
+        """The work under way; None where nothing is sent."""
+        self._count(kind, given)
+        return None if self.group is None else collective(*tensors, group=self.group, async_op=True)
+
+    def _count(self, kind: str, given: Tensor) -> None:
+        self.requests[Request(kind, given.numel() * given.element_size())] += 1
+
+
+def _later(work: Any, found: Later) -> Later:
+    def ended() -> Tensor:
+        if work is not None:
+            work.wait()
+        return found()
+
+    return ended
 
 
 @dataclass(frozen=True)
@@ -145,15 +179,22 @@ class ParameterCut:
 
 
 class TensorMesh:
-    """The axes of this rank by name, and torch's DeviceMesh behind them."""
+    """The axes of this rank by name, and torch's DeviceMesh behind them; None where nothing is sent."""
 
-    def __init__(self, device_mesh: Any) -> None:
-        names = device_mesh.mesh_dim_names
-        self.device_mesh = device_mesh
-        self.axes = {name: MeshAxis(name, device_mesh[name].get_group()) for name in names}
+    def __init__(self, axes: Sequence[MeshAxis], device_mesh: Any = None) -> None:
+        self.axes, self.device_mesh = {axis.name: axis for axis in axes}, device_mesh
 
     def __deepcopy__(self, memo: Any) -> "TensorMesh":
         return self
+
+    @property
+    def is_dry(self) -> bool:
+        return self.device_mesh is None
+
+    @property
+    def sent_bytes(self) -> float:
+        """By this rank, by all collectives of all axes so far."""
+        return sum(axis.sent_bytes for axis in self.axes.values())
 
     def close(self) -> None:
         for axis in self.axes.values():
@@ -183,33 +224,54 @@ class TensorMesh:
 
     def local(self, whole: Tensor, placement: ParameterCut) -> Tensor:
         """This rank's piece of a parameter; a copy."""
-        x = whole.unflatten(0, (placement.fused, -1)) if whole.dim() else whole
-        for dim, names in enumerate(placement.cuts):
-            x = self.piece(x, names, dim + 1)
-        return x.flatten(0, 1).clone() if whole.dim() else x.clone()
+        return self._by_dimension(self.piece, whole, placement).clone()
 
     def whole(self, local: Tensor, placement: ParameterCut) -> Tensor:
         """Collective: the parameter on every rank."""
-        x = local.unflatten(0, (placement.fused, -1)) if local.dim() else local
-        for dim, names in enumerate(placement.cuts):
-            x = self.joined(x, names, dim + 1)
-        return x.flatten(0, 1) if local.dim() else x
+        return self._by_dimension(self.joined, local, placement)
 
-    @property
-    def sent_bytes(self) -> float:
-        """By this rank, by all collectives of all axes so far."""
-        return sum(axis.sent_bytes for axis in self.axes.values())
+    def _by_dimension(self, made: Callable[..., Tensor], x: Tensor, placement: ParameterCut) -> Tensor:
+        if not x.dim():
+            return x
+        x = x.unflatten(0, (placement.fused, -1))
+        for dim, names in enumerate(placement.cuts):
+            x = made(x, names, dim + 1)
+        return x.flatten(0, 1)
 
 
 def open_mesh(sizes: Mapping[str, int], device: str) -> TensorMesh:
     """Collective over all ranks of the job, whose number is the product of the sizes."""
-    return TensorMesh(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    groups = {name: mesh[name].get_group() for name in sizes}
+    return TensorMesh(
+        [MeshAxis(name, size, dist.get_rank(groups[name]), groups[name]) for name, size in sizes.items()], mesh
+    )
+
+
+def dry_mesh(sizes: Mapping[str, int]) -> TensorMesh:
+    """That of the first rank, which sends nothing."""
+    return TensorMesh([MeshAxis(name, size, 0, None) for name, size in sizes.items()])
 
 
 def shared(mine: Any) -> list[Any]:
     """Collective over the job: everyone's, by rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
+    return found
+
+
+def by_rank_0(work: Callable[[], T]) -> T:
+    """Collective over the job: what rank 0 makes, on every rank; so is what it raises."""
+    made: list[Any] = [None, None]
+    if is_rank_0():
+        try:
+            made[0] = work()
+        except Exception as error:
+            made[1] = error
+    dist.broadcast_object_list(made, 0)
+    if made[1] is not None:
+        raise made[1]
+    found: T = made[0]
     return found
 
 

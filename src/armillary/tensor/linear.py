@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from armillary.tensor.collectives import SumForward, applied
+from armillary.tensor.collectives import applied, sum_forward
 from armillary.tensor.groups import Later, MeshAxis
 
 __all__ = ["ColumnLinear", "GatheredLinear", "Gathering", "RowLinear", "is_cut", "marked_cut"]
@@ -48,7 +48,7 @@ class RowLinear(nn.Linear):
     _axis: MeshAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        y = marked_cut(applied(SumForward, functional.linear(x, self.weight), self._axis), False)
+        y = marked_cut(sum_forward(functional.linear(x, self.weight), self._axis), False)
         return y if self.bias is None else y + self.bias
 
 

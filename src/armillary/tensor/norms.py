@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from armillary.tensor.collectives import SumBackward, SumBoth, SumTogether, applied
+from armillary.tensor.collectives import own_gradient, sum_backward, sum_both
 from armillary.tensor.groups import MeshAxis
 
 __all__ = ["CutLayerNorm", "CutRMSNorm"]
@@ -17,15 +17,14 @@ class CutLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.normalized_shape[0]
-        x = x - applied(SumBoth, x.sum(-1, keepdim=True), self._features) / wide
-        variance = applied(SumBoth, x.square().sum(-1, keepdim=True), self._features) / wide
+        x = x - sum_both(x.sum(-1, keepdim=True), self._features) / wide
+        variance = sum_both(x.square().sum(-1, keepdim=True), self._features) / wide
         x = x * torch.rsqrt(variance + self.eps)
-        own = [one for one in (self.weight, self.bias) if one is not None]
+        own = [own_gradient(one) for one in (self.weight, self.bias) if one is not None]
         if not own:
             return x
-        weight, *bias = SumTogether.apply(self._alike, *own)  # type: ignore[no-untyped-call]
-        scaled: Tensor = x * weight
-        return scaled + bias[0] if bias else scaled
+        weight, *bias = sum_backward(torch.stack(own), self._alike).unbind()  # one sum of both gradients
+        return x * weight + bias[0] if bias else x * weight
 
 
 class CutRMSNorm(nn.RMSNorm):
@@ -36,6 +35,6 @@ class CutRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        square = applied(SumBoth, x.square().sum(-1, keepdim=True), self._features) / self.normalized_shape[0]
+        square = sum_both(x.square().sum(-1, keepdim=True), self._features) / self.normalized_shape[0]
         x = x * torch.rsqrt(square + eps)
-        return x if self.weight is None else x * applied(SumBackward, self.weight, self._alike)
+        return x if self.weight is None else x * sum_backward(self.weight, self._alike)

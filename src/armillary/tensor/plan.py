@@ -1,96 +1,31 @@
 """Chooses way and mesh by price: every factorisation of the ranks, with FSDP2 on the data axis or without."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from armillary.facts.topology import Topology
-from armillary.tensor.cut import examined
-from armillary.tensor.groups import is_rank_0, ranks, shared
-from armillary.tensor.inventory import Inventory, LinearSeen, looked_at, samples_of, share_of, slowest
-from armillary.tensor.price import MeshPrice, StepAsked, priced
-from armillary.tensor.ways import WAYS, pieces
+from armillary.tensor.cut import Examined, examined
+from armillary.tensor.dry_run import FakeCalls, dry_run, fake_calls
+from armillary.tensor.groups import by_rank_0, is_rank_0, ranks, shared
+from armillary.tensor.inventory import Inventory, looked_at, samples_of, share_of, slowest
+from armillary.tensor.mesh_plan import MeshPlan, MeshPrice, named
+from armillary.tensor.price import StepAsked, priced
+from armillary.tensor.ways import WAYS
 
-__all__ = ["MeshPlan", "plan"]
+__all__ = ["plan"]
 
-FORMAT = 1
+Loss = Callable[[nn.Module, Any], Tensor]
+
 ALIKE, MOST_ALIKE = 0.02, 0.05  # prices within as much are one price, or within the links' scatter up to the second
-
-
-@dataclass(frozen=True)
-class MeshPlan:
-    """Where and how a model is cut; `tensor.cut(model, plan)` carries it out. `choosing` gives another of its rows.
-
-    Args of note:
-        fsdp: whether the data axis is to be FSDP2's: `fully_shard(..., mesh=part.mesh["data"])`.
-        samples: of a whole step. prices: of all meshes, the cheapest first. inventory: what they were priced from.
-    """
-
-    region: str
-    way: str
-    mesh: Mapping[str, int]
-    fsdp: bool
-    roles: Mapping[str, str]
-    samples: int
-    memory_bytes: int | None
-    prices: tuple[MeshPrice, ...]
-    inventory: Inventory
-
-    def __str__(self) -> str:
-        lines = [
-            f"tensor: region {self.region!r}, {self.samples} samples a step; taken: {_named(self)}",
-            "| mesh | ms a step | compute | tensor axes | data axis | MB sent | MB held | fits |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for one in self.prices:
-            milliseconds = " | ".join(
-                f"{1e3 * seconds:.1f}"
-                for seconds in (one.seconds, one.compute_seconds, one.tensor_seconds, one.data_seconds)
-            )
-            fits = "yes" if _fits(one, self.memory_bytes) else "no"
-            lines.append(
-                f"| {_named(one)} | {milliseconds} | {one.sent_bytes / 1e6:.1f} | {one.held_bytes / 1e6:.1f} | {fits} |"
-            )
-        plain = [one for one in self.prices if one.way == "data" and _fits(one, self.memory_bytes)]
-        if self.way == "data":
-            lines.append("Plain data parallelism wins here.")
-        elif plain:
-            times = plain[0].seconds / min(one.seconds for one in self.prices if _is(one, self))
-            lines.append(f"The cheapest data parallelism would take {times:.2f} times as long.")
-        return "\n".join(lines)
-
-    def choosing(self, way: str, mesh: Mapping[str, int], *, fsdp: bool = False) -> "MeshPlan":
-        """The same with another mesh."""
-        return replace(self, way=way, mesh={"data": 1, **mesh}, fsdp=fsdp)
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> "MeshPlan":
-        """
-        Raises:
-            ValueError: another format. TypeError, KeyError: the text is JSON, but of no plan.
-        """
-        fields = json.loads(text)
-        if fields.pop("format", None) != FORMAT:
-            raise ValueError(f'tensor: want a plan of "format": {FORMAT}; plan again')
-        seen = fields["inventory"]
-        seen["linears"] = tuple(LinearSeen(**one) for one in seen["linears"])
-        seen["norms"] = {path: tuple(one) for path, one in seen["norms"].items()}
-        seen["region_numbers"] = tuple(seen["region_numbers"])
-        fields["inventory"] = Inventory(**seen)
-        fields["prices"] = tuple(MeshPrice(**one) for one in fields["prices"])
-        return cls(**fields)
 
 
 def plan(
     model: nn.Module,
     batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor],
+    loss: Loss,
     *,
     region: str,
     topology: Topology,
@@ -113,49 +48,69 @@ def plan(
     Raises:
         ValueError: nothing can be cut, or nothing fits.
     """
-    many = ranks()
+    many, roles = ranks(), dict(roles or {})
     if topology.workers != many:
         raise ValueError(f"tensor.plan: the topology has {topology.workers} ranks, the job {many}; measure again")
     samples = samples_of(batch)
-    found = examined(model, region, "columns_rows", {"tensor": 1}, roles or {})
-    looked = looked_at(model, found.chain, share_of(batch, 0, max(1, samples // many)), loss, found.rows_dim)
+    found = examined(model, region, "columns_rows", {"tensor": 1}, roles)
+    looked = looked_at(model, found.chain, share_of(batch, max(1, samples // many)), loss, found.rows_dim)
     told = shared((looked, topology))
     seen, asked = slowest([one for one, _ in told]), StepAsked(samples, told[0][1], optimizer_slots)
-    prices = sorted(_all(model, region, roles or {}, seen, asked), key=lambda one: one.seconds)
-    fitting = [one for one in prices if _fits(one, memory_bytes)]
-    if not fitting:
-        least = min(prices, key=lambda one: one.held_bytes)
-        raise ValueError(
-            f"tensor.plan: no mesh fits {memory_bytes} bytes; the least, {_named(least)}, holds "
-            f"{least.held_bytes:.0f}; take smaller batches, or more ranks"
-        )
-    near = fitting[0].seconds * (1 + min(max(ALIKE, asked.topology.scatter), MOST_ALIKE))
-    taken = min((one for one in fitting if one.seconds <= near), key=lambda one: one.held_bytes)
-    made = MeshPlan(
-        region, taken.way, taken.mesh, taken.fsdp, dict(roles or {}), asked.samples, memory_bytes, tuple(prices), seen
-    )
+    prices, left_out = by_rank_0(lambda: _all(model, found, batch, loss, roles, seen, asked))
+    made = MeshPlan(region, "data", {"data": many}, False, roles, samples, memory_bytes, prices, seen, left_out)
+    taken = _cheapest(made, max(ALIKE, min(asked.topology.scatter, MOST_ALIKE)))
+    made = made.choosing(taken.way, taken.mesh, fsdp=taken.fsdp)
     if is_rank_0():
         print(made)
     return made
 
 
+def _cheapest(found: MeshPlan, alike: float) -> MeshPrice:
+    """The row that holds least of those whose prices are as good as the lowest that fits.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not found.prices:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
+        raise ValueError(
+            f"tensor.plan: no mesh can be priced ({reasons}); give tensor.cut a way and a mesh of your own"
+        )
+    fitting = [one for one in found.prices if one.fits(found.memory_bytes)]
+    least = min(found.prices, key=lambda one: one.held_bytes)
+    if not fitting:
+        raise ValueError(
+            f"tensor.plan: no mesh fits {found.memory_bytes} bytes; the least, {least.name}, holds "
+            f"{least.held_bytes:.0f}; take smaller batches, or more ranks"
+        )
+    near = fitting[0].seconds * (1 + alike)
+    return min((one for one in fitting if one.seconds <= near), key=lambda one: one.held_bytes)
+
+
 def _all(
-    model: nn.Module, region: str, roles: Mapping[str, str], seen: Inventory, asked: StepAsked
-) -> Iterator[MeshPrice]:
-    """What can be cut, and has samples and tokens for all its pieces."""
+    model: nn.Module,
+    region: Examined,
+    batch: Any,
+    loss: Loss,
+    roles: Mapping[str, str],
+    seen: Inventory,
+    asked: StepAsked,
+) -> tuple[tuple[MeshPrice, ...], dict[str, str]]:
+    """The cheapest first; and what is not possible, with the reason."""
+    prices, left_out, calls = list[MeshPrice](), dict[str, str](), dict[int, FakeCalls]()
     for way, sizes in _meshes(ranks()):
-        if asked.samples % sizes["data"]:
+        data = sizes["data"]
+        if asked.samples % data:
             continue
+        if data not in calls:
+            calls[data] = fake_calls(model, region.chain, partial(loss, model, share_of(batch, asked.samples // data)))
         try:
-            found = examined(model, region, way, sizes, roles)
-        except ValueError:
+            dry = dry_run(model, region.region, way, sizes, roles, calls[data])
+        except (ValueError, RuntimeError) as error:
+            left_out[named(way, sizes)] = str(error).partition("\n")[0]
             continue
-        rule = WAYS[way]
-        is_short = asked.samples // sizes["data"] < pieces(sizes, rule.rows) or seen.tokens < pieces(sizes, rule.tokens)
-        if is_short or (rule.tokens and not seen.heads) or seen.heads % pieces(sizes, rule.cuts_heads):
-            continue
-        for fsdp in (False, True) if sizes["data"] > 1 else (False,):
-            yield priced(seen, way, sizes, found.all_roles, step=asked, fsdp=fsdp)
+        prices += [priced(seen, way, sizes, dry, asked, fsdp=fsdp) for fsdp in (False, True)[: 1 + (data > 1)]]
+    return tuple(sorted(prices, key=lambda one: one.seconds)), left_out
 
 
 def _meshes(many: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -176,16 +131,3 @@ def _meshes(many: int) -> Iterator[tuple[str, dict[str, int]]]:
                     depth, odd = divmod(left, q ** len(square))
                     if not odd and depth and (depth > 1) == ("depth" in rule.axes):
                         yield way, {"data": data, **{name: depth if name == "depth" else q for name in rule.axes}}
-
-
-def _fits(one: MeshPrice, memory_bytes: int | None) -> bool:
-    return memory_bytes is None or one.held_bytes <= memory_bytes
-
-
-def _is(one: MeshPrice, plan: MeshPlan) -> bool:
-    return (one.way, dict(one.mesh), one.fsdp) == (plan.way, dict(plan.mesh), plan.fsdp)
-
-
-def _named(one: MeshPlan | MeshPrice) -> str:
-    sizes = ", ".join(f"{name} {size}" for name, size in one.mesh.items() if size > 1)
-    return f"{one.way} ({sizes or 'one rank'}){' with FSDP2' if one.fsdp else ''}"

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from armillary.tensor.cut import cut, examined
-from armillary.tensor.groups import is_rank_0, shared
-from armillary.tensor.inventory import samples_of
-from armillary.tensor.plan import MeshPlan
-from armillary.tensor.price import forecast_bytes
+from armillary.tensor.dry_run import dry_run, fake_calls
+from armillary.tensor.groups import by_rank_0, is_rank_0, shared
+from armillary.tensor.mesh_plan import MeshPlan
 
 __all__ = ["CutVerdict", "verify"]
 
@@ -30,7 +29,7 @@ class CutVerdict:
 
     Args of note:
         gradients: how many were judged; none is no verdict. sent_bytes, forecast_bytes: of a rank's forward and
-            backward, in double precision, for samples as long as the plan's.
+            backward, in double precision.
     """
 
     loss: float
@@ -78,7 +77,9 @@ def verify(
     truth = copy.deepcopy(model).double().eval()
     true_loss = sum((loss(truth, one) for one in doubles), torch.zeros((), dtype=torch.float64)) / replicas
     true_loss.backward()
-    part = cut(copy.deepcopy(model).double().eval(), plan)
+    copied = copy.deepcopy(model).double().eval()
+    forecast = by_rank_0(lambda: _forecast_bytes(copied, doubles[0], loss, plan))
+    part = cut(copied, plan)
     before = part.sent_bytes
     mine = loss(part.model, doubles[part.data_rank])
     mine.backward()
@@ -92,14 +93,17 @@ def verify(
     where = max(apart, key=lambda name: apart[name], default="none")
     whole = float(true_loss.detach())
     loss_apart = abs(sum(dict(everyones).values()) / replicas - whole) / max(abs(whole), 1e-300)
-    roles = examined(model, plan.region, plan.way, plan.mesh, plan.roles).all_roles
-    forecast = forecast_bytes(plan.inventory, plan.way, plan.mesh, roles, samples_of(doubles[part.data_rank]))
-    forecast *= true_loss.element_size() / plan.inventory.number_bytes
     told = shared(CutVerdict(loss_apart, apart.get(where, 0.0), where, len(apart), sent, forecast))
     worst: CutVerdict = max(told, key=lambda one: max(one.loss, one.gradient))
     if is_rank_0():
         print(worst)
     return worst
+
+
+def _forecast_bytes(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], plan: MeshPlan) -> float:
+    chain = examined(model, plan.region, plan.way, plan.mesh, plan.roles).chain
+    calls = fake_calls(model, chain, lambda: loss(model, batch))
+    return dry_run(model, plan.region, plan.way, plan.mesh, plan.roles, calls).sent_bytes
 
 
 def _in_double(batch: Any) -> Any:
