@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 __all__ = [
+    "AxisRequest",
     "Later",
     "MeshAxis",
     "ParameterCut",
-    "Request",
     "TensorMesh",
     "by_rank_0",
     "dry_mesh",
@@ -38,7 +38,7 @@ Later = Callable[[], Tensor]  # waits for what is under way
 T = TypeVar("T")
 
 
-class Request(NamedTuple):
+class AxisRequest(NamedTuple):
     """A collective, and the bytes that each rank gives to it."""
 
     kind: str
@@ -75,7 +75,7 @@ class MeshAxis:
 
     def __init__(self, name: str, size: int, index: int, group: Any) -> None:
         self.name, self.size, self.index, self.group = name, size, index, group
-        self.requests = Counter[Request]()
+        self.requests = Counter[AxisRequest]()
 
     def __deepcopy__(self, memo: Any) -> "MeshAxis":
         return self
@@ -150,7 +150,7 @@ class MeshAxis:
         return None if self.group is None else collective(*tensors, group=self.group, async_op=True)
 
     def _count(self, kind: str, given: Tensor) -> None:
-        self.requests[Request(kind, given.numel() * given.element_size())] += 1
+        self.requests[AxisRequest(kind, given.numel() * given.element_size())] += 1
 
 
 def _later(work: Any, found: Later) -> Later:

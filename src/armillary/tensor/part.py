@@ -63,8 +63,7 @@ class Part:
         for name, parameter in self.model.named_parameters():
             if (gradient := parameter.grad) is not None:
                 gradients.append(gradient)
-                axes = self._leaves[name].placement.axes if name in self._leaves else frozenset[str]()
-                groups.setdefault((axes, type(gradient)), []).append(gradient)
+                groups.setdefault((self._leaf(name).placement.axes, type(gradient)), []).append(gradient)
         total = torch.zeros((), dtype=torch.float64)
         for (axes, _), those in groups.items():
             square = local_norms(those)
@@ -84,7 +83,7 @@ class Part:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 mean = data.sum(parameter.grad) / data.size
-                found[self._whole_name(name)] = self._whole(name, mean)
+                found[self._leaf(name).whole] = self._whole(name, mean)
         return found
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class Part:
             ValueError: a table is spread by row, or a state of the optimizer has another shape than its parameter.
         """
         self._refuse_tables()
-        model = {self._whole_name(name): self._whole(name, one) for name, one in self.model.state_dict().items()}
+        model = {self._leaf(name).whole: self._whole(name, one) for name, one in self.model.state_dict().items()}
         found: dict[str, Any] = {"model": model}
         if optimizer is not None:
             names, told = self._names(optimizer), optimizer.state_dict()
@@ -129,19 +128,19 @@ class Part:
                 "saved"
             )
         mine, given = self.model.state_dict(), state["model"]
-        wanted = {self._whole_name(name) for name in mine}
+        wanted = {self._leaf(name).whole for name in mine}
         if wanted != given.keys():
             raise ValueError(
                 f"tensor: the state lacks {sorted(wanted - given.keys())} and has {sorted(given.keys() - wanted)} more"
             )
         for name, one in mine.items():
-            whole, shape = given[self._whole_name(name)], self._whole_shape(name, one)
+            whole, shape = given[self._leaf(name).whole], self._whole_shape(name, one)
             if whole.shape != shape:
                 raise ValueError(
-                    f"tensor: {self._whole_name(name)} of the state is {tuple(whole.shape)}, the model wants "
+                    f"tensor: {self._leaf(name).whole} of the state is {tuple(whole.shape)}, the model wants "
                     f"{tuple(shape)}"
                 )
-        pieces = {name: self._piece(name, given[self._whole_name(name)]) for name in mine}
+        pieces = {name: self._piece(name, given[self._leaf(name).whole]) for name in mine}
         slots = self._slots_of(state["optimizer"], optimizer) if optimizer is not None else None
         with torch.no_grad():
             for name, one in pieces.items():
@@ -170,19 +169,17 @@ class Part:
             raise ValueError("tensor: the optimizer holds tensors that are not of the cut model; make it after the cut")
         return [names[one] for one in held]
 
-    def _whole_name(self, name: str) -> str:
-        return self._leaves[name].whole if name in self._leaves else name
+    def _leaf(self, name: str) -> Leaf:
+        return self._leaves.get(name, Leaf(name, ParameterCut(())))
 
     def _whole_shape(self, name: str, local: Tensor) -> torch.Size:
-        if name not in self._leaves:
-            return local.shape
-        cuts = self._leaves[name].placement.cuts
-        return torch.Size(size * self._mesh.pieces(names) for size, names in zip(local.shape, cuts, strict=True))
+        shape = list(local.shape)
+        for dim, names in enumerate(self._leaf(name).placement.cuts):
+            shape[dim] *= self._mesh.pieces(names)
+        return torch.Size(shape)
 
     def _whole(self, name: str, local: Tensor) -> Tensor:
-        local = plain(local.detach())
-        found = self._mesh.whole(local, self._leaves[name].placement) if name in self._leaves else local
-        return found.to("cpu", copy=True)
+        return self._mesh.whole(plain(local.detach()), self._leaf(name).placement).to("cpu", copy=True)
 
     def _whole_slot(self, name: str, key: str, one: Any) -> Any:
         if not isinstance(one, Tensor) or not one.dim():
@@ -195,7 +192,7 @@ class Part:
         return self._whole(name, one)
 
     def _piece(self, name: str, whole: Tensor) -> Tensor:
-        return self._mesh.local(whole, self._leaves[name].placement) if name in self._leaves else whole.clone()
+        return self._mesh.local(whole, self._leaf(name).placement)
 
     def _refuse_tables(self) -> None:
         for name, one in self.model.named_parameters():

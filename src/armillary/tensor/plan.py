@@ -38,7 +38,8 @@ def plan(
 
     Args:
         batch: of a whole step, all ranks together: tensors whose first dimension are samples. A few of them are passed
-            through the model, as many as each rank gets under data parallelism.
+            through the model and timed, as many as each rank gets under data parallelism. Rank 0 also makes a forward
+            for each size of the data axis, of which nothing is kept.
         loss: loss(model, batch) -> scalar mean.
         region, roles: as in `cut`.
         topology: what `armillary.measure()` found.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from armillary.facts.topology import Side, Topology
 from armillary.tensor.dry_run import DryRun
-from armillary.tensor.groups import Request
+from armillary.tensor.groups import AxisRequest
 from armillary.tensor.inventory import Inventory
 from armillary.tensor.mesh_plan import MeshPrice
 from armillary.tensor.ways import WAYS, pieces
@@ -52,7 +52,7 @@ def priced(
     return MeshPrice(way, dict(sizes), fsdp, compute + tensor + exposed, compute, tensor, exposed, dry.sent_bytes, held)
 
 
-def _seconds(topology: Topology, one: Request, axis: str, sizes: Mapping[str, int]) -> float:
+def _seconds(topology: Topology, one: AxisRequest, axis: str, sizes: Mapping[str, int]) -> float:
     n, names = sizes[axis], list(sizes)
     apart = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])  # ranks between neighbours
     side: Side = "inside" if topology.nodes == 1 or apart * n <= topology.workers_per_node else "between"
@@ -76,5 +76,5 @@ def _data_seconds(topology: Topology, sizes: Mapping[str, int], gradient_bytes: 
     if sizes["data"] == 1:
         return 0.0
     unit = gradient_bytes / max(units, 1)
-    asked = [Request("AllReduce", unit), *[Request("AllGather", unit / sizes["data"])] * (2 if units else 0)]
+    asked = [AxisRequest("AllReduce", unit), *[AxisRequest("AllGather", unit / sizes["data"])] * (2 if units else 0)]
     return max(units, 1) * sum(_seconds(topology, one, "data", sizes) for one in asked)
