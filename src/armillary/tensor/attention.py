@@ -46,7 +46,7 @@ class CutAttention(nn.MultiheadAttention):
         q, k, v = (one.transpose(1, 2) if self.batch_first else one.permute(1, 2, 0, 3) for one in (q, k, v))
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
-        mask = _merged(attn_mask, key_padding_mask)
+        mask = _merged(attn_mask, key_padding_mask, q.dtype)
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, options.get("is_causal", False) and mask is None
         )
@@ -54,11 +54,10 @@ class CutAttention(nn.MultiheadAttention):
         return self.out_proj(out), None
 
 
-def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """One mask as scaled_dot_product_attention takes it, where nn.MultiheadAttention's say True for what is hidden."""
+def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, kind: torch.dtype) -> Tensor | None:
+    """One mask to be added to the scores, where nn.MultiheadAttention's may say True for what is hidden."""
     masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
     given = [one for one in masks if one is not None]
-    kind = next((one.dtype for one in given if one.dtype != torch.bool), torch.get_default_dtype())
     added = [
         torch.zeros_like(one, dtype=kind).masked_fill(one, float("-inf")) if one.dtype == torch.bool else one
         for one in given
