@@ -342,7 +342,7 @@ def the_truth(schedule, coded, batches, exchange=None):
     if exchange is None:
         truth = Reference(stages, optimizer, table, difference)
     else:
-        truth = WorkersReference(stages, optimizer, table, difference, {})
+        truth = WorkersReference(stages, optimizer, table, difference)
         named = [dict(stage.named_parameters()) for stage in stages]
         truth.crossings = [Crossing(tuple(one), [*one.values()], codec_exchange(exchange), 2) for one in named]
     truth.edges = Edges(codes_of([coded]), 0, 2)

@@ -15,7 +15,7 @@ from armillary.runtime.cyclic.seat import Seat, in_a_row
 from armillary.runtime.cyclic.stage_sums import StageSums
 from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.versions import StageWeights, parameters_of
+from armillary.runtime.cyclic.versions import StageWeights
 from armillary.schedules import messages, relay
 from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.cyclic import cyclic
@@ -352,7 +352,7 @@ def test_a_schedule_that_is_too_fresh_cannot_be_made():
 def test_gradients_out_of_worker_order_are_refused():
     """The last worker's backward before the first one's: the sum would be another."""
     stages = stages_of(1)
-    means = StepMeans(0, parameters_of(as_stages(stages)[0]), micro_batches=2)
+    means = StepMeans(0, dict(as_stages(stages)[0].module.named_parameters()), micro_batches=2)
     with pytest.raises(RuntimeError, match="gradient of step 0, micro-batch 1 came when step 0, micro-batch 0 was due"):
         means.expect(0, 1)
 
@@ -360,7 +360,7 @@ def test_gradients_out_of_worker_order_are_refused():
 @pytest.mark.parametrize("other", [(3, 2), (3, 1), (2, 5)])
 def test_sums_of_their_own_are_refused_out_of_order_too(other):
     """Where several ranks run a stage, some of its micro-batches come to others; those here keep their order."""
-    means = StepMeans(0, parameters_of(as_stages(stages_of(1))[0]), micro_batches=1)
+    means = StepMeans(0, dict(as_stages(stages_of(1))[0].module.named_parameters()), micro_batches=1)
     for place in ((0, 1), (3, 0), (3, 2)):
         means.expect(*place)
     with pytest.raises(

@@ -59,7 +59,7 @@ def truth(workers, micro_batches=EACH, clip=None, model=net):
     optimizer = OPTIMIZERS["momentum"](stages.parameters())
     scheduler = drop(optimizer, 2)
     reference = WorkersReference(
-        list(stages), optimizer, accumulation(micro_batches, len(stages)), squared_error, {}, clip=clip
+        list(stages), optimizer, accumulation(micro_batches, len(stages)), squared_error, clip=clip
     )
     losses = []
     for batches in data(STEPS, workers * micro_batches):

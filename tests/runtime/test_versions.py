@@ -12,7 +12,7 @@ from armillary.runtime.cyclic.delayed_step import options_of
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.versions import StageWeights, parameters_of
+from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.partition.stages import Stage
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.corrections.error_feedback import error_feedback
@@ -25,7 +25,7 @@ def made(corrections=()):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     step = CorrectedStep(optimizer, cyclic(2, slack=2), 0, corrections)
     stage = Stage(0, module, {"weight": "weight"})
-    means = StepMeans(0, parameters_of(stage), 2)
+    means = StepMeans(0, dict(stage.module.named_parameters()), 2)
     return means, StageWeights(stage, step, means.keep), optimizer
 
 

@@ -40,12 +40,12 @@ NO_TIES = {}
 CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
-def lists(schedule, calls, clip=None, served=(), one_queue=True, lends=False, shares=False, buffered=(), ties=NO_TIES):
+def lists(schedule, calls, clip=None, one_queue=True, lends=False, shares=False, buffered=(), ties=NO_TIES):
     """What every rank is to do for these calls: a letter each for a step, settling and draining."""
     found, ranks = [], Sharing(schedule) if shares else range(schedule.workers)
     for rank in range(ranks.devices) if shares else ranks:
         wires = Wires(one_queue, lends=lends, buffered=buffered, ties=ties)
-        lowering = Lowering(schedule, rank, ranks, clip, served, wires=wires)
+        lowering = Lowering(schedule, rank, ranks, clip, wires=wires)
         does = {"t": lowering.next_step, "s": lowering.rest, "d": lowering.drain}
         found.append([one for call in calls for one in does[call]()])
     return found
@@ -177,14 +177,6 @@ def test_of_what_is_as_large_as_a_stage_little_is_on_its_way(schedule, one_queue
                 letters = under_way.setdefault((one.peer, one.letter.edge), set())
                 (letters.add if one.op == "SEND" else letters.discard)(one.letter)
                 assert len(letters) <= most, f"rank {rank}: {sorted(letters)}, {schedule}"
-
-
-@pytest.mark.parametrize("served", [{0}, {2}, {0, 1, 2}])
-def test_tables_of_stages_are_served_by_all(served):
-    for schedule in (cyclic_pipeline(3, 2), gpipe(3, 3), one_f_one_b(3, 2)):
-        where = setting(schedule, "ttstts")
-        assert [flaw(lists(schedule, "ttstts", served=served), where, rule) for rule in RULES] == ["", ""]
-        assert flaw(lists(schedule, "ttstts", served=served, one_queue=False), where, "gloo") == ""
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)

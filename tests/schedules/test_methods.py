@@ -10,8 +10,7 @@ from armillary.facts.mesh import DATA, Mesh
 from armillary.facts.plan import SIMULTANEOUS, Group, Plan
 from armillary.facts.stage_plan import StagePlan
 from armillary.reference.schedule_contract import SCHEDULE_RULES
-from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read
-from armillary.schedules.rows import refuse_rows
+from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read, tables_stay_whole
 
 EXAMPLES = [
     (name, example["workers"], {key: value for key, value in example.items() if key != "workers"})
@@ -147,16 +146,14 @@ def test_a_stage_table_of_another_number_of_workers_is_refused():
         options_of(replace(STAGED, mesh=Mesh.of(stage=4)))
 
 
-def test_tables_go_by_row_where_the_schedule_says_so():
+def test_a_plan_with_a_table_by_row_is_refused_by_every_schedule_that_owns_the_loop():
     for name, workers, given in EXAMPLES:
-        options = read(Choice(name, given), workers)
-        refuse_rows(options, [], workers)
-        if options.method.has_rows:
-            refuse_rows(options, ["t"], workers)
+        table = Group("t", ("t",), "row_sharded", Choice("owned_rows"))
+        made = replace(STAGED, mesh=Mesh.of(data=workers), schedule=Choice(name, given), stages=(), groups=(table,))
+        if not owns_loop(made.schedule):
+            options_of(made)
             continue
-        with pytest.raises(ValueError, match=f"t cannot be kept by row under {name}: .*take accumulation, gpipe"):
-            refuse_rows(options, ["t"], workers)
-    with pytest.raises(ValueError, match=r"clip_norm=1\.0 cannot go with t, u kept by row"):
-        refuse_rows(read(Choice("gpipe", {"clip_norm": 1.0}), 2), ["t", "u"], 2)
-    with pytest.raises(ValueError, match="stable_rate cannot go with t kept by row"):
-        refuse_rows(read(Choice("pipeline", {"corrections": ["stable_rate"]}), 2), ["t"], 2)
+        with pytest.raises(ValueError, match=f"schedule {name} keeps tables whole, so t cannot go by row: plan again"):
+            options_of(made)
+        accumulates = "run.no_sync" in tables_stay_whole(made.schedule, ["t"])
+        assert accumulates == (name in ("accumulation", "one_device"))

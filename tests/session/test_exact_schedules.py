@@ -14,7 +14,6 @@ from armillary.runtime.profiling.profiler import profile
 from owned import started
 
 WIDTH, ROWS, VOCABULARY, STEPS, TIGHT = 4, 3, 11, 4, 0.05
-TABLE = "0.words.weight"
 CUTS = {1: [], 2: ["2"], 3: ["2", "4"]}  # by number of stages
 
 
@@ -59,28 +58,23 @@ def plain_loop(micro_batches, workers=1, stages=1, clip_norm=None, has_table=Fal
     """(weights, optimizer state, losses by step and micro-batch) of one process.
 
     A gradient is the sum over micro-batches, in their order, divided by their number; with several workers the mean of
-    their means, but for a table, whose rows have one owner that adds everything up.
+    their means.
     """
     model = model_of(has_table)
     optimizer, losses, named = optimizer_of(model), [], dict(model.named_parameters())
     for step in range(STEPS):
-        totals, means, losses = {}, {}, [*losses, []]
+        means, losses = {}, [*losses, []]
         for worker in range(workers):
-            for name, parameter in named.items():
-                parameter.grad = totals.pop(name) if name == TABLE and totals else None
+            optimizer.zero_grad(set_to_none=True)
             for number in range(worker * micro_batches, (worker + 1) * micro_batches):
                 value = loss(model, batch_of(step, number, has_table))
                 value.backward()
                 losses[-1].append(value.detach())
             for name, parameter in named.items():
-                if name == TABLE:
-                    totals[name] = parameter.grad
-                else:
-                    mean = parameter.grad / micro_batches
-                    means[name] = means[name] + mean if name in means else mean
+                mean = parameter.grad / micro_batches
+                means[name] = means[name] + mean if name in means else mean
         for name, parameter in named.items():
-            is_table = name == TABLE
-            parameter.grad = totals[name] / (micro_batches * workers) if is_table else means[name] / workers
+            parameter.grad = means[name] / workers
         if clip_norm is not None:
             clip(model, stages, clip_norm)
         optimizer.step()
@@ -106,8 +100,7 @@ def plan_of(choice, processes, has_table=False):
     link = Link(1e-4, 1e8)
     batches = [batch_of(1, number, has_table) for number in range(processes)]
     facts = profile(model_of(has_table), batches, loss, workers=processes)
-    wish = {TABLE: "row_sharded"} if has_table else {}
-    return plan(facts, Topology(processes, 1, link, link, 1 << 33), schedule=choice, constraints=wish)
+    return plan(facts, Topology(processes, 1, link, link, 1 << 33), schedule=choice)
 
 
 def job(rank, world, cases):
@@ -150,7 +143,7 @@ def refuted(answers, truth, micro_batches, is_side_by_side):
     return found
 
 
-# Each: options of the schedule, and whether the model has a table that is kept by row.
+# Each: options of the schedule, and whether the model has a table, which every schedule keeps whole.
 VARIETY = [
     ({}, False),
     ({"micro_batches": 5}, False),
@@ -176,16 +169,16 @@ VARIETY = [
 )
 def test_it_equals_one_process_bit_for_bit(crew, name, processes, stages):
     cut = {"points": CUTS[stages]}
-    plans = [(plan_of(Choice(name, {**cut, **said}), processes, by_row), by_row) for said, by_row in VARIETY]
+    plans = [(plan_of(Choice(name, {**cut, **said}), processes, tables), tables) for said, tables in VARIETY]
     answers = crew(processes).run(job, plans)
     is_side_by_side = name == "accumulation"
-    for number, ((said, by_row), (made, _)) in enumerate(zip(VARIETY, plans, strict=True)):
-        assert made.departures == () and (TABLE in [g.parameters[0] for g in made.groups]) == by_row
+    for number, ((said, has_table), (made, _)) in enumerate(zip(VARIETY, plans, strict=True)):
+        assert made.departures == ()
         count = said.get("micro_batches", 2 if is_side_by_side else processes)
         workers = processes if is_side_by_side else 1
-        truth = plain_loop(count, workers, stages, said.get("clip_norm"), by_row)
+        truth = plain_loop(count, workers, stages, said.get("clip_norm"), has_table)
         found = refuted([answer[number] for answer in answers], truth, count, is_side_by_side)
-        assert not found, (said, by_row, found)
+        assert not found, (said, has_table, found)
 
 
 def test_another_rule_is_seen(crew):

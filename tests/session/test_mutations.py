@@ -17,6 +17,7 @@ from armillary.runtime.hybrid.executor import Executor
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.hybrid.table_norms import TableNorms
 from armillary.session import tables
+from armillary.session.engines import user_loop
 from armillary.session.engines.user_loop import UserLoop
 from exchanges.test_row_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_row_bytes
 from session.test_exact import train_both
@@ -109,6 +110,16 @@ def untouched_rows_left_alone(patch, rank):
     patch.setattr(tables, "leaves_untouched_rows", lambda *of: True)
 
 
+def state_of_other_rows(patch, rank):
+    """The window's rows come with the optimizer state of the shard's first rows."""
+
+    def opened(table, optimizer, held):
+        for name, whole in held.items():
+            optimizer.state[table.parameter][name] = whole[: len(table.window_rows)].clone()
+
+    patch.setattr(user_loop, "open_window", opened)
+
+
 def padding_learns(patch, rank):
     patch.setattr(handle, "_padding", lambda *_: None)
 
@@ -137,6 +148,7 @@ MUTATIONS = {
     norm_of_this_rank_only: ("owned_rows", "sgd", "clip_norm", 2),
     a_rank_without_data_counts: ("owned_rows", "sgd", "uneven_counts", 2),
     untouched_rows_left_alone: ("owned_rows", "adam", "plain", 2),
+    state_of_other_rows: ("owned_rows", "adagrad", "plain", 2),
     padding_learns: ("owned_rows", "sgd", "padding_only", 2),
     two_requests_swapped_on_one_rank: ("owned_rows", "sgd", "bag_unread_by_some", 2),  # compares orders
 }

@@ -93,7 +93,7 @@ def truth(made, steps, drains=(), dtype=torch.float64):
         of = functional.mse_loss
     if found.method.is_side_by_side and workers > 1:
         of_batch = (lambda v, t: functional.mse_loss(v, t[1])) if found.method.is_cut else of
-        reference = WorkersReference(stages, optimizer, found.schedule(), of_batch, {}, 5)
+        reference = WorkersReference(stages, optimizer, found.schedule(), of_batch, 5)
     else:
         reference = Reference(stages, optimizer, found.schedule(), of, 5, None, found.clip)
     losses = []

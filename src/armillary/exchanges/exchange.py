@@ -48,7 +48,6 @@ __all__ = [
     "build_row",
     "dense_exchange",
     "dense_exchanges",
-    "is_by_row",
     "row_exchange",
     "row_exchanges",
 ]  # fmt: skip
@@ -221,11 +220,6 @@ def dense_exchanges() -> Mapping[str, ExchangeEntry]:
 def row_exchanges() -> Mapping[str, ExchangeEntry]:
     """Every row exchange there is, by name, in the order of names."""
     return ROW.all()
-
-
-def is_by_row(choice: Choice | None) -> bool:
-    """Whether a group that crosses so has its rows spread over the ranks."""
-    return choice is not None and choice.name in row_exchanges()
 
 
 def build_dense(name: str, **options: Any) -> DenseExchange:

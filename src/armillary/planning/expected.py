@@ -35,7 +35,7 @@ def with_expected(plan: Plan, case: Case) -> Plan:
     batches = options_of(plan).total(plan.workers) / plan.workers
     try:
         played = simulate(plan, case).step_seconds
-    except ValueError:  # not lowered to instructions, or with tables by row
+    except ValueError:  # not lowered to instructions
         return plan
     return replace(plan, step_seconds=played, all_reduce_seconds=batches * all_reduce_seconds(plan, case))
 

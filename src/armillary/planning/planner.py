@@ -77,7 +77,7 @@ def plan(
         lazy: names or patterns of tables whose rows without gradient may stay put (NOT exact).
         assumptions: what the optimizer keeps and how fast a rank's processor is.
         schedule: by name, as in "ring(slack=1)" or Choice("ring", {"slack": 1}). Under one that owns the loop
-            (`run.step`) nothing is exchanged by row but the tables that constraints name, and mean must be left alone.
+            (`run.step`) tables are kept whole, and mean must be left alone.
         prefetch: look-ups leave before their batch, in a loop over `run.batches`. None: where a step is shorter for it.
         steps_by_run: steps are taken by `run.step`, so an exact schedule that owns the loop may be chosen by price.
             Else a note says what it would bring.
@@ -127,7 +127,7 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
         _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
             asked = staged_request(case, request)
-            cut = partial(plan_staged, case, asked.schedule, asked.tables, asked.ways)
+            cut = partial(plan_staged, case, asked.schedule, asked.ways)
             made = cut(request.edges)
             made = with_expected(with_taken(replace(made, notes=(*made.notes, *asked.notes))), case)
             return with_edges_weighed(made, with_expected(cut(), case)) if request.edges else made
@@ -241,10 +241,9 @@ def explain(case: Case, request: PlanRequest) -> tuple[Verdict, ...]:
 def _refuse_with_schedule(schedule: Choice, wanted: Mapping[str, Any]) -> None:
     """wanted: name -> what was asked, empty where nothing was."""
     if found := [name for name, asked in wanted.items() if asked]:
-        with_rows = ", ".join(name for name, method in SCHEDULES.all().items() if method.has_rows)
         raise ValueError(
             f"plan: under schedule {schedule} nothing goes by row, by weight or in code; {', '.join(found)} have no "
-            f"effect: drop them, or take {with_rows}"
+            "effect: drop them, or plan without a schedule"
         )
 
 

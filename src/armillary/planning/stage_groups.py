@@ -5,7 +5,7 @@ as the exchange sees them. Where a stage is on one rank only nothing crosses, an
 what a checkpoint may bring: all that waits in it arrives with the first push.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from armillary.schedules.method import ScheduleOptions
 
 __all__ = [
     "NO_WAYS", "GroupPart", "PartCost", "Ways", "charged_to", "crossing", "departures_of", "over_replicas",
-    "parts_of_stage",
+    "parts_of_stage", "reduced_bytes",
 ]  # fmt: skip
 
 Ways = Mapping[str, Choice]  # dense exchanges that are asked for, by parameter
@@ -67,6 +67,11 @@ def parts_of_stage(
     limits = default_limits(topology.backend)
     cut = [GroupPart(bucket, part.exchange) for part in found.values() for bucket in buckets(part.facts, limits)]
     return sorted(cut, key=lambda part: max(map(arrival_of, part.facts)))
+
+
+def reduced_bytes(facts: Iterable[ParameterFact]) -> int:
+    """Of gradients that are added up over ranks, with a count for every parameter."""
+    return sum(fact.bytes + fact.bytes // max(1, fact.elements) for fact in facts)
 
 
 def charged_to(stage: int, holding: Sequence[int]) -> int:

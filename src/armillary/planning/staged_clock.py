@@ -4,8 +4,8 @@ The lists are those that the interpreter carries out, and whoever is earliest go
 its receiver has made room and the sender's link is free; links carry one letter after another, latency included.
 Steps overlap as they do in a run, so what is shown is a step in the midst of several.
 
-Departures: ranks of a node do not share its card; tables by row are not played. A rank finds its caches colder than the
-profile did, the more micro-batches are on their way: up to a sixth of a backward on a small model.
+Departures: ranks of a node do not share its card. A rank finds its caches colder than the profile did, the more
+micro-batches are on their way: up to a sixth of a backward on a small model.
 """
 
 import heapq
@@ -26,8 +26,7 @@ from armillary.planning.copies import copies_of, owners_of
 from armillary.planning.edges import coding_seconds_of, sent_over
 from armillary.planning.pricing import Case, dense_update_seconds, landing_seconds
 from armillary.planning.simulation import Simulation
-from armillary.planning.stage_groups import crossing
-from armillary.planning.staged_tables import reduced_bytes
+from armillary.planning.stage_groups import crossing, reduced_bytes
 from armillary.schedules.checker import SUMS
 from armillary.schedules.edge import EdgeCode, codes_of
 from armillary.schedules.instruction import Instruction, Letter, What
@@ -99,7 +98,7 @@ def play(plan: Plan, case: Case) -> Simulation:
     sides had asked to when one of them sees that it is over.
 
     Raises:
-        ValueError: the schedule is not lowered to lists, tables are kept by row, or the machines are of other workers.
+        ValueError: the schedule is not lowered to lists, or the machines are of other workers.
     """
     return _Play(plan, case).simulation()
 
@@ -110,11 +109,6 @@ class _Play:
             raise ValueError(
                 f"simulate: the plan puts stages on {plan.workers} workers, the machines have {case.topology.workers}; "
                 f"plan again for these"
-            )
-        if tables := [group.name for group in plan.groups if group.layout == "row_sharded"]:
-            raise ValueError(
-                f"simulate: tables kept by row under a schedule ({', '.join(tables)}) are not played yet: keep them "
-                "whole (constraint 'replicated'), or take schedule simultaneous"
             )
         self.plan, self.case, self.options = plan, case, options_of(plan)
         self.codes = codes_of(self.options.edges)

@@ -7,7 +7,7 @@ change from step to step, theirs are the mean over steps; memory of a stage is t
 Source: Fournier & Oyallon, 2024; Huang et al., GPipe, 2019; Narayanan et al., 2021.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -30,15 +30,14 @@ from armillary.planning.stage_groups import (
     crossing,
     departures_of,
     parts_of_stage,
+    reduced_bytes,
 )
-from armillary.planning.staged_tables import NO_TABLES, TablePlan, TableRequest, reduced_bytes, table_groups
 from armillary.schedules.activations import peak_over_workers
 from armillary.schedules.edge import Edge, codes_of
 from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.notes import notes_on
 from armillary.schedules.registry import SCHEDULES, read
-from armillary.schedules.rows import refuse_rows
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.stage_load import StageLoad
 from armillary.schedules.ties import ParameterUse, complaint
@@ -61,22 +60,14 @@ class _Subject:
     schedule: Schedule
     begins: tuple[str, ...]  # path of the first module, by stage
     stages: tuple[StageLoad, ...]
-    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained and kept whole, by stage
-    tables: tuple[tuple[ParameterFact, ...], ...]  # kept by row, by stage
+    parameters: tuple[tuple[ParameterFact, ...], ...]  # trained, by stage
     copies: tuple[tuple[ParameterFact, ...], ...]  # owned by an earlier stage, by stage
 
 
-def plan_staged(
-    case: Case,
-    choice: Choice,
-    asked: Mapping[str, TableRequest] = NO_TABLES,
-    ways: Ways = NO_WAYS,
-    edges: EdgeRequests = NO_EDGES,
-) -> Plan:
+def plan_staged(case: Case, choice: Choice, ways: Ways = NO_WAYS, edges: EdgeRequests = NO_EDGES) -> Plan:
     """
     Args:
         choice: a schedule that cuts the model, with options if wanted (`ScheduleOptions`).
-        asked: the tables to keep by row, by name.
         ways: dense exchanges that are asked for, by parameter.
         edges: how what crosses between stages is coded.
 
@@ -85,15 +76,10 @@ def plan_staged(
     """
     topology, profile = case.topology, case.profile
     options = edges.of(read(choice, topology.workers))
-    refuse_rows(options, list(asked), topology.workers)
-    subject = _subject(case, options, asked)
+    subject = _subject(case, options)
     options = subject.options
     running, seconds = profile.running, [stage.seconds for stage in subject.stages]
-    groups = tuple(
-        group
-        for j in range(options.stages)
-        for group in (*_by_row(j, subject, asked, case), *_dense(j, subject, ways, case))
-    )
+    groups = tuple(group for j in range(options.stages) for group in _dense(j, subject, ways, case))
     return Plan(
         mesh=options.mesh(topology.workers),
         groups=groups,
@@ -109,6 +95,7 @@ def plan_staged(
             *notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
             *notes_on_edges(options),
             *_notes_on_copies(subject),
+            *_notes_on_tables(case),
         ),
         priced_with=case.assumptions.as_fields(),
     )
@@ -151,17 +138,13 @@ def _held(subject: _Subject, case: Case) -> Iterator[float]:
         yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
 
 
-def _by_row(j: int, subject: _Subject, asked: Mapping[str, TableRequest], case: Case) -> list[Group]:
-    return table_groups(TablePlan(j, subject.options, subject.schedule, case), subject.tables[j], asked)
-
-
 def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]:
     """The first of them is charged with what the schedule's own messages carry, see `charged_to`."""
     options, load, schedule = subject.options, subject.stages[j], subject.schedule
     layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
     parts = parts_of_stage(subject.parameters[j], options, case.topology, ways)
     count = sum(len(part.facts) for part in parts)
-    holding = [i for i in range(options.stages) if subject.parameters[i] or subject.tables[i]]
+    holding = [i for i in range(options.stages) if subject.parameters[i]]
     passed = Forecast()
     for i in range(options.stages):
         if charged_to(i, holding) == j:
@@ -191,7 +174,7 @@ def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain
 
 
-def _subject(case: Case, options: ScheduleOptions, asked: Collection[str] = ()) -> _Subject:
+def _subject(case: Case, options: ScheduleOptions) -> _Subject:
     profile = case.profile
     units = [stage for stage in profile.stages if stage.name]
     names = [unit.name for unit in units]
@@ -217,20 +200,20 @@ def _subject(case: Case, options: ScheduleOptions, asked: Collection[str] = ()) 
     for fact in profile.parameters:
         if fact.requires_grad:
             uses = uses_of(fact, owner)
-            _refuse_tie(uses, fact.name in asked, options, case.topology.workers)
+            _refuse_tie(uses, options, case.topology.workers)
             first = uses[0].stage if len(uses) > 1 else owner[_stage_of(fact, profile)]
             parameters[first].append(fact)
             for use in uses[1:]:
                 copies[use.stage].append(fact)
-    whole = tuple(tuple(fact for fact in facts if fact.name not in asked) for facts in parameters)
-    tables = tuple(tuple(fact for fact in facts if fact.name in asked) for facts in parameters)
-    loads = tuple(_load(part, [*own, *copied], case) for part, own, copied in zip(parts, whole, copies, strict=True))
+    every = zip(parts, parameters, copies, strict=True)
+    loads = tuple(_load(part, [*own, *copied], case) for part, own, copied in every)
     begins = tuple(part[0].name for part in parts)
     loads = loads_with_edges(loads, options, case)
-    return _Subject(options, options.schedule(), begins, loads, whole, tables, tuple(map(tuple, copies)))
+    owned, copied = tuple(map(tuple, parameters)), tuple(map(tuple, copies))
+    return _Subject(options, options.schedule(), begins, loads, owned, copied)
 
 
-def _refuse_tie(uses: Sequence[ParameterUse], is_by_row: bool, options: ScheduleOptions, workers: int) -> None:
+def _refuse_tie(uses: Sequence[ParameterUse], options: ScheduleOptions, workers: int) -> None:
     """
     Raises:
         ValueError: several stages hold the parameter, and its copies would not be kept alike.
@@ -238,11 +221,6 @@ def _refuse_tie(uses: Sequence[ParameterUse], is_by_row: bool, options: Schedule
     for use in uses[1:]:
         if said := complaint(options, workers, uses[0], use):
             raise ValueError(said)
-        if is_by_row:
-            raise ValueError(
-                f"schedule: {uses[0].name} of stage {uses[0].stage} and {use.name} of stage {use.stage} are one "
-                "parameter, of which each stage keeps a whole copy; drop its row_sharded constraint"
-            )
 
 
 def _notes_on_copies(subject: _Subject) -> Iterator[str]:
@@ -253,6 +231,14 @@ def _notes_on_copies(subject: _Subject) -> Iterator[str]:
                 f"stages {first} and {stage} share {fact.name}: each has a copy and its optimizer state; the sum of "
                 f"both gradients is made in stage {first} before every step"
             )
+
+
+def _notes_on_tables(case: Case) -> Iterator[str]:
+    """Of those that would go by row in a loop of the user's own, if that is cheaper."""
+    trained = [fact for fact in case.profile.parameters if fact.requires_grad and fact.shardable]
+    tables = [fact.name for fact in trained if not case.assumptions.of(fact.name).stays_whole]
+    if tables and case.topology.workers > 1:
+        yield f"a schedule keeps tables whole: {', '.join(tables)}; without one they may go by row"
 
 
 def _stage_of(fact: ParameterFact, profile: Profile) -> str:

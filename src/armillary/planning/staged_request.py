@@ -1,31 +1,29 @@
-"""What the user demands of parameters under a schedule that cuts the model: rows with owners, or a dense exchange.
+"""What the user demands of parameters under a schedule that cuts the model: dense exchanges.
 
 Honoured or refused with the reason, as `constraints.py` does for a loop of the user's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.facts.plan import Choice
-from armillary.planning.constraints import layout_of, names_of, resolve
+from armillary.planning.constraints import names_of, resolve
 from armillary.planning.parallax import plain
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.stage_groups import Ways, departures_of
-from armillary.planning.staged_tables import TableRequest
 from armillary.schedules.method import Method
-from armillary.schedules.registry import SCHEDULES, read
+from armillary.schedules.registry import SCHEDULES, read, tables_stay_whole
 
 __all__ = ["StagedRequest", "staged_request"]
 
 
 class StagedRequest(NamedTuple):
-    """schedule: with the number of stages that suits the ways. tables: to be kept by row. ways: dense exchanges, by
-    parameter. notes: what the plan says of them."""
+    """schedule: with the number of stages that suits the ways. ways: dense exchanges, by parameter. notes: what the
+    plan says of them."""
 
     schedule: Choice
-    tables: Mapping[str, TableRequest]
     ways: Ways
     notes: tuple[str, ...] = ()
 
@@ -33,28 +31,24 @@ class StagedRequest(NamedTuple):
 def staged_request(case: Case, request: PlanRequest) -> StagedRequest:
     """
     Raises:
-        ValueError: a constraint names no parameter, or what the schedule cannot do; or a lazy table that is not kept by
-            row.
+        ValueError: a constraint names no parameter, or what the schedule cannot do; or a table is to be lazy.
     """
-    schedule, quiet = request.schedule, names_of(request.lazy, case.profile.parameters)
-    method = SCHEDULES[schedule.name]
-    tables: dict[str, TableRequest] = {}
+    schedule, method = request.schedule, SCHEDULES[request.schedule.name]
     ways: dict[str, Choice] = {}
     for name, demanded in resolve(request.constraints, case.profile, case.topology, case.against).items():
         choice = plain(demanded) if isinstance(demanded, str) else demanded
-        if layout_of(choice) == "row_sharded":
-            tables[name] = TableRequest(choice, name in quiet)
-        elif reason := _why_not(choice, schedule, method):
+        if choice.name in row_exchanges():
+            raise ValueError(f"plan: {name!r} is to be {demanded}, but {tables_stay_whole(schedule, [name])}")
+        if reason := _why_not(choice, schedule, method):
             raise ValueError(f"plan: {name!r} is to be {demanded}, but {reason}")
-        else:
-            ways[name] = choice
-    if whole := sorted(quiet - tables.keys()):
+        ways[name] = choice
+    if quiet := sorted(names_of(request.lazy, case.profile.parameters)):
         raise ValueError(
-            f"plan: {', '.join(whole)} can be lazy under this schedule only if kept by row: add the constraint "
-            f"'row_sharded', or drop lazy"
+            f"plan: {', '.join(quiet)} cannot be lazy, since schedule {schedule.name} keeps tables whole; drop lazy, "
+            f"or plan without a schedule"
         )
     inexact = sorted({str(choice) for choice in ways.values() if departures_of(choice)})
-    return _with_replicas(StagedRequest(schedule, tables, ways), inexact, case.topology.workers)
+    return _with_replicas(StagedRequest(schedule, ways), inexact, case.topology.workers)
 
 
 def _with_replicas(request: StagedRequest, inexact: Sequence[str], workers: int) -> StagedRequest:
@@ -77,11 +71,6 @@ def _with_replicas(request: StagedRequest, inexact: Sequence[str], workers: int)
 
 def _why_not(choice: Choice, schedule: Choice, method: Method) -> str:
     """Why no whole parameter goes by it under the schedule, with a remedy; empty if it can."""
-    if choice.name in row_exchanges():
-        return (
-            f"under schedule {schedule.name} a parameter goes by row to owners, or whole: ask for 'row_sharded', or "
-            "drop it"
-        )
     if not method.has_exchanges:
         several = ", ".join(name for name, one in SCHEDULES.all().items() if one.has_exchanges)
         return (

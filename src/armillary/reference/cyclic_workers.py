@@ -1,18 +1,14 @@
-"""The truth of a cyclic schedule on several workers with row-sharded tables: plain loops in one process, whole tables.
+"""The truth of a cyclic schedule on several workers side by side: plain loops in one process.
 
-Every version of every weight is kept whole while it may be read. Each worker takes its own micro-batches through the
-stages at the versions the schedule names. A table's gradients are added up in one row: worker by worker, micro-batch by
-micro-batch, and divided once by their number. Of every other weight each worker takes the mean of its own first, then
-the mean over workers is taken, in their order; where an exchange is not exact, what its oracle makes of these means.
-Then the user's optimizer steps the whole model once.
+Every version of every weight is kept while it may be read. Each worker takes its own micro-batches through the stages
+at the versions the schedule names, and the mean of its own gradients. Then the mean over workers is taken, in their
+order; where an exchange is not exact, what its oracle makes of these means. Then the user's optimizer steps the whole
+model once. Buffers are each worker's own.
 
-A lazy table keeps the rows, and the state of the rows, whose gradient is zero. Buffers are each worker's own.
-
-Source: Fournier & Oyallon, 2024 (update rule); Kim et al., EuroSys 2019 (rows owned by workers).
+Source: Fournier & Oyallon, 2024 (update rule).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +21,6 @@ from armillary.reference.clipped import clip_gradients
 from armillary.reference.crossing import Crossing
 from armillary.reference.edges import Edges
 from armillary.reference.own_loss import with_own_loss
-from armillary.reference.rows import CodedReads, Meanings
 from armillary.schedules.clipping import Clip
 from armillary.schedules.method import Objective
 from armillary.schedules.random_stream import seeded
@@ -44,7 +39,6 @@ class WorkersReference:
     Args:
         stages: the model, cut; each takes what the one before returns.
         loss: loss(output, target) -> scalar mean over one micro-batch.
-        tables: which parameters are summed as tables, and whether their rows are lazy.
         clip: of the mean gradient of every step.
     """
 
@@ -54,18 +48,15 @@ class WorkersReference:
         optimizer: Optimizer,
         schedule: Schedule,
         loss: Callable[[Any, Any], Tensor],
-        tables: Mapping[nn.Parameter, bool],
         seed: int = 0,
         clip: Clip | None = None,
     ) -> None:
         self.stages, self.optimizer, self.schedule, self.loss, self.seed = stages, optimizer, schedule, loss, seed
-        self.tables = tables
         self.crossings: Sequence[Crossing] = ()  # groups whose exchange is not exact; set before the first step
         self.drains: list[int] = []
         self.buffers: list[list[dict[str, Tensor]]] = []  # by worker and stage, from the first step on
         self.edges = Edges()  # to be set before the first step
         self.objectives: Mapping[int, Objective] = {}  # of uncoupled stages, likewise
-        self.rows: Mapping[nn.Parameter, Meanings] = {}  # of tables whose rows are coded, likewise
         self._step = 0
         self._clip, self._squares = clip, dict[int, Tensor]()  # of the whole gradient, by step
         self._versions: dict[int, Weights] = {}
@@ -84,7 +75,6 @@ class WorkersReference:
         ]
         for version in [v for v in self._versions if v < self._step - max(map(max, self.schedule.staleness))]:
             del self._versions[version]
-        rows: Sums = {}
         owns: list[Sums] = []  # mean gradients, by worker
         losses: list[list[Tensor]] = []
         for worker, mine in enumerate(batches):
@@ -94,14 +84,12 @@ class WorkersReference:
                 value, gradients = self._gradients(worker, micro_batch, batch)
                 losses[-1].append(value)
                 for parameter, gradient in gradients:
-                    _add(rows if parameter in self.tables else own, parameter, gradient)
+                    _add(own, parameter, gradient)
             owns.append({parameter: total / len(mine) for parameter, total in own.items()})
-        for parameter, total in rows.items():
-            parameter.grad = total / (len(batches) * self.schedule.micro_batches)
         self._average(owns)
         if self._clip is not None:
             clip_gradients(self.stages, self._clip, self._step, self._squares, self.drains)
-        self._step_but_quiet_rows()
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
         return losses
@@ -132,18 +120,15 @@ class WorkersReference:
         number = worker * self.schedule.micro_batches + micro_batch  # among those of all workers
         for j, stage in enumerate(self.stages):
             version = self.schedule.version((self._step, micro_batch, j), self.drains)
-            weights, coded = {}, dict[Tensor, Meanings]()
+            weights = {}
             for name, parameter in stage.named_parameters():
                 weights[name] = self._versions[version][j][name].detach().requires_grad_(parameter.requires_grad)
-                if parameter in self.rows:
-                    coded[weights[name]] = self.rows[parameter]
                 if parameter.requires_grad:
                     leaves.append(weights[name])
                     parameters.append(parameter)
             device = next((weight.device for weight in weights.values()), torch.device("cpu"))
             came = value
-            reads = CodedReads(coded, 1.0) if coded else nullcontext()
-            with seeded(self.seed, (self._step, number, j), device), reads:
+            with seeded(self.seed, (self._step, number, j), device):
                 tensors = {**weights, **self.buffers[worker][j]}
                 if j in self.objectives:
                     value, loss = with_own_loss(stage, tensors, value, self._learns(j, target))
@@ -161,24 +146,6 @@ class WorkersReference:
     def _learns(self, j: int, target: Any) -> Callable[[nn.Module, Any], Tensor]:
         """What an uncoupled stage learns from, of its module and its output."""
         return lambda stage, output: self.objectives[j](stage, output, target, self.loss)
-
-    def _step_but_quiet_rows(self) -> None:
-        lazy = [p for p, is_lazy in self.tables.items() if is_lazy and p.grad is not None]
-        before = {p: (p.detach().clone(), self._row_state(p)) for p in lazy}
-        self.optimizer.step()
-        for parameter, (weight, state) in before.items():
-            assert parameter.grad is not None
-            quiet = parameter.grad.reshape(len(parameter), -1).abs().sum(1) == 0
-            with torch.no_grad():
-                parameter[quiet] = weight[quiet]
-            for key, value in self._row_state(parameter).items():
-                value[quiet] = state[key][quiet] if key in state else 0.0
-                self.optimizer.state[parameter][key].copy_(value)
-
-    def _row_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Copies of what the optimizer keeps for every row."""
-        state = self.optimizer.state.get(parameter, {})
-        return {key: v.clone() for key, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
 
 
 def _add(sums: Sums, parameter: nn.Parameter, gradient: Tensor) -> None:

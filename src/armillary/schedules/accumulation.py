@@ -53,7 +53,6 @@ SCHEDULES.register(
         axis=DATA,
         is_side_by_side=True,
         is_even=True,
-        has_rows=True,
         has_exchanges=True,
         defaults=_defaults,
         copies=kept_copies,

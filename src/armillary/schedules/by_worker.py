@@ -1,6 +1,6 @@
 """Every worker of a schedule on one rank: a pipeline, a ring, or all of them in one process."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,10 +43,10 @@ class ByWorker:
     def rotation(self, stage: int) -> int:
         return 1
 
-    def around(self, clip: Clip | None, written: RankList, served: Collection[int], reduces: bool) -> Around:
+    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Around:
         if self._is_spread:
             return Relay(self.schedule, self.workers, clip, written)
-        return Chain(self.schedule, self.workers, clip, written, served, reduces)
+        return Chain(self.schedule, self.workers, clip, written, reduces)
 
     def refuse_late_norm(self, clip: Clip | None) -> None:
         if self._is_spread:

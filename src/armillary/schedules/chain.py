@@ -16,7 +16,7 @@ copy's own: so both step alike, and only the owner's square counts it. A copy's 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from armillary.schedules.action_queue import ScheduledAction
 from armillary.schedules.clipping import Clip
@@ -47,7 +47,6 @@ class Chain:
 
     Args:
         ranks: by worker of the schedule.
-        served: stages whose row-sharded tables are spread over all ranks.
         reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
     """
 
@@ -57,14 +56,13 @@ class Chain:
         ranks: Sequence[int],
         clip: Clip | None,
         written: RankList,
-        served: Collection[int] = (),
         reduces: bool = False,
     ) -> None:
         self._schedule, self._workers, self._written = schedule, tuple(ranks), written
         self._stages = ranks_of_stages(schedule, ranks)
         self._path = tuple(dict.fromkeys(self._stages))  # on which a norm goes up
         self._lowest = {one: self._stages.index(one) for one in self._path}
-        self._served, self._reduces = frozenset(served), reduces
+        self._reduces = reduces
         self._has_norms = clip is not None and clip.needs_all_stages
         self._carrier = carrier(schedule) if self._has_norms else 0
         self._known = [0] * len(self._path)  # steps whose norm is known, by place on the path
@@ -151,8 +149,6 @@ class Chain:
         """A stage has all its gradients of a step."""
         if self._is_followed(due.stage):
             self._reduce(due, owner)
-        if due.stage in self._served:
-            self._do("PUSH", due, self._written.rank)
         self._give_copies_gradients(due, owner)
         self._add_copies_gradients(due, owner)
         if not self._has_norms:

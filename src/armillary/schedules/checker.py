@@ -7,7 +7,7 @@ a letter, or wants one to be over, waits. What moves can only ever let more move
 """
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -38,12 +38,11 @@ class Setting:
 
 def flaw(programs: Sequence[Sequence[Instruction | Batch]], setting: Setting, rule: Rule) -> str:
     """What is wrong with the lists of all ranks; empty if nothing is."""
-    served = {one.stage for program in programs for one in program if isinstance(one, Instruction) and one.op == "PUSH"}
     sums = dict[Letter, set[int]]()
-    ranks = [_Rank(number, _batches(program), setting, served, sums) for number, program in enumerate(programs)]
+    ranks = [_Rank(number, _batches(program), setting, sums) for number, program in enumerate(programs)]
     pairs = [_Pair(one, other, rule) for one in ranks for other in ranks[one.number + 1 :]]
     try:
-        while any([*(rank.goes_on() for rank in ranks), _goes_on_together(ranks), *(pair.moves() for pair in pairs)]):
+        while any([*(rank.goes_on() for rank in ranks), *(pair.moves() for pair in pairs)]):
             pass
     except _OutOfOrder as error:
         return str(error)
@@ -74,7 +73,6 @@ class _Rank:
     number: int
     program: list[Batch]
     setting: Setting
-    served: Collection[int]
     sums: dict[Letter, set[int]]
     at: int = 0
     has: set[Letter] = field(default_factory=set)
@@ -90,18 +88,9 @@ class _Rank:
     def goes_on(self) -> bool:
         """Whether it could carry out something by itself, and did."""
         began = self.at
-        while self.at < len(self.program) and not self.wants() and self.meeting() is None:
+        while self.at < len(self.program) and not self.wants():
             self.carry_out()
         return self.at > began
-
-    def meeting(self) -> Hashable:
-        """What all ranks do at once, if that is next; a reader's forward meets the others' part in its look-ups."""
-        if self.at == len(self.program):
-            return None
-        one = self.program[self.at][0]
-        if one.op == "SERVE" or (one.op == "F" and one.stage in self.served):
-            return "look-up", one.place
-        return ("PUSH", one.step, one.stage) if one.op == "PUSH" else None
 
     def wants(self) -> str:
         """What the next instructions lack; empty if nothing."""
@@ -189,8 +178,7 @@ class _Rank:
     def trouble(self) -> str:
         if self.at == len(self.program):
             return ""
-        why = self.wants() or "others do not join"
-        return f"rank {self.number} waits at {self.program[self.at][0]}: {why}"
+        return f"rank {self.number} waits at {self.program[self.at][0]}: {self.wants()}"
 
     def unread(self) -> str:
         if self.lent:
@@ -227,15 +215,6 @@ class _Rank:
 
 def _token(letter: Letter) -> tuple[str, int, int]:
     return letter.what, letter.version, letter.stage
-
-
-def _goes_on_together(ranks: Sequence[_Rank]) -> bool:
-    meetings = {rank.meeting() for rank in ranks}
-    if len(meetings) > 1 or None in meetings or any(rank.wants() for rank in ranks):
-        return False
-    for rank in ranks:
-        rank.carry_out()
-    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,6 @@ def pipeline_method(
         table=table,
         knows=knows,
         examples=examples,
-        has_rows=True,
         has_exchanges=True,
         no_edges="",
         across=lambda options, workers: options.stages // parts,

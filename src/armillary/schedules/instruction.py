@@ -16,7 +16,6 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
                       reads; what came for an action goes, or, at the owner, a version that nobody needs any more
     ADOPT             buffers of a stage, as the rank that ran it before has left them, become those here
     NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
-    SERVE, PUSH       this rank's part in the look-ups of another stage's forward; in its tables' step
 
 Source: the action list of torch.distributed.pipelining, which has F, B, sends, receives, REDUCE_GRAD.
 """
@@ -32,7 +31,7 @@ NO_MICRO_BATCH = -1
 
 Op = Literal[
     "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "ADOPT", "NORM",
-    "KNOW", "SERVE", "PUSH", "TIE",
+    "KNOW", "TIE",
 ]  # fmt: skip
 What = Literal[
     "activation", "activation gradient", "partial gradient", "gradient", "weights", "forward weights",

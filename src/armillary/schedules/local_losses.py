@@ -125,7 +125,6 @@ SCHEDULES.register(
             examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}, {"workers": 4, "micro_batches": 3}),
             objectives=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
         ),
-        has_rows=False,
         check=_check,
         prepare=_prepare,
         refuse_stages=_refuse_stages,

@@ -11,12 +11,10 @@ What goes from rank to rank around the actions the placement says (`placement.py
 one rank, `relay.py`, where it runs on several, `turns.py`, where micro-batches take turns on them.
 """
 
-from collections.abc import Collection
-
 from armillary.schedules.action_queue import ActionQueue, ScheduledAction
 from armillary.schedules.by_worker import placed
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instruction import Instruction, Op
+from armillary.schedules.instruction import Instruction
 from armillary.schedules.placement import Ranks
 from armillary.schedules.rank_list import ONE_QUEUE, RankList, Wires
 from armillary.schedules.schedule import Schedule
@@ -29,7 +27,6 @@ class Lowering:
     Args:
         rank: whose list. ranks: by worker of the schedule.
         clip: with a norm over all stages, their squares travel.
-        served: stages whose row-sharded tables are spread over all ranks.
         reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
         wires: how letters travel.
 
@@ -43,14 +40,13 @@ class Lowering:
         rank: int,
         ranks: Ranks,
         clip: Clip | None = None,
-        served: Collection[int] = (),
         reduces: bool = False,
         wires: Wires = ONE_QUEUE,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
-        self._where, self._served = placed(schedule, ranks), frozenset(served)
+        self._where = placed(schedule, ranks)
         self._written = RankList(rank, wires)
-        self._around = self._where.around(clip, self._written, served, reduces)
+        self._around = self._where.around(clip, self._written, reduces)
         self.is_lent = wires.lends and any(len(self._where.ranks(stage)) > 1 for stage in range(schedule.stages))
         self._queue = ActionQueue(schedule, range(schedule.workers))
 
@@ -109,7 +105,6 @@ class Lowering:
         if is_here:
             self._written.begin()
         self._around.before(due)
-        if is_here or (due.stage in self._served and due.kind == "F"):
-            op: Op = due.kind if is_here else "SERVE"
-            self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))
+        if is_here:
+            self._written.add(Instruction(due.kind, due.tick, due.step, due.micro_batch, due.stage))
         self._around.after(due)

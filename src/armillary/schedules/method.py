@@ -268,7 +268,6 @@ class Method:
         lends: a stage's weights are kept by its owner only, and lent for each use, where several processes run it.
         is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
         keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
-        has_rows: tables may be kept by row under it.
         sums_ties: stages may share parameters: their gradients are summed over the stages before a step (`ties.py`).
         has_exchanges: gradients of whole parameters are averaged over ranks by exchanges, not by its own messages.
         no_edges: why what stages hand on cannot be coded; empty where it can.
@@ -303,7 +302,6 @@ class Method:
     lends: bool = False
     is_even: bool = False
     keeps_own_statistics: bool = False
-    has_rows: bool = False
     has_exchanges: bool = False
     sums_ties: bool = False
     no_edges: str = "every process runs the whole model, so no activation goes to another"

@@ -64,7 +64,6 @@ SCHEDULES.register(
         axis=DATA,
         is_side_by_side=True,
         is_even=True,
-        has_rows=True,
         has_exchanges=True,
         implied=_implied,
         defaults=lambda given, workers: {"micro_batches": DEFAULT_MICRO_BATCHES},

@@ -5,7 +5,7 @@ schedule's file may place them otherwise. A placement says itself what crosses b
 carries out a schedule asks which placement it is.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from armillary.schedules.action_queue import ScheduledAction
@@ -59,11 +59,10 @@ class Placement(Protocol):
     def rotation(self, stage: int) -> int:
         """After how many steps the micro-batches of a step meet the same ranks again."""
 
-    def around(self, clip: Clip | None, written: RankList, served: Collection[int], reduces: bool) -> Around:
+    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Around:
         """
         Args:
             written: the list of the rank in question.
-            served: stages whose row-sharded tables are spread over all ranks.
             reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
         """
 

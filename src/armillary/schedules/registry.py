@@ -1,5 +1,6 @@
 """The schedules there are, by name, and a plan's schedule with nothing left open."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from armillary.facts.registry import Registry
 from armillary.schedules.edge import Edge
 from armillary.schedules.method import Method, ScheduleOptions
 
-__all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "why_not_carried"]
+__all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "tables_stay_whole", "why_not_carried"]
 
 SCHEDULES: Registry[Method] = Registry("schedule", "armillary.schedules")
 
@@ -33,6 +34,17 @@ def why_not_carried(choice: Choice) -> str:
     return (
         f"schedule {choice} leaves the loop to the user (owns_loop=False), so nobody would carry its table out; let "
         "its Method own the loop, or write what crosses in such a loop as an exchange"
+    )
+
+
+def tables_stay_whole(choice: Choice, tables: Sequence[str]) -> str:
+    """Why tables are not kept by row under a schedule that owns the loop, with the remedy."""
+    method = SCHEDULES[choice.name]
+    is_accumulated = method.is_side_by_side and "micro_batches" in method.knows
+    accumulates = ", which accumulates under run.no_sync" if is_accumulated else ""
+    return (
+        f"schedule {choice.name} keeps tables whole, so {', '.join(tables)} cannot go by row: plan again without that "
+        f"constraint, or without a schedule, where tables go by row in a loop of your own{accumulates}"
     )
 
 
@@ -72,6 +84,9 @@ def options_of(plan: Plan) -> ScheduleOptions:
         ValueError: options that do not go together, or that contradict the stage table.
     """
     choice, stages = plan.schedule, plan.stages
+    by_row = [name for group in plan.groups if group.layout == "row_sharded" for name in group.parameters]
+    if by_row and owns_loop(choice):
+        raise ValueError(f"plan: {tables_stay_whole(choice, by_row)}")
     if not stages:
         return _on_mesh(plan, read(choice, plan.workers))
     said: dict[str, Any] = {"stages": len(stages)}

@@ -17,7 +17,6 @@ step to step, the owner does not, and two hops are exposed at slack 0.
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the owner; `slack`.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from math import gcd
@@ -133,8 +132,8 @@ class Sharing:
         count = len(self.ranks(stage))
         return count // gcd(count, self.schedule.workers)
 
-    def around(self, clip: Clip | None, written: RankList, served: Collection[int], reduces: bool) -> Turns:
-        """Everything crosses. Its tables travel whole, and there is one replica."""
+    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Turns:
+        """Everything crosses, and there is one replica."""
         return Turns(self, clip, written)
 
     def refuse_late_norm(self, clip: Clip | None) -> None:

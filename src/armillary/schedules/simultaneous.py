@@ -26,7 +26,6 @@ SCHEDULES.register(
         is_cut=False,
         is_even=True,
         keeps_own_statistics=True,
-        has_rows=True,
         implied=lambda given, workers: {"micro_batches": workers},
         follows=("micro_batches",),
     ),

@@ -32,8 +32,7 @@ class EdgeLabels:
         first = {group.stage: group.name for group in reversed(plan.groups)}
         holding = sorted(first)
         self._charged = {stage: first[charged_to(stage, holding)] for stage in range(len(plan.stages) or 1) if holding}
-        groups = {group.name: group.name for group in plan.groups}
-        self._group_of = groups | {name: group.name for group in plan.groups for name in group.parameters}
+        self._groups = {group.name for group in plan.groups}
 
     def edge_of(self, label: str) -> str | None:
         """None: of no edge. Forms, which the first letter of an edge brings along, are of none."""
@@ -50,4 +49,4 @@ class EdgeLabels:
         """Of a request or message under that label."""
         if found := _EDGE.fullmatch(label):
             return self._charged[int(found["stage"])]
-        return self._group_of.get(label, OTHER)
+        return label if label in self._groups else OTHER

@@ -67,9 +67,6 @@ def watched(run: Run) -> Acts:
             unit.beside.update(told)
         elif isinstance(unit, RowUnit):
             _tell_of_rows(unit.table, exchange, acts)
-    if isinstance(run._engine, OwnedLoop):
-        for name, table in run._engine.tables.items():
-            _tell_of_rows(table, str(run.plan.group_of(name).exchange), acts)
     return acts
 
 

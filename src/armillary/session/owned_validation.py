@@ -13,8 +13,7 @@ from armillary.runtime.hybrid.bucket import layout_beside
 from armillary.runtime.hybrid.optimizer_trial import wants_listed_rows
 from armillary.runtime.hybrid.optimizers import kind_of, members
 from armillary.schedules.method import ScheduleOptions
-from armillary.schedules.registry import options_of
-from armillary.session.cyclic.tables import table_complaints
+from armillary.schedules.registry import options_of, tables_stay_whole
 from armillary.session.owned_habits import joins_parameters, of_optimizer, unserved
 from armillary.session.train_job import TrainJob
 from armillary.session.validation import other_job
@@ -65,7 +64,6 @@ def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:
     if options.method.is_cut:
         yield from (f"schedule {name}: {one}" for one in joins_parameters(job.optimizer))
         yield from _unfit_optimizer(options, job.optimizer)
-        yield from table_complaints(plan, options, trainable, job.optimizer)
         yield from _unfit_exchanges(plan, options, trainable)
     else:
         yield from _unfit_groups(plan, trainable)
@@ -88,11 +86,12 @@ def _unfit_optimizer(options: ScheduleOptions, optimizer: Optimizer) -> Iterator
 
 def _unfit_exchanges(plan: Plan, options: ScheduleOptions, trainable: dict[str, nn.Parameter]) -> Iterator[str]:
     """What an edited plan's groups ask for that cannot be done."""
-    dense = [group for group in plan.groups if group.exchange is None or group.exchange.name not in row_exchanges()]
-    is_shared = options.replicas(plan.workers) > 1 or any(group.exchange is not None for group in dense)
-    for group in dense if is_shared else ():
+    is_shared = options.replicas(plan.workers) > 1 or any(group.exchange is not None for group in plan.groups)
+    for group in plan.groups if is_shared else ():
         if group.exchange is None:
             yield f"group {group.name!r} has no exchange, and its stage's gradients go by exchanges; give it {BY}"
+        elif group.exchange.name in row_exchanges():
+            yield f"group {group.name!r} goes by {group.exchange}; {tables_stay_whole(plan.schedule, group.parameters)}"
         elif not options.method.has_exchanges:
             yield f"group {group.name!r} goes by {group.exchange}; schedule {options.name} knows no exchanges: drop it"
         else:

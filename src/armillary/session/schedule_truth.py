@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_dense, is_by_row
+from armillary.exchanges.exchange import build_dense
 from armillary.facts.plan import Plan
 from armillary.reference.beside_whole import CutModel
 from armillary.reference.crossing import Crossing
@@ -19,7 +19,7 @@ from armillary.reference.cyclic_workers import WorkersReference
 from armillary.reference.edges import Edges
 from armillary.schedules.edge import codes_of
 from armillary.schedules.registry import options_of
-from armillary.session.truths import coded_rows, departing
+from armillary.session.truths import departing
 from armillary.session.workload import Batch
 
 __all__ = ["ScheduleTruth"]
@@ -41,16 +41,12 @@ class ScheduleTruth:
 
     def _made(self, plan: Plan, optimizer: Optimizer, seed: int) -> Reference | WorkersReference:
         options, (stages, loss, _) = self.options, self._cut
-        named = dict(self.model.named_parameters())
-        tables = {named[one.parameters[0]]: one.is_lazy for one in plan.groups if is_by_row(one.exchange)}
         workers = options.replicas(plan.workers)
-        if tables or workers > 1:
-            schedule = options.schedule()
-            side_by_side = WorkersReference(stages, optimizer, schedule, loss, tables, seed, options.clip)
-            side_by_side.crossings = _crossings(plan, named, workers)
+        if workers > 1:
+            side_by_side = WorkersReference(stages, optimizer, options.schedule(), loss, seed, options.clip)
+            side_by_side.crossings = _crossings(plan, dict(self.model.named_parameters()), workers)
             side_by_side.edges = self.edges
             side_by_side.objectives = options.method.objectives(options)
-            side_by_side.rows = {named[name]: meanings for name, meanings in coded_rows(plan).items()}
             return side_by_side
         own = range(options.micro_batches) if options.method.keeps_own_statistics else None
         reference = Reference(stages, optimizer, options.schedule(), loss, seed, own, options.clip)

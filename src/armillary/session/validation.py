@@ -35,7 +35,6 @@ __all__ = [
     "refuse_on_every_rank",
     "refuse_other_models",
     "refuse_unfit",
-    "row_complaints",
     "unheld",
     "why_not_apart",
     "why_unfit",
@@ -224,7 +223,7 @@ def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Op
         yield why
     for group in plan.groups:
         if group.own_exchange.name in row_exchanges():
-            yield from row_complaints(group, trainable[group.parameters[0]], optimizer)
+            yield from _row_complaints(group, trainable[group.parameters[0]], optimizer)
         else:
             yield from _dense_complaints(group, trainable)
             choice = group.own_exchange
@@ -250,7 +249,7 @@ def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> It
         yield f"group {group.name!r} cannot go by {choice}: {reason}; edit the plan, or plan again"
 
 
-def row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
+def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
     """What speaks against exchanging a parameter by row as a group says."""
     optimizer = holder(optimizer, parameter)
     name, kind = group.parameters[0], type(optimizer).__name__

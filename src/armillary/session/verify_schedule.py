@@ -6,9 +6,9 @@ count once they did all that the whole model does (`reference/beside_whole`); th
 
 The learning rate falls half-way, which replicas that apply late gradients at the wrong rate do not survive; the newest
 weights are looked at in between, and the run is drained once, which the one process is told. Where gloo sums three or
-more workers' gradients in an order of its own, where tables are kept by row, and where stages add up in another order
-than the whole model, the two are compared to rounding instead; so they are where a process does not round alike
-whatever the address (`session/kernel_mode.py`).
+more workers' gradients in an order of its own, and where stages add up in another order than the whole model, the two
+are compared to rounding instead; so they are where a process does not round alike whatever the address
+(`session/kernel_mode.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from armillary.facts.plan import Plan
 from armillary.reference.beside_whole import Beside, beside_whole
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.partition.stages import ties_of
 from armillary.schedules.edge import codes_of
 from armillary.schedules.method import ScheduleOptions
@@ -33,10 +32,9 @@ from armillary.session.feed import Feed
 from armillary.session.kernel_mode import is_repeatable
 from armillary.session.mechanisms import Acts, acts_of, edge_acts, watched
 from armillary.session.rank_zero import by_rank_zero
-from armillary.session.row_tensors import gathered, row_tensors
 from armillary.session.run import Run
 from armillary.session.schedule_truth import ScheduleTruth
-from armillary.session.truths import ROUNDING, coded_rows, departing
+from armillary.session.truths import ROUNDING, departing
 from armillary.session.verification import BESIDE, TOLERANCE, Acted, Difference, Verdict, Verification
 from armillary.session.whole_truth import WholeTruth, is_whole
 from armillary.session.workload import Batch, Workload
@@ -104,12 +102,9 @@ def verify_schedule(
     whole, run, counted = _train(case)
     truths = by_rank_zero(run.transport, lambda: _truths(case, is_held_whole))
     truth = truths.states[run.rank if len(truths.states) == run.workers else 0]
-    tensors = row_tensors(run.tables, run.held, run.optimizer, run.transport)
-    rows = {one.table.name: gathered(one, run.transport) for one in tensors if not one.entry}
     with run.newest():
-        mine = {**dict(_state(run.model)), **rows}
-    seen = truth.keys() - (rows.keys() if run.rank else ())  # tables are whole on rank 0
-    apart = [_apart(mine[name], truth[name]) if name in seen else 0.0 for name in truth]
+        mine = dict(_state(run.model))
+    apart = [_apart(mine[name], truth[name]) for name in truth]
     largest = run.transport.agree_largest(apart)
     is_exact = not any(run.transport.agree_largest([float(not is_repeatable())])) if every_bit is None else every_bit
     options = case.options
@@ -120,7 +115,6 @@ def verify_schedule(
     whole.close(gather=False)
     differences = list(rows_beside)
     lossy = {name: str(choice) for group, choice in departing(plan) for name in group.parameters}
-    lossy |= {name: str(plan.group_of(name).exchange) for name in coded_rows(plan)}
     for name, difference in zip(truth, largest, strict=True):
         verdict: Verdict = "equal" if difference <= tolerance else "differs"
         if name in truths.quiet and (tolerance or not difference):
@@ -154,11 +148,9 @@ def _rows_beside(beside: Beside) -> Iterator[Difference]:
 
 
 def _is_summed_in_order(run: OwnedLoop) -> bool:
-    """Whether every sum is made in the reference's order. gloo's of three ranks is not; nor is a table's that a forward
-    looks up several times, of which autograd adds the last first, or by embedding_bag, whose backward adds a row's
-    repeats in an order that depends on which other rows there are. Nor is that of a parameter which stages share: one
-    process adds both gradients micro-batch by micro-batch."""
-    if run.tables or ties_of(run.parts.stages):
+    """Whether every sum is made in the reference's order. gloo's of three ranks is not; nor is that of a parameter
+    which stages share: one process adds both gradients micro-batch by micro-batch."""
+    if ties_of(run.parts.stages):
         return False
     sums = run.workers if run.options.method.is_even else run.options.replicas(run.workers)
     return sums < 3
@@ -236,10 +228,8 @@ def _larger(norms: Mapping[str, float], model: nn.Module) -> dict[str, float]:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of what is whole in the model."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not isinstance(tensor, TableHandle):
-            yield name, tensor.detach().clone()
+        yield name, tensor.detach().clone()
 
 
 def _apart(found: Tensor, true: Tensor) -> float:

@@ -81,7 +81,7 @@ def verify_command(
 
     This is done under the plan, and under every exchange in turn. Tensors may differ by 1e-10 of their norm. With
     --schedule both follow that schedule, and every bit must be equal, except where gloo sums three or more workers in
-    its own order, and in tables that are kept by row.
+    its own order.
 
     What the plan's exchanges do is counted, over all ranks. The exit code is 3 where something differs, and 1 where
     something never happened.

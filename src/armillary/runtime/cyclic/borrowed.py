@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
-from armillary.runtime.cyclic.versions import Weights, parameters_of
+from armillary.runtime.cyclic.versions import Weights
 from armillary.runtime.partition.stages import Stage
 from armillary.schedules.instruction import Letter, What
 
@@ -28,7 +28,7 @@ class Borrowed:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self._parameters = parameters_of(stage)
+        self._parameters = dict(stage.module.named_parameters())
         self.flat = FlatStage(self._parameters)
         self._here: dict[tuple[What, int], Flats] = {}  # by what they are for, and version
         self.blank()

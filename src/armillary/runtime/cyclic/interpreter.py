@@ -8,9 +8,6 @@ Where several ranks run a stage, one of them owns it: the user's optimizer steps
 only, and has state there only. Parameters hold the newest weights that have come here; those of a stage whose weights
 come for one action at a time hold none (`borrowed.py`).
 
-Note [Tables]. The rows of a stage's tables are owned by all ranks of the schedule, so all take part in its look-ups and
-pushes: those that do not run the stage serve. Lists have these at one place for all, so nobody waits in a circle.
-
 Source: Fournier & Oyallon, 2024 (one device, pipeline, ring); Narayanan et al., 2021; Huang et al., GPipe, 2019.
 """
 
@@ -30,7 +27,6 @@ from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import options_of, refuse_gradients
 from armillary.runtime.cyclic.lent_bytes import LentBytes
 from armillary.runtime.cyclic.next_forwards import NextForwards
-from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.shared_gradients import shared_gradients
 from armillary.runtime.cyclic.stage_buffers import StageBuffers
@@ -40,7 +36,7 @@ from armillary.runtime.cyclic.step_losses import LossBook, StepLosses
 from armillary.runtime.cyclic.step_means import StepMeans
 from armillary.runtime.cyclic.train_spec import TrainSpec
 from armillary.runtime.cyclic.updates import Updates, forget_others
-from armillary.runtime.cyclic.versions import StageWeights, parameters_of
+from armillary.runtime.cyclic.versions import StageWeights
 from armillary.runtime.mailbox import AS_IT_IS, Mailbox, Writing
 from armillary.runtime.partition.stages import Stage, ties_of
 from armillary.schedules.by_worker import placed
@@ -88,7 +84,7 @@ class Interpreter:
         owners = {copy: one.owner for copy, one in shared.items()}
         buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
         wires, reduces = Wires(seat.one_queue, spec.codes, spec.lends, buffered, owners), seat.replicas.reduces
-        self._lowering = Lowering(schedule, seat.rank, seat.ranks, clip, tuple(seat.tables), reduces, wires)
+        self._lowering = Lowering(schedule, seat.rank, seat.ranks, clip, reduces, wires)
         self.micro_batches = list(where.handed_in(seat.rank))
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
         self._reducers = {j: seat.replicas.reducer(j, self._is_late(j)) for j in self._stages if seat.replicas.reduces}
@@ -111,7 +107,7 @@ class Interpreter:
         self._crossed = Crossed(spec.seed, self._first, schedule.stages, spec.counted)
         self._remembering = remembering(spec.codes, self._stages)
         self._autocasts: dict[int, Autocast] = {}  # by step
-        self._next = NextForwards(where, seat.rank, self._stages, seat.tables, self.micro_batches)
+        self._next = NextForwards(where, seat.rank, self._stages, self.micro_batches)
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
         self._learning = {schedule.stages - 1, *spec.objectives} & {*self._stages}  # from a loss
         self._targets: dict[Cell, Any] = {}
@@ -145,8 +141,6 @@ class Interpreter:
             "ADOPT": self._adopt,
             "NORM": self._add_norm,
             "KNOW": self._learn_norm,
-            "SERVE": self._serve,
-            "PUSH": self._push,
         }
 
     def _versions_of(self, stage: Stage) -> StageWeights:
@@ -158,7 +152,7 @@ class Interpreter:
     def _means_of(self, stage: Stage) -> StepMeans:
         reducer = self._reducers.get(stage.index)
         take = None if reducer is None else reducer.put
-        return StepMeans(stage.index, parameters_of(stage), self._in_a_sum(stage.index), take)
+        return StepMeans(stage.index, dict(stage.module.named_parameters()), self._in_a_sum(stage.index), take)
 
     def _in_a_sum(self, j: int) -> int:
         """Micro-batches whose gradients are summed as they are made; where several ranks run a stage, on the way."""
@@ -189,8 +183,6 @@ class Interpreter:
         step, options = self._lowering.steps, options_of(self._optimizer)
         self._autocasts = {step: kept for step, kept in self._autocasts.items() if step >= self._next.first_step}
         self._updates.begin(step, options)
-        for tables in self._seat.tables.values():
-            tables.begin(step, options)
         self._autocasts[step] = Autocast.now(self._device_type)
         for micro_batch, (value, target) in zip(self.micro_batches, micro_batches, strict=True):
             if self._remembering:
@@ -203,11 +195,11 @@ class Interpreter:
 
     def settle(self) -> list[StepLosses]:
         """Finishes what is under way: the stages here hold their newest weights, and training is unchanged."""
-        return self._finish(self._lowering.rest())
+        return self._carry_out(self._lowering.rest())
 
     def drain(self) -> list[StepLosses]:
         """Settles, and lets the next step start as the first did: it reads the newest weights everywhere."""
-        finished = self._finish(self._lowering.drain())
+        finished = self._carry_out(self._lowering.drain())
         self.drains.append(self._lowering.steps)
         for weights in self._weights.values():
             weights.drain()
@@ -223,12 +215,6 @@ class Interpreter:
         for weights in self._weights.values():
             yield from weights.older()
 
-    def _finish(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
-        finished = self._carry_out(instructions)
-        for tables in self._seat.tables.values():
-            tables.settle()
-        return finished
-
     def _carry_out(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
         with without_autocast(self._device_type):
             for one in instructions:
@@ -238,14 +224,13 @@ class Interpreter:
     def _forward(self, one: Instruction) -> None:
         self.lent_bytes.look()
         step, micro_batch, j = one.place
-        version, tables = self.schedule.version(one.place, self.drains), self._seat.tables
+        version = self.schedule.version(one.place, self.drains)
         is_last = j == self.schedule.stages - 1
         target = self._targets.pop(one.place, None)
         loss = OwnLoss(lambda output: self._loss(j, output, target), is_last) if j in self._learning else None
-        rows = tables[j].visit(one.place, version) if j in tables else None
         value, self._flights[one.place] = forward_stage(
             self._stages[j],
-            self._read(one, version, rows),
+            self._read(one, version),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
             RandomStream(self._spec.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
@@ -265,11 +250,11 @@ class Interpreter:
         found: Tensor = whole(output, target) if own is None else own(self._stages[j].module, output, target, whole)
         return found
 
-    def _read(self, one: Instruction, version: int, rows: Visit | None) -> Reads:
+    def _read(self, one: Instruction, version: int) -> Reads:
         if one.stage in self.borrowed:
             borrowing = self.borrowed[one.stage].read(version)
-            return Reads(version, borrowing.weights, rows, borrowing)
-        return Reads(version, self._weights[one.stage].read(one.step, one.micro_batch, version), rows)
+            return Reads(version, borrowing.weights, borrowing)
+        return Reads(version, self._weights[one.stage].read(one.step, one.micro_batch, version))
 
     def _backward(self, one: Instruction) -> None:
         self.lent_bytes.look()
@@ -352,16 +337,6 @@ class Interpreter:
         self._updates.know(one.step, square)
         self._norm = square
 
-    def _serve(self, one: Instruction) -> None:
-        """This rank's part in the look-ups of another's forward; see Note [Tables]."""
-        self._seat.tables[one.stage].visit(one.place, self.schedule.version(one.place, self.drains)).serve()
-        self._next.begun(one.place)
-        self._forget(one.stage)
-
-    def _push(self, one: Instruction) -> None:
-        self._seat.tables[one.stage].learn(one.step)
-        self._forget(one.stage)
-
     def _send(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
         make = self._makes.get(one.letter.what)
@@ -396,5 +371,3 @@ class Interpreter:
         oldest = min(*read, self._kept.get(j, read[0]))
         if j in self._weights:
             self._weights[j].forget(oldest)
-        if j in self._seat.tables:
-            self._seat.tables[j].forget(oldest)

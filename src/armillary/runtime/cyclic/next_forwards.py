@@ -11,27 +11,18 @@ __all__ = ["NextForwards"]
 class NextForwards:
     """
     Args:
-        stages: that run here. served: those whose look-ups this rank takes part in, wherever they run.
-        micro_batches: that are handed in here.
+        stages: that run here. micro_batches: that are handed in here.
     """
 
-    def __init__(
-        self,
-        where: Placement,
-        rank: int,
-        stages: Iterable[int],
-        served: Collection[int],
-        micro_batches: Collection[int],
-    ) -> None:
-        self._where, self._own = where, frozenset(stages)
-        self._steps: dict[int, dict[int, int]] = {j: {} for j in {*self._own, *served}}  # by stage and micro-batch
+    def __init__(self, where: Placement, rank: int, stages: Iterable[int], micro_batches: Collection[int]) -> None:
+        self._where = where
+        self._steps: dict[int, dict[int, int]] = {j: {} for j in stages}  # by stage and micro-batch
         for j, steps in self._steps.items():
             for place in ((step, m, j) for step in range(where.rotation(j)) for m in micro_batches):
-                if j not in self._own or where.rank_of(place) == rank:
+                if where.rank_of(place) == rank:
                     steps.setdefault(place[1], place[0])
 
     def begun(self, place: Cell) -> None:
-        """That forward, or this rank's part in it."""
         step, micro_batch, j = place
         self._steps[j][micro_batch] = step + self._where.rotation(j)
 
@@ -41,4 +32,4 @@ class NextForwards:
     @property
     def first_step(self) -> int:
         """Of which a forward is still to come here."""
-        return min((step for j in self._own for step in self._steps[j].values()), default=0)
+        return min((step for steps in self._steps.values() for step in steps.values()), default=0)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from armillary.runtime.channel import Channel
 from armillary.runtime.cyclic.stage_replicas import StageReplicas, alone
-from armillary.runtime.cyclic.stage_tables import Tables
 from armillary.schedules.placement import Ranks
 from armillary.schedules.schedule import Schedule
 
@@ -18,7 +17,6 @@ class Seat:
         ranks: by worker of the schedule, or which of them runs what.
         channel: to the other ranks; None if all workers are here.
         replicas: the ranks that hold the same stages, with data of their own.
-        tables: of every stage that reads some, this rank's or not.
         one_queue: whether the channel has one for both directions of a pair, as NCCL has.
     """
 
@@ -26,18 +24,15 @@ class Seat:
     ranks: Ranks
     channel: Channel | None = None
     replicas: StageReplicas = field(default_factory=alone)
-    tables: Tables = field(default_factory=dict)
     one_queue: bool = False
 
 
-def in_a_row(
-    schedule: Schedule, rank: int, channel: Channel, tables: Tables | None = None, one_queue: bool = False
-) -> Seat:
+def in_a_row(schedule: Schedule, rank: int, channel: Channel, one_queue: bool = False) -> Seat:
     """A worker of the schedule a rank."""
-    return Seat(rank, range(schedule.workers), channel, tables=tables or {}, one_queue=one_queue)
+    return Seat(rank, range(schedule.workers), channel, one_queue=one_queue)
 
 
-def side_by_side(schedule: Schedule, replicas: StageReplicas | None = None, tables: Tables | None = None) -> Seat:
+def side_by_side(schedule: Schedule, replicas: StageReplicas | None = None) -> Seat:
     """All workers of the schedule in this process; its replicas do the same with data of their own."""
     replicas = replicas or alone()
-    return Seat(replicas.place.rank, [replicas.place.rank] * schedule.workers, replicas=replicas, tables=tables or {})
+    return Seat(replicas.place.rank, [replicas.place.rank] * schedule.workers, replicas=replicas)

@@ -16,7 +16,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from armillary.facts.autocast import Autocast
 from armillary.runtime.cyclic.borrowed import Borrowing
-from armillary.runtime.cyclic.row_visit import Visit
 from armillary.runtime.cyclic.stage_inputs import StageInputs
 from armillary.runtime.cyclic.versions import Weights
 from armillary.runtime.partition.found_buffers import Found
@@ -42,12 +41,11 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What a forward reads of the model: weights of one version, by the stage's own names, and rows of tables.
-    borrowed: where the weights are here for one action at a time."""
+    """What a forward reads of the model: weights of one version, by the stage's own names. borrowed: where the weights
+    are here for one action at a time."""
 
     version: int
     weights: Weights
-    rows: Visit | None = None
     borrowed: Borrowing | None = None
 
     def here(self) -> AbstractContextManager[None]:
@@ -58,7 +56,7 @@ class Reads:
 @dataclass(frozen=True, eq=False)
 class Landed:
     """What a backward leaves beside the gradients of weights: those of the value that came in; and all that may lie in
-    the same memory as the weights', which are those of the value, of rows, and of the value that went out."""
+    the same memory as the weights', which are those of the value, and of the value that went out."""
 
     value: Gradients
     beside: Gradients
@@ -83,7 +81,7 @@ class StageActivation:
         """The backward pass; without `gradients` the output is a loss.
 
         Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
-        never be there beside their sum. Those of rows go where the rows came from.
+        never be there beside their sum.
         """
         with self.reads.here():
             return self._land(gradients, take)
@@ -94,27 +92,22 @@ class StageActivation:
 
     def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
         outputs = self.outputs if self.outputs is not None else self.again()
-        rows = self.reads.rows
         weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
         inputs = {place: leaf for place, leaf in enumerate(self.inputs) if _asks(leaf)}
-        others = [*inputs.values(), *(rows.leaves if rows is not None else [])]
         into = [None] * len(outputs) if gradients is None else [g if g is None else plain(g) for g in gradients]
         pairs = [
             (out, g)
             for out, g in zip(outputs, into, strict=True)
             if _asks(out) and (g is not None or gradients is None)
         ]
-        if pairs and (weights or others):
+        if pairs and (weights or inputs):
             with _handing_over(weights, take), self.within():
-                sources = [*weights.values(), *others]
+                sources = [*weights.values(), *inputs.values()]
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=sources)
-        found = [_taken_off(leaf) for leaf in others]
         value: Gradients = [None] * len(self.inputs)
-        for place, gradient in zip(inputs, found):
-            value[place] = gradient
-        if rows is not None:
-            rows.receive(found[len(inputs) :])
-        return Landed(value, [*found, *into])
+        for place, leaf in inputs.items():
+            value[place] = _taken_off(leaf)
+        return Landed(value, [*(value[place] for place in inputs), *into])
 
 
 @contextmanager
@@ -187,8 +180,7 @@ def forward_stage(
     device = next((w.device for w in reads.weights.values()), torch.device("cpu"))
 
     def run(buffers: Mapping[str, Tensor]) -> _Made:
-        rows = nullcontext() if reads.rows is None else reads.rows.reading()
-        with torch.enable_grad(), seeded(*stream, device), autocast.again(), rows, reads.here():
+        with torch.enable_grad(), seeded(*stream, device), autocast.again(), reads.here():
             given = inputs.given()
             with stage.places.holding({**reads.weights, **buffers}):
                 output = stage.module(tree_unflatten(given, value.spec))

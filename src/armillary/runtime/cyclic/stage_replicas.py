@@ -1,8 +1,7 @@
 """Ranks that carry out one schedule side by side, each on micro-batches of its own: data parallelism around a schedule.
 
 When a stage's gradients of a step are complete here they are everywhere, in the order of the same table; their mean
-over the ranks is a `Reducer`'s. The stages' tables are not among them: their rows have one owner each
-(`stage_tables.py`).
+over the ranks is a `Reducer`'s.
 """
 
 from collections.abc import Mapping, Sequence

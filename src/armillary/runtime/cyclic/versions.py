@@ -13,23 +13,17 @@ The model's own parameters always hold the newest version. Buffers are not versi
 
 from collections.abc import Callable, Iterator, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from armillary.runtime.cyclic.corrected_step import CorrectedStep
 from armillary.runtime.cyclic.delayed_step import Options
 from armillary.runtime.cyclic.flat_stage import Flats, FlatStage
 from armillary.runtime.cyclic.step_means import Means
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.partition.stages import Stage
 
-__all__ = ["StageWeights", "Weights", "parameters_of"]
+__all__ = ["StageWeights", "Weights"]
 
 Weights = Mapping[str, Tensor]  # by the stage's own parameter names
-
-
-def parameters_of(stage: Stage) -> dict[str, nn.Parameter]:
-    """By the stage's own names; rows of tables have versions of their own, see `row_versions.py`."""
-    return {name: p for name, p in stage.module.named_parameters() if not isinstance(p, TableHandle)}
 
 
 def _let_go(gradients: Means) -> None:
@@ -45,7 +39,7 @@ class StageWeights:
 
     def __init__(self, stage: Stage, step: CorrectedStep, keep: Callable[[Means], None] = _let_go) -> None:
         self._stage, self._step, self._keep = stage, step, keep
-        self._parameters = parameters_of(stage)
+        self._parameters = dict(stage.module.named_parameters())
         self.flat = FlatStage(self._parameters)
         self._arrived: Flats | None = None  # the newest version, if another rank made it
         self._versions: dict[int, Weights] = {0: self._leaves()}

@@ -20,7 +20,7 @@ def gathering(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Inside, these parameters, read by row alone, learn nothing: the rows of each look-up do, each id's its own."""
     tables = {parameter: name for name, parameter in model.named_parameters() if name in names}
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-    handles = {table: handle_of_whole(name, table, noted=[]) for table, name in tables.items()}
+    handles = {table: handle_of_whole(name, table) for table, name in tables.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in handles:

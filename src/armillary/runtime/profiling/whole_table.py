@@ -1,7 +1,6 @@
-"""A table that is still whole, behind a handle that can only be read by row; it notes who reads it.
+"""A table that is still whole, behind a handle that can only be read by row.
 
-Stands in for the rows of owners before there are any: while a step is timed, and while a cut model tells in which order
-it looks its tables up.
+Stands in for the rows of owners before there are any, while a step is timed.
 """
 
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from armillary.runtime.hybrid.handle import TableHandle
 __all__ = ["handle_of_whole"]
 
 
-def handle_of_whole(name: str, whole: Tensor, noted: list[str]) -> TableHandle:
-    """Its name goes to `noted` at each look-up. The rows of a look-up, each id's its own, learn; the table does not."""
-    return TableHandle(_WholeTable(name, whole, noted, whole.shape), whole, whole.requires_grad)
+def handle_of_whole(name: str, whole: Tensor) -> TableHandle:
+    """The rows of a look-up, each id's its own, learn; the table does not."""
+    return TableHandle(_WholeTable(name, whole, whole.shape), whole, whole.requires_grad)
 
 
 @dataclass(eq=False)
@@ -25,14 +24,12 @@ class _WholeTable:
 
     name: str
     whole: Tensor
-    noted: list[str]
     shape: torch.Size
     gradient: Tensor | None = None
     epoch: int = 0
     accumulates: bool = False
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.noted.append(self.name)
         rows = self.whole.detach().index_select(0, ids.reshape(-1).long())
         learns = torch.is_grad_enabled() and self.whole.requires_grad
         return rows.requires_grad_(learns), torch.arange(ids.numel(), device=ids.device).view(ids.shape)

@@ -6,16 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.partition.stages import Stage, ties_of
 from armillary.runtime.transport import Transport
 
-__all__ = ["OwnStages", "held_whole", "share_first"]
-
-
-def held_whole(stage: Stage) -> list[nn.Parameter]:
-    """The parameters of a stage whose rows are not spread over the processes."""
-    return [p for p in stage.module.parameters() if not isinstance(p, TableHandle)]
+__all__ = ["OwnStages", "share_first"]
 
 
 def share_first(stages: Sequence[Stage], owners: Sequence[int], transport: Transport) -> None:
@@ -28,7 +22,7 @@ def share_first(stages: Sequence[Stage], owners: Sequence[int], transport: Trans
 def _first_held(stages: Sequence[Stage], stage: Stage) -> list[nn.Parameter]:
     """What no stage before holds, too."""
     before = {id(p) for one in stages[: stage.index] for p in one.module.parameters()}
-    return [p for p in held_whole(stage) if id(p) not in before]
+    return [p for p in stage.module.parameters() if id(p) not in before]
 
 
 class OwnStages:

@@ -15,7 +15,6 @@ from armillary.runtime.partition.stages import Stage
 from armillary.runtime.transport import Transport
 from armillary.schedules.method import ScheduleOptions
 from armillary.session.cyclic.counted_channel import CountedChannel
-from armillary.session.cyclic.tables import RunTables
 from armillary.session.edges_at_eval import CodedLeaves
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
@@ -43,7 +42,6 @@ class Parts:
     stages: Sequence[Stage]
     spec: TrainSpec
     input_of: Callable[[Batch], Any]
-    tables: RunTables
     coded: CodedLeaves = ()
     is_traced: bool = False
 

@@ -1,4 +1,4 @@
-"""What an engine is built from: the model cut where the plan says, the loss taken apart, the tables taken out."""
+"""What an engine is built from: the model cut where the plan says, the loss taken apart."""
 
 from torch import nn
 
@@ -13,7 +13,6 @@ from armillary.schedules.registry import options_of
 from armillary.schedules.sample_keys import sample_keys
 from armillary.session.cyclic.counted_channel import CountedChannel
 from armillary.session.cyclic.stages import TracedInput, refuse_other_groups, refuse_ties, stages_of
-from armillary.session.cyclic.tables import RunTables, look_up_orders, make_tables, table_groups
 from armillary.session.cyclic.whole import whole_stage
 from armillary.session.edges_at_eval import coded_leaves
 from armillary.session.engines.contract import Parts
@@ -37,7 +36,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         names = {name: name for name, _ in job.model.named_parameters()}
         whole = Stage(0, job.model, names) if job.loss is None else whole_stage(job.model, job.loss, job.example)
         spec = TrainSpec(options.schedule(), lambda output, batch: output, seed, clip=options.clip)
-        return Parts(plan, options, job, transport, channel, [whole], spec, lambda batch: batch, RunTables())
+        return Parts(plan, options, job, transport, channel, [whole], spec, lambda batch: batch)
     assert job.loss is not None
     split = SplitLoss(job.loss, job.model, job.example)
     value = split.input_of(job.example)
@@ -49,14 +48,11 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
     refuse_other_groups(plan, stages)
     options.method.refuse_stages(options, [stage.module for stage in stages])
     coded = coded_leaves(job.model, plan, value)
-    orders = look_up_orders(stages, [group.parameters[0] for group in table_groups(plan)], job.model, value)
     is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)
     input_of = TracedInput(split, value).input_of if is_traced else split.input_of
-    divisor = options.total(transport.place.workers)
-    tables = make_tables(plan, job, orders, divisor, transport, channel)
     spec = TrainSpec(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
         corrections=options.built_corrections(), objectives=options.method.objectives(options),
         codes=codes, lends=options.method.lends,
     )  # fmt: skip
-    return Parts(plan, options, job, transport, channel, stages, spec, input_of, tables, coded, is_traced)
+    return Parts(plan, options, job, transport, channel, stages, spec, input_of, coded, is_traced)

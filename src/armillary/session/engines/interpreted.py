@@ -9,7 +9,6 @@ from armillary.runtime.cyclic.delayed_step import refuse_gradients
 from armillary.runtime.cyclic.interpreter import Interpreter
 from armillary.runtime.cyclic.seat import Seat, side_by_side
 from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.cyclic.versions import parameters_of
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.partition.stages import ties_of
 from armillary.schedules.by_worker import placed
@@ -27,7 +26,7 @@ class InterpretedEngine:
     """Losses are known on the process of the last stage; where each runs all stages, on each those of its own data."""
 
     def __init__(self, parts: Parts) -> None:
-        schedule, tables, place = parts.spec.schedule, parts.tables.by_stage, parts.transport.place
+        schedule, place = parts.spec.schedule, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
         self._steps = 0  # handed in
         replicas = replicas_of(parts)
@@ -40,10 +39,10 @@ class InterpretedEngine:
         for unit in self.units:
             unit.is_shown = False
         if parts.options.method.is_side_by_side:
-            seat = side_by_side(schedule, replicas, tables)
+            seat = side_by_side(schedule, replicas)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
-            seat = Seat(place.rank, ranks_of(parts), parts.channel, replicas, tables, one_queue)
+            seat = Seat(place.rank, ranks_of(parts), parts.channel, replicas, one_queue)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.spec, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         where = placed(schedule, seat.ranks)
@@ -70,9 +69,10 @@ class InterpretedEngine:
         return self.runtime.step(given)
 
     def alike(self) -> Mapping[str, Tensor]:
-        """Of the stages that run here and whose weights stay here; rows of tables have an owner each."""
+        """Of the stages that run here and whose weights stay here."""
         apart = {name for unit in self.units if not _is_alike(unit) for name in unit.bucket.layout.names}
-        named = {one.names[own]: p for one in self._here for own, p in parameters_of(one).items() if p.requires_grad}
+        own = ((one.names[name], p) for one in self._here for name, p in one.module.named_parameters())
+        named = {name: p for name, p in own if p.requires_grad}
         return {name: parameter for name, parameter in named.items() if name not in apart}
 
     @contextmanager

@@ -18,12 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from armillary.exchanges.look_up import State
 from armillary.facts.mesh import DATA
 from armillary.facts.plan import Forecast, Plan
-from armillary.runtime.checkpointing.optimizer_state import parameter_names, plain, table_state
+from armillary.runtime.checkpointing.optimizer_state import parameter_names, plain
 from armillary.runtime.cyclic.step_losses import StepLosses
 from armillary.runtime.hybrid.dense_unit import DenseUnit
 from armillary.runtime.hybrid.drift import HeldAlike
 from armillary.runtime.hybrid.group_options import options_now
-from armillary.runtime.hybrid.handle import TableHandle
 from armillary.runtime.hybrid.row_update import Held
 from armillary.runtime.hybrid.table import RowTable
 from armillary.runtime.transport import Transport
@@ -41,7 +40,6 @@ from armillary.session.engines.same_batches import refuse_other_batches
 from armillary.session.engines.taken_over import TakenOver, take_over
 from armillary.session.engines.told_losses import ToldLosses
 from armillary.session.first_batches import FirstBatches
-from armillary.session.plain import put_back, refuse_reads
 from armillary.session.tally import MANY_RECORDS, Tally
 from armillary.session.train_job import TrainJob
 from armillary.session.workload import Batch
@@ -56,6 +54,7 @@ class OwnedLoop:
 
     Args of note:
         names: of the parameters in the user's optimizer, as it was given.
+        tables, held: none, a schedule keeps them whole.
         owners: for every stage, the (first) process that has its optimizer state and its newest weights.
     """
 
@@ -65,6 +64,8 @@ class OwnedLoop:
         self.transport.recording = True
         self.tally = Tally(plan)
         self.averages: dict[str, Average] = {}
+        self.tables: Mapping[str, RowTable] = {}
+        self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
         self.originals = dict(job.model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.originals.items()}
@@ -131,14 +132,6 @@ class OwnedLoop:
     @property
     def units(self) -> Sequence[DenseUnit]:
         return self.engine.units
-
-    @property
-    def tables(self) -> Mapping[str, RowTable]:
-        return self.parts.tables.by_name
-
-    @property
-    def held(self) -> Mapping[str, Held]:
-        return self.parts.tables.held
 
     @property
     def has_own_data(self) -> bool:
@@ -224,9 +217,7 @@ class OwnedLoop:
         return taken
 
     def serve(self, state: State = "aside") -> None:
-        """Ranks may still look up on their own, before they make a call that all make between two steps."""
-        if self.parts.tables.look_ups is not None:
-            self.parts.tables.look_ups.serve_until(state)
+        """Nothing: no rank looks rows up on its own."""
 
     def alike(self) -> HeldAlike:
         """What the other processes that hold these stages should hold, too, between two steps."""
@@ -254,7 +245,7 @@ class OwnedLoop:
         name = self.plan.schedule.name
         if not self.has_own_data or self.parts.spec.schedule.stale_share:
             return f"under schedule {name} the model does not hold the newest weights between steps"
-        return f"under schedule {name} rows of tables are kept in several versions" if self.tables else ""
+        return ""
 
     def keep_up(self) -> None:
         self.settle()
@@ -265,19 +256,15 @@ class OwnedLoop:
         self.settle()
         with self.taken.as_it_was(), self.engine.newest():
             yield
-            if self.parts.tables.look_ups is not None:  # of the others, who may look longer
-                self.parts.tables.look_ups.serve_until("idle")
 
     def finish(self, state: State = "finished") -> None:
-        """Serves the other processes' look-ups until every process has called this."""
-        if self.parts.tables.look_ups is not None:
-            self.parts.tables.look_ups.serve_until(state)
+        """Waits until every process has called this."""
         self.transport.barrier()
 
     @contextmanager
     def rest(self) -> Iterator[dict[str, Any]]:
-        """Collective, between two steps; drains. Inside, what is not cut by row, on every rank: "model", a state_dict
-        without tables, and "optimizer", by name."""
+        """Collective, between two steps; drains. Inside, on every rank: "model", a state_dict, and "optimizer", by
+        name."""
         self.drain()
         state: dict[str, Any] = {}
         mine = self._states()
@@ -290,19 +277,13 @@ class OwnedLoop:
             groups.append({**options, "params": [next(names) for _ in given["params"]]})
         ordered = {name: state[name] for name in self.names if name in state}
         with self.newest():
-            model = {key: value for key, value in self.model.state_dict().items() if not isinstance(value, TableHandle)}
+            model = dict(self.model.state_dict())
             yield {"model": model, "optimizer": {"state": ordered, "param_groups": groups}}
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """The optimizer state that this process holds, by name, without rows. Owners keep that of their stages."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, parameter in self._masters():
-            entries = self.optimizer.state.get(parameter, {})
-            if name in self.tables:
-                entries = table_state(self.tables[name], self.optimizer, self.held[name]).rest
-            if entries:
-                found[name] = dict(entries)
-        return found
+        """The optimizer state that this process holds, by name. Owners keep that of their stages."""
+        states = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in self._masters())
+        return {name: dict(entries) for name, entries in states if entries}
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """What the optimizer steps on here, by name."""
@@ -311,46 +292,25 @@ class OwnedLoop:
             yield from zip(islice(names, len(given["params"])), group["params"], strict=True)
 
     def undo(self, gather: bool) -> None:
-        """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
+        """Collective, after `finish`: model and optimizer are plain again, whatever `gather` is."""
         with torch.no_grad(), self.transport.unrecorded():
             with self.rest() as rest:
-                whole = {name: p.detach().clone() for name, p in self._held_whole().items()}
+                whole = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             self._detach()
             options = [dict(group) for group in self.optimizer.param_groups]
-            table_parameters = {name: table.parameter for name, table in self.tables.items()}
-            rows = {table.parameter: self.optimizer.state.get(table.parameter) for table in self.tables.values()}
             self.optimizer.state.clear()
-            names = iter(self.names)
             for group, given, now in zip(self.optimizer.param_groups, self._groups, options):
                 group.clear()
                 group.update({**now, **{key: given[key] for key in ("params", "param_names") if key in given}})
-                group["params"] = [
-                    table_parameters.get(name, parameter)
-                    for name, parameter in zip([next(names) for _ in given["params"]], given["params"], strict=True)
-                ]
+                group["params"] = list(given["params"])
             for name, values in whole.items():
                 self.originals[name].data = values
             for name, entries in rest["optimizer"]["state"].items():
-                if name not in self.tables:
-                    self.optimizer.state[self.originals[name]] = dict(entries)
-            self.optimizer.state.update({p: state for p, state in rows.items() if state is not None})
-            self._put_tables_back(gather)
-
-    def _held_whole(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.model.named_parameters() if not isinstance(p, TableHandle)}
-
-    def _put_tables_back(self, gather: bool) -> None:
-        if gather:
-            handles = {name: self.originals[name] for name in self.tables}
-            put_back(self.optimizer, self.tables, self.held, handles, self.transport)
-        else:
-            why = "the run was closed with gather=False; export it first, or close it with gather=True"
-            refuse_reads(self.tables.values(), self.optimizer, why)
+                self.optimizer.state[self.originals[name]] = dict(entries)
 
     def give_up(self, why: str) -> None:
         """Stops at once; asks nobody. What was under way is lost."""
         self._detach()
-        refuse_reads(self.tables.values(), self.optimizer, why)
 
     def _detach(self) -> None:
         self.engine.detach()
@@ -377,12 +337,10 @@ class OwnedLoop:
 
     def held_bytes(self) -> dict[str, float]:
         """Weights and optimizer state between two steps on this process, with what the engine holds beside them."""
-        tensors = [Named(name, weight) for name, weight in self._held_whole().items()]
-        tensors += [Named(name, table.shard) for name, table in self.tables.items()]
-        kept = [(name, self.optimizer.state.get(master, {})) for name, master in self._masters()]
-        tensors += [Named(name, master) for name, master in self._masters()]
-        for name, entries in [*kept, *self.held.items()]:
-            tensors += [Named(name, value) for value in entries.values() if isinstance(value, Tensor)]
+        tensors = [Named(name, weight) for name, weight in self.model.named_parameters()]
+        for name, master in self._masters():
+            entries = self.optimizer.state.get(master, {})
+            tensors += [Named(name, one) for one in (master, *entries.values()) if isinstance(one, Tensor)]
         return dict(held_by_group(self.plan, tensors, self.units, self.engine.beside_bytes))
 
     def no_sync(self) -> NoReturn:

@@ -53,9 +53,7 @@ class TakenOver:
         Raises:
             ValueError: something is no longer as it was.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # tables, too, are asked plainly
-            complaint = next(self._complaints(), "")
-        if complaint:
+        if complaint := next(self._complaints(), ""):
             raise ValueError(f"{self.who}: {complaint}")
 
     def warn_of_mode(self) -> None:
