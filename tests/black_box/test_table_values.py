@@ -258,26 +258,6 @@ def test_a_norm_that_one_rank_alone_asks_for_is_told_at_once_on_all(crew):
         assert "ranks [0] ask for a norm" in said and "the others run a backward" in said and "every rank" in said
 
 
-def asked_under_a_schedule(rank, world, plan):
-    model = made(Reader)
-    run = face.start(plan, model, OPTIMIZERS["sgd"](model.parameters()), word_loss, example=word_batch(0, 0))
-    face.step(run, [word_batch(number, 0) for number in range(2)])
-    said = [said_by(lambda ask=ask: ask(model.words.weight)) for ask in (torch.norm, torch.sum, torch.Tensor.max)]
-    exported = run.run.export()["model"][TABLE]
-    face.close(run)
-    return said, torch.equal(exported, model.words.weight)
-
-
-def test_a_value_under_a_schedule_that_owns_the_loop_is_refused_and_its_remedy_works(crew):
-    batches = [word_batch(number, 0) for number in range(2)]
-    schedule = "one_device(micro_batches=2, stages=1)"
-    plan = face.plan_for(made(Reader), word_loss, batches, 1, schedule=schedule, exchange={TABLE: "owned_rows"})
-    ((said, is_exported),) = crew(1).run(asked_under_a_schedule, plan)
-    for one in said:
-        assert TABLE in one and "under a schedule that owns the loop" in one and "run.export()" in one
-    assert is_exported
-
-
 OF_LOOKS = {
     "numpy": (lambda m: m.words.weight.detach().numpy(), "run.export()"),
     "numpy.asarray": (lambda m: numpy.asarray(m.words.weight), "run.export()"),

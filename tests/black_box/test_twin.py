@@ -469,7 +469,6 @@ def test_edges_that_cannot_be_compared_are_refused_before_the_first_step(case):
 
 @pytest.mark.parametrize("schedule", ["gpipe(stages=2, micro_batches=2)", "one_device(micro_batches=2, stages=1)"])
 def test_tables_by_row_under_a_schedule_are_refused_with_a_remedy_that_works(schedule):
-    """No clock plays their look-ups there, so there would be no seconds to show."""
     words, steps = [word_batch(number, 0)[:2] for number in range(16)], []
 
     def asked(table):
@@ -482,7 +481,7 @@ def test_tables_by_row_under_a_schedule_are_refused_with_a_remedy_that_works(sch
         )  # fmt: skip
 
     rows = {"0.weight": Choice.parse("owned_rows(rows_as=quantize(bits=8))")}
-    with pytest.raises(ValueError, match=r"kept by row under a schedule.*not played yet: keep them whole"):
+    with pytest.raises(ValueError, match=r"keeps tables whole, so 0\.weight cannot go by row: plan again"):
         asked(rows)
     assert steps == []
     whole = {"0.weight": "replicated"} if "gpipe" in schedule else {"*": Choice.parse("quantize(bits=8)")}

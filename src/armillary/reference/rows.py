@@ -1,8 +1,7 @@
 """The truth of coded rows: inside one graph, a look-up gives what a codec means of each row, and so do gradients back.
 
 Rows are coded one by one where they are read, and the table is as it was. Of one look-up, gradients of equal rows are
-added up first, and what is coded is the part of the mean that they are; under a schedule that owns the loop they
-themselves, and their owner takes the mean. No gradient flows through a codec, it passes by
+added up first, and what is coded is the part of the mean that they are. No gradient flows through a codec, it passes by
 it. Nothing is imported of the runtime, nor of the exchange that does this.
 """
 

@@ -59,11 +59,8 @@ def _nothing(*_: Any) -> None:
     """Nothing is under way, and nobody asks."""
 
 
-def _refuse_values(table: "RowTable", part: Tensor) -> NoReturn:
-    raise NotImplementedError(
-        f"{table.name}: under a schedule that owns the loop there are no norms, sums or other values of whole tables. "
-        "Remedy: run.export() gives whole weights on rank 0"
-    )
+def _untold(table: "RowTable", part: Tensor) -> NoReturn:
+    raise AssertionError(f"{table.name}: nobody tells every rank's part yet")
 
 
 @dataclass(eq=False)
@@ -84,7 +81,7 @@ class RowTable:
     requires_grad: bool
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
-    tells: Callable[["RowTable", Tensor], Tensor] = _refuse_values
+    tells: Callable[["RowTable", Tensor], Tensor] = _untold
     on_written: Callable[["RowTable", Tensor | None, int], None] = _nothing
     pending: list[LookUp] = field(default_factory=list)
     lists_rows: bool = False
