@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import armillary
 from armillary.session.feed import Feed
-from benchmarks.gossip.timed import CONTENDERS, LIVE, SETTLED, WHOLE, workload
+from benchmarks.gossip.timed import CONTENDERS, LIVE, LIVE_FROM, LIVE_WAY, SETTLED, WHOLE, workload
 from benchmarks.measuring.record import machine
 from benchmarks.measuring.workloads import first_batches, start
 from benchmarks.netlab import Counted, counted_bytes
@@ -56,16 +56,14 @@ def main() -> None:
 def _settle(asked: argparse.Namespace, work: Any) -> None:
     few = first_batches(work, dist.get_world_size())
     decided = armillary.auto_plan(*start(work), few, work.loss)
-    for name, way in {**CONTENDERS, "live": LIVE}.items():
-        wish = {"*": way}
-        plan = armillary.plan(decided.profile, decided.topology, constraints=wish)
+    for name in asked.turns or (*CONTENDERS, LIVE):
+        plan = armillary.plan(decided.profile, decided.topology, constraints={"*": CONTENDERS.get(name, LIVE_WAY)})
         if dist.get_rank() == 0:
             (asked.folder / f"{name}.json").write_text(plan.to_json())
-        if name != "live":
-            one = Trainer(plan, work)
-            one.steps(asked.steps)
-            one.run.save(asked.folder / name)
-            one.run.close()
+        one = Trainer(plan, work)
+        one.steps(LIVE_FROM if name == LIVE else asked.steps)
+        one.run.save(asked.folder / name)
+        one.run.close()
 
 
 def _plan(asked: argparse.Namespace, name: str) -> armillary.Plan:
@@ -104,7 +102,8 @@ def _sent(before: Counted) -> float:
 
 
 def _live(asked: argparse.Namespace, work: Any) -> dict[str, Any]:
-    one = Trainer(_plan(asked, "live"), work)
+    one = Trainer(_plan(asked, LIVE), work, LIVE_FROM)
+    one.run.load(armillary.latest_checkpoint(asked.folder / LIVE))
     turn = _turn(one, asked.steps)
     return {"seconds": turn["step_seconds"] * asked.steps, "sent_bytes": turn["sent_bytes"], "steps": asked.steps}
 

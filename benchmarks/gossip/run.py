@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gossip import forecast, quality
-from benchmarks.gossip.timed import CONTENDERS, LIVE, LIVE_STEPS, SETTLED, WHOLE, workload
+from benchmarks.gossip.timed import CONTENDERS, LIVE_FROM, LIVE_STEPS, SETTLED, WHOLE, workload
 from benchmarks.measuring.bars import Bar, missed, table
 from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.measuring.page import written
@@ -25,7 +25,8 @@ from benchmarks.netlab import Lab, LabUnavailable
 
 HERE = Path(__file__).parent
 RANKS, STEPS, SEEDS, SPLITS = 8, 800, (0, 1, 2), ("shuffled", "by label")
-HOSTS, MBIT, ROUNDS, TURN = 4, 20, (0, 1), 6
+HOSTS, MBIT, TURN = 4, 20, 6
+TURNS = (("keep", 0), ("keep at 1.05", 0), ("all_reduce", 0), ("keep", 1))  # each between two turns of D-PSGD
 SPANS = ((30, 60), (60, 110), (110, 160))  # of passes that the one process looks at
 Found = Mapping[str, Mapping[str, Any]]
 
@@ -63,18 +64,15 @@ def _make(cells: Cells, settled: Path, is_small: bool, only: str | None) -> None
             cells.once(f"quality/{split}; {way}; {seed}", lambda: quality.trained(split, way, seed, RANKS, steps))  # noqa: B023
         for name in ("keep", "keep at 1.05"):
             cells.once(f"passes/{name}", lambda: _passes(CONTENDERS[name], is_small))  # noqa: B023
-        cells.once("passes/live", lambda: _passes(LIVE, is_small, 8 if is_small else LIVE_STEPS))
     if only != "quality":
-        for number in ROUNDS[:1] if is_small else ROUNDS:
-            for name in CONTENDERS:
-                if name != WHOLE:
-                    turns = f"{WHOLE},{name},{WHOLE}"
-                    cells.once(f"seconds/{name}; {number}", lambda: _job(settled, is_small, "time", turns))  # noqa: B023
+        for name, number in TURNS[: 3 if is_small else None]:
+            turns = f"{WHOLE},{name},{WHOLE}"
+            cells.once(f"seconds/{name}; {number}", lambda: _job(settled, is_small, "time", turns))  # noqa: B023
         cells.once("seconds/live", lambda: _job(settled, is_small, "live"))
 
 
-def _passes(choice: str, is_small: bool, steps: int = 0) -> Mapping[str, Any]:
-    count = steps or (40 if is_small else SPANS[-1][1])
+def _passes(choice: str, is_small: bool) -> Mapping[str, Any]:
+    count = 50 if is_small else SPANS[-1][1]
     return {"sent_bytes": forecast.sent_by_pass(workload(is_small), choice, HOSTS, count).sent_bytes}
 
 
@@ -171,13 +169,15 @@ def _of_seconds(found: Found) -> tuple[list[str], list[Bar]]:
     if WHOLE in taken:
         per_byte = taken[WHOLE] / found["passes/keep"]["sent_bytes"][0][0] if "passes/keep" in found else 0.0
         lines += _foreseen(found, per_byte, taken[WHOLE])
-        if (live := found.get("seconds/live")) and "passes/live" in found:
-            said = forecast.took(forecast.Passes(found["passes/live"]["sent_bytes"]), per_byte)
+        if (live := found.get("seconds/live")) and "passes/keep" in found:
+            last, whole = LIVE_FROM + live["steps"], taken[WHOLE] * live["steps"]
+            said = forecast.took(forecast.Passes(found["passes/keep"]["sent_bytes"][LIVE_FROM:last]), per_byte)
             apart = [live["seconds"] / said - 1]
             lines += [
                 "",
-                f"Live, {live['steps']} steps from the first: {live['seconds']:.1f} s, forecast {said:.1f} s.",
+                f"Live, passes {LIVE_FROM} to {last} of `keep`: {live['seconds']:.1f} s, forecast {said:.1f} s.",
             ]
+            lines += [f"D-PSGD takes {whole:.1f} s for as many."]
     return lines, [
         Bar("4 hosts: payload of `keep`, of D-PSGD's", "0.6 or less", share, lambda it: it <= 0.6),
         Bar("4 hosts: steps/s of `keep`, times D-PSGD's", "1.2 or more", faster, lambda it: it >= 1.2),

@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.lossy.tasks import TASKS
 
-__all__ = ["CONTENDERS", "LIVE", "LIVE_STEPS", "SETTLED", "WHOLE", "workload"]
+__all__ = ["CONTENDERS", "LIVE", "LIVE_FROM", "LIVE_STEPS", "LIVE_WAY", "SETTLED", "WHOLE", "workload"]
 
 WHOLE = "D-PSGD"
 CONTENDERS = {
@@ -14,7 +14,8 @@ CONTENDERS = {
     "all_reduce": "all_reduce",
 }
 SETTLED = 100  # passes before a contender is timed: in the first 30 all tensors go
-LIVE, LIVE_STEPS = "gossip(horizon=1.0, start=4)", 14  # is trained from the beginning
+LIVE, LIVE_WAY = "live", CONTENDERS["keep"]  # is saved at the first pass that keeps something back, and goes on
+LIVE_FROM, LIVE_STEPS = 30, 12
 
 
 def workload(is_small: bool) -> Any:
