@@ -436,6 +436,7 @@ REACHES_INSIDE = {
         "exchanges.exchange", "reference.replicas", "session.feed", "session.foresight.side_by_side", "session.truths",
     },
     "in_situ": {"feeds.folder"},
+    "local_steps": {"exchanges.exchange", "reference.replicas"},
     "local_losses": BY_HAND - {"schedules.cyclic"} | {
         "facts.live_bytes", "schedules.cyclic_pipeline", "schedules.local_losses", "schedules.one_f_one_b",
         "schedules.schedule", "session.cyclic.counted_channel",
