@@ -82,7 +82,7 @@ REGISTERS = {
     "@codec(": "my_codecs.py",
     "@dense_exchange()": "my_exchange.py",
     "@dense_exchange(departs=": "my_lossy.py",
-    '@dense_exchange({"steps"': "my_weights.py",
+    'carries="weights", due': "my_weights.py",
     "SCHEDULES.register(": "my_schedule.py",
 }
 COMMANDS_OF_OWN = [
