@@ -236,7 +236,7 @@ def test_gradients_that_would_be_coded_twice_in_a_step_are_warned_of_once(crew):
 
 
 NOT_YET = {  # what another issue, or none, will bring: one sentence each
-    ("delayed_all_reduce", "quantize(bits=8)"): "nothing goes by row, by weight or in code.*drop them, or take accu",
+    ("delayed_all_reduce", "quantize(bits=8)"): "nothing goes by row, by weight or in code.*drop them, or plan without",
     ("delayed_all_reduce(by=quantize(bits=8))", ""): "delayed_all_reduce has no by; it may have",
     ("one_device(local_steps=4)", ""): "one_device has no local_steps; it may have",
     ("local_steps(steps=4)", "quantize(bits=8)"): "no schedule 'local_steps'; there are",

@@ -125,13 +125,12 @@ def test_the_seconds_of_a_step_in_a_report_are_the_median_so_an_evaluation_betwe
     assert tally.step_seconds == 2.5 and tally.steps == 5
 
 
-def test_a_script_plays_its_plan_on_other_machines_and_keeps_the_picture(tmp_path):
+def test_a_script_plays_its_plan_on_other_machines_and_keeps_the_trace(tmp_path):
     seen = armillary.profile(Reader(), batches_of(4), word_loss, workers=2)
     plan = armillary.plan(seen, face.machines(2))
     played = armillary.simulate(plan, seen, face.machines(2).of(8))
     assert "step of 8 workers: " in str(played) and played.step_seconds > 0
-    trace, picture = played.save(tmp_path / "new")
-    assert json.loads(trace.read_text())["traceEvents"] and picture.read_bytes()[1:4] == b"PNG"
+    assert json.loads(played.save(tmp_path / "new").read_text())["traceEvents"]
 
 
 def test_a_plan_shows_itself_in_a_notebook():

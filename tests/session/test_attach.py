@@ -209,7 +209,7 @@ def no_such_exchange(rank, workers):
 REFUSALS = {
     other_world: r"rank 0: the plan is for 8 workers, this job has 2; plan again, or launch with --nproc-per-node 8",
     other_nodes: r"attach: the plan is for 6 workers, this job has 2; plan again, or launch with --nproc-per-node 6",
-    other_schedule: r"schedule ring owns the loop",
+    other_schedule: r"schedule ring keeps tables whole, so emb.weight cannot go by row",
     other_names: r"it has \['emb.weight', 'lin.bias', 'lin.weight'\] which this one does not train and misses",
     other_shapes: r"this is \w{16}: the same names with other shapes or dtypes; plan again",
     one_rank_other_model: r"ranks built different models: .* is emb.weight \(11, 6\) float32 on rank 1 and emb",
