@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import row_exchanges
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group
+from armillary.plans.mesh import Mesh
+from armillary.plans.plan import Plan, model_fingerprint
 from armillary.session.attach import attach
 from armillary.session.run import Run
 

@@ -3,7 +3,7 @@
 Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
 library's own and runs whole, on smaller messages, in fewer rows and rounds. A process measures the links of the same
 ranks once: a crew runs many jobs, all on the same machine. Tests of measurement itself call it in its own file,
-`armillary.runtime.measure` or `armillary.session.at_once`. Commands that start Python anew measure in full.
+`armillary.measuring.measure` or `armillary.profiler.probe`. Commands that start Python anew measure in full.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.runtime import index_timer, link_timer, measure, overlap_timer
-from armillary.runtime.transport import Transport
-from armillary.session import at_once, decide, parallelize
+from armillary.measuring import links as link_timer
+from armillary.measuring import links as overlap_timer
+from armillary.measuring import measure
+from armillary.measuring import processor as index_timer
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.profiler import probe as at_once
+from armillary.session import parallelize
+from armillary.session import plan_job as decide
+from armillary.transport.transport import Transport
 
 EFFORT = link_timer.Effort(("AllReduce", "AllToAll"), (1 << 10, 1 << 14, 1 << 17), 3, 0.2)
 SHORTER = {

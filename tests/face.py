@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import armillary
-from armillary.facts.topology import Link
-from armillary.runtime.hybrid.handle import TableHandle
+from armillary.plans.topology import Link
+from armillary.tables.handle import TableHandle
 from forked import Ended
 from forked import command as forked_command
 

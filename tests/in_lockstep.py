@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.choice import Choice
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.choice import Choice
 from armillary.reference import lockstep
 from armillary.reference.replicas import Replicas, SharedGroup
-from armillary.runtime.hybrid.dense_unit import dense_unit
+from armillary.runtime.dense_unit import dense_unit
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),

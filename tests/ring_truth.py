@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.facts.collectives import Message, Send
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
+from armillary.plans.requests import Message, Send
+from armillary.reference.versions import Reference
 from armillary.schedules.clipping import Clip
-from armillary.schedules.norm_in_time import refuse_in_ring
+from armillary.schedules.routes import refuse_in_ring
 from armillary.schedules.schedule import Schedule
+from armillary.stages.interpreter import Interpreter
 from staged_models import OPTIMIZERS, data, drop, squared_error, stages_of, weights
 
 STEPS, DROP = 5, 2

@@ -3,9 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from armillary.schedules.action import Action, Kind, Row
-from armillary.schedules.picture import Table
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Action, Kind, Row, Schedule, Table
 
 __all__ = ["parse", "read"]
 

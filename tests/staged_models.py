@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from armillary.runtime.partition.stages import Stage
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
+from armillary.stages.partition import Stage
 
 WIDTH = 5
 TIGHT, LOOSE = 0.4, 1.3  # norms that nearly every gradient here exceeds, and that some do

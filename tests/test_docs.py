@@ -13,8 +13,8 @@ import typer
 
 import armillary
 import face
-from armillary.cli.find import built_in
 from armillary.cli.main import app
+from armillary.cli.names import built_in
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import DENSE, dense_exchanges, row_exchanges
 from armillary.schedules.corrections.correction import CORRECTIONS

@@ -97,10 +97,10 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
 
 def test_names_read_off_the_source_are_those_on_the_shelves():
     program = """
-from armillary.cli import shelves
+from armillary.cli import names as shelves
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
-from armillary.schedules.edge import REMEMBERS, SAME
+from armillary.schedules.edges import REMEMBERS, SAME
 from armillary.schedules.registry import SCHEDULES
 print(shelves.schedules() == tuple(SCHEDULES.all()), shelves.codecs() == tuple(CODECS.all()))
 print(shelves.exchanges() == tuple(sorted({*dense_exchanges(), *row_exchanges()})))
@@ -120,7 +120,7 @@ BASE = {"torch", "numpy", "safetensors", "scipy"}  # what `pip install armillary
 EXTRAS = {
     "typer": {"cli/"},
     "rich": {"cli/"},
-    "matplotlib": {"session/plot", "session/foresight/plot", "repurpose/shards"},
+    "matplotlib": {"session/plot", "repurpose/shards"},
     "redis": {"feeds/redis_"},
 }
 BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install

@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary import local_losses
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage
-from armillary.runtime.transport import Transport
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.point_to_point import CountedChannel
+from armillary.transport.transport import Transport
 
 SAMPLES, EPOCHS, BATCH, WIDTH, CLASSES, MICRO_BATCHES = 2048, 4, 64, 256, 10, 2
 CUT = 6

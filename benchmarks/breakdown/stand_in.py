@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllGather, AllToAll, Labelled, Request
-from armillary.runtime.transport import Transport, Wait
+from armillary.plans.requests import AllGather, AllToAll, Labelled, Request
+from armillary.transport.transport import Transport, Wait
 
 __all__ = ["SHORT", "carry_only"]
 

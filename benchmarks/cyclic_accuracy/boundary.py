@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import chain, cut
 from armillary.schedules.corrections.correction import build_correction, stale_share
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import chain, cut
+from armillary.stages.train_spec import TrainSpec
 from benchmarks.measuring.record import machine
 
 __all__ = ["formula", "last_stable", "measured"]

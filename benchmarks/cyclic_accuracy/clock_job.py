@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.exchanges.exchange import build_dense
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.own_loop import OwnLoop
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.stage_replicas import StageReplicas
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.hybrid.dense_unit import dense_unit
-from armillary.runtime.partition.stages import Stage
-from armillary.runtime.transport import Transport
+from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
+from armillary.session.delayed_loop import OwnLoop
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.stage_sums import StageReplicas
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.transport import Transport
 
 WARM_STEPS = 3
 BUCKET_MIB = {"ddp_25mb": 25.0, "ddp_small": 0.25}

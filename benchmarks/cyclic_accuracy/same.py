@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage
+from armillary.reference.versions import Reference
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.schedule import Schedule
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.train_spec import TrainSpec
 from benchmarks.cyclic_accuracy.rules import WORKERS, Rule, rules_of
 from benchmarks.cyclic_accuracy.tasks import TASKS, Cut
 from benchmarks.cyclic_accuracy.train import rate_at

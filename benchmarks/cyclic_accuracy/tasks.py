@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.runtime.partition.stages import balanced, chain, costs, cut
+from armillary.models.structure import balanced
+from armillary.stages.partition import chain, costs, cut
 from armillary.workloads import language_model, vision
 from benchmarks.cyclic_accuracy.language_stages import language_stages, sampled_loss
 from benchmarks.cyclic_accuracy.rules import WORKERS

@@ -1,6 +1,6 @@
 """One training run: a task, a rule, a rate, a seed, so many steps; what it found is plain data.
 
-Trained by the reference (`reference/cyclic.py`), which every cyclic runtime equals bit for bit and which is a tenth
+Trained by the reference (`reference/versions.py`), which every cyclic runtime equals bit for bit and which is a tenth
 faster than the one-device runtime here. Evaluation and the curve are of the newest weights and of the weights that
 were read, respectively.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from armillary.reference.cyclic import Reference
+from armillary.reference.versions import Reference
 from benchmarks.cyclic_accuracy.rules import rules_of
 from benchmarks.cyclic_accuracy.tasks import TASKS
 

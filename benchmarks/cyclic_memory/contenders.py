@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage, chain, costs, cut
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage, chain, costs, cut
+from armillary.stages.train_spec import TrainSpec
 from benchmarks.cyclic_memory.models import Shape, loss
 
 NAMES = ("concurrent", "cyclic", "one big batch", "accumulation", "concurrent, recomputed", "cyclic, recomputed")

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import chain, costs, cut
-from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic import cyclic
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import chain, costs, cut
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.transport import Transport
 from benchmarks.cyclic_memory.models import loss, shapes
 from benchmarks.measuring.memory import return_freed_memory
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from armillary.runtime.channel import Channel
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.schedule import Schedule
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.scopes import Channel
 
 STAGES, BLOCKS, WIDTH, SAMPLES = 2, 4, 768, 64  # blocks a stage; samples a micro-batch
 LEARNING_RATE = 0.01

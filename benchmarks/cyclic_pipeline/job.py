@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.runtime.transport import Transport
+from armillary.transport.transport import Transport
 from benchmarks.cyclic_pipeline.contenders import SAMPLES, Contender, contenders
 from benchmarks.measuring.record import machine
 

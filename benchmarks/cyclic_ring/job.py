@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from armillary.runtime.transport import Transport
+from armillary.transport.transport import Transport
 from benchmarks.cyclic_ring.modes import Mode, Sizes, modes
 from benchmarks.cyclic_ring.traffic import Watch
 from benchmarks.measuring.record import machine

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from armillary.runtime.transport import Transport
+from armillary.transport.transport import Transport
 from benchmarks.cyclic_shared.modes import LAYERS, MODES, WIDTH, Mode, Sizes, make
 from benchmarks.measuring.memory import begin_watch, peak_bytes, pss_bytes, return_freed_memory
 from benchmarks.measuring.record import machine

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.collectives import AllReduce, Message
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import Seat, in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage
-from armillary.runtime.transport import Transport
+from armillary.plans.requests import AllReduce, Message
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing, devices_for
+from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
+from armillary.transport.transport import Transport
 from benchmarks.cyclic_ring.modes import Waiting
 
 LAYERS, WIDTH = 8, 256  # of a stage: 2.1 MB of weights

@@ -7,8 +7,8 @@ import torch
 import armillary
 from armillary.exchanges.exchange import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
-from armillary.session.feed import Feed, stream_seed
-from armillary.session.truths import SeededBatch, seeded_loss
+from armillary.session.truth import SeededBatch, seeded_loss
+from armillary.session.workload import Feed, stream_seed
 
 __all__ = ["Passes", "sent_by_pass", "took"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import armillary
-from armillary.session.feed import Feed
+from armillary.session.workload import Feed
 from benchmarks.gossip.timed import CONTENDERS, LIVE, LIVE_FROM, LIVE_WAY, SETTLED, WHOLE, workload
 from benchmarks.measuring.record import machine
 from benchmarks.measuring.workloads import first_batches, start

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import armillary
 from armillary.exchanges.exchange import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
-from armillary.session.foresight.side_by_side import Lockstep
+from armillary.session.twin import Lockstep
 from armillary.workloads import images
 
 __all__ = ["WAYS", "Digits", "digits", "trained"]

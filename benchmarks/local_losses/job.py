@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from armillary import local_losses
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import Stage
-from armillary.runtime.transport import Transport
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.local_losses import local_losses as local_table
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.schedule import Schedule
-from armillary.session.cyclic.counted_channel import CountedChannel
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import Stage
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.point_to_point import CountedChannel
+from armillary.transport.transport import Transport
 from benchmarks.local_losses.run import CYCLIC, EXACT, OURS, TORCH
 
 STAGES, MICRO_BATCHES, BLOCKS, WIDTH, SAMPLES = 2, 2, 4, 768, 64

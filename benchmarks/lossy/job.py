@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import armillary
-from armillary.session.feed import Feed
+from armillary.session.workload import Feed
 from benchmarks.lossy.contenders import SETTLED_AFTER, Contender, built
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import TASKS

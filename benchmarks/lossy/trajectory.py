@@ -9,10 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import armillary
 from armillary.exchanges.exchange import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
-from armillary.session.feed import Feed, stream_seed
-from armillary.session.foresight.side_by_side import Lockstep
-from armillary.session.truths import SeededBatch, seeded_loss
-from armillary.session.workload import Batch, Workload
+from armillary.session.truth import SeededBatch, seeded_loss
+from armillary.session.twin import Lockstep
+from armillary.session.workload import Batch, Feed, Workload, stream_seed
 from benchmarks.lossy.contenders import OURS
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import Task

@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from armillary.facts.collectives import AllReduce, AllToAll
-from armillary.runtime.transport import Transport
+from armillary.plans.requests import AllReduce, AllToAll
+from armillary.transport.transport import Transport
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.namespaces import tell
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from armillary import auto_plan
-from armillary.runtime.transport import Transport
+from armillary.transport.transport import Transport
 from benchmarks.measuring.measure import Rounds, all_alive, interleave, rehearse
 from benchmarks.measuring.record import Record, machine, save
 from benchmarks.measuring.workloads import find, first_batches, start

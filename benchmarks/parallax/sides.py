@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from armillary import Plan, Run, Topology, attach
-from armillary.session.feed import Feed
-from armillary.session.workload import Workload
+from armillary.session.workload import Feed, Workload
 from benchmarks.parallax.tasks import Task
 from benchmarks.peers.sparse import PLAIN_NAMES
 

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from armillary import Profile, Topology, plan
-from armillary.facts.profile_table import seconds_text
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.simulator import simulate
+from armillary.plans.units import seconds_text
 
 __all__ = ["curve"]
 

@@ -18,7 +18,7 @@ from armillary import Plan, assumptions_of, auto_plan
 from armillary.planning.alternatives import CHOSEN, by_simulation
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.runtime.transport import Transport
+from armillary.transport.transport import Transport
 from benchmarks.measuring.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.measuring.record import machine
 from benchmarks.measuring.workloads import find, first_batches, start

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from armillary import Plan
-from armillary.runtime.transport import Transport
 from armillary.session.attach import attach_over
-from armillary.session.train_job import TrainJob
+from armillary.session.job import TrainJob
 from armillary.session.workload import Workload
+from armillary.transport.transport import Transport
 from benchmarks.measuring.measure import Step
 
 __all__ = ["trained"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import armillary
 from armillary import Choice, Plan, Profile, Topology
-from armillary.planning.choosing import margin
+from armillary.planning.memory import margin
 from armillary.planning.pricing import assumptions_behind
 from benchmarks.measuring.bars import Bar, table
 

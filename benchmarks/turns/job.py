@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from armillary.runtime import pairwise
-from armillary.runtime.transport import Transport
+from armillary.transport import pairwise
+from armillary.transport.transport import Transport
 
 Action = Callable[[], object]
 SIZES = (1 << 12, 1 << 17, 1 << 19, 1 << 21)  # bytes of a rank's tensor

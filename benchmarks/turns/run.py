@@ -1,4 +1,4 @@
-"""All-to-all and all-reduce of gloo beside those of `armillary.runtime.pairwise`: python -m benchmarks.turns.run
+"""All-to-all and all-reduce of gloo beside those of `armillary.transport.pairwise`: python -m benchmarks.turns.run
 
 On the network lab, 4 and 8 workers, 100 Mbit/s and 1 Gbit/s. Writes figures.md of what is kept under results/.
 """

@@ -5,9 +5,9 @@ import torch
 from benchmarks.breakdown.run import SAID, table
 from benchmarks.breakdown.stand_in import SHORT, carry_only
 
-from armillary.exchanges.exchange import RankInfo
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll
-from armillary.runtime.transport import Transport
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.requests import AllGather, AllReduce, AllToAll
+from armillary.transport.transport import Transport
 
 
 def turns(walls):

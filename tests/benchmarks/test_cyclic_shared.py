@@ -5,9 +5,9 @@ import torch
 from benchmarks.cyclic_shared.modes import forecast, replica
 from benchmarks.cyclic_shared.run import table
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.transport import Transport
+from armillary.reference.versions import Reference
 from armillary.schedules.accumulation import accumulation
+from armillary.transport.transport import Transport
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
 
 STEPS, DROP = 4, 2

@@ -9,11 +9,11 @@ import armillary
 import face
 from armillary.exchanges.exchange import build_dense
 from armillary.planning.request import PlanRequest
-from armillary.reference.crossing import Crossing
-from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.reference.serial import Crossing
+from armillary.reference.versions import WorkersReference
+from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.registry import options_of
-from armillary.session.decide import JobRequest
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors
 

@@ -9,12 +9,12 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import face
 from armillary import Choice, Plan
-from armillary.cli.find import find, small
+from armillary.cli.names import find, small
 from armillary.codecs.rows import RowCode, row_code
 from armillary.planning.request import PlanRequest
-from armillary.runtime.hybrid.table import RowTable
-from armillary.session.decide import JobRequest
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
+from armillary.tables.table import RowTable
 
 TABLE, STEPS = "words.weight", 6
 CODED = "owned_rows(rows_as=quantize(bits=8), gradients_as=quantize(bits=4))"

@@ -7,12 +7,12 @@ from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
 
 import armillary
 import face
-from armillary.cli.find import find, small
-from armillary.facts.choice import Choice
+from armillary.cli.names import find, small
 from armillary.planning.request import PlanRequest
-from armillary.runtime.cyclic.reducer import Reducer
-from armillary.session.decide import JobRequest
+from armillary.plans.choice import Choice
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
+from armillary.stages.reducer import Reducer
 
 STEPS, COUNT = 4, 6  # micro-batches of a step, those of all replicas
 TIGHT = 0.05

@@ -9,18 +9,18 @@ from torch import nn
 
 import armillary
 import face
-from armillary.cli.asked import edge_request
+from armillary.cli.request import edge_request
 from armillary.cli.verify import code_of
 from armillary.codecs.codec import codec_of
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.runtime.cyclic.coded_letter import CodedLetter
-from armillary.schedules.edge import NEVER
-from armillary.session import schedule_truth
-from armillary.session.decide import JobRequest
-from armillary.session.engines import cut
+from armillary.schedules.edges import NEVER
+from armillary.session import stage_setup as cut
+from armillary.session import truth as schedule_truth
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
+from armillary.stages.edge_codes import CodedLetter
 from contracts.journey import of_few_tensors
 
 WIDTH, ROWS, STEPS = 32, 6, 3

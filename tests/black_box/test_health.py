@@ -10,11 +10,11 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 import face
 from armillary import Choice
 from armillary.cli.show import ended_page
-from armillary.facts.table import page_text
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import JobRequest
-from armillary.session.settings import Settings
+from armillary.plans.units import page_text
+from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from contracts.journey import of_few_tensors
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
-from armillary.session import decide, parallelize
+from armillary.session import parallelize
+from armillary.session import plan_job as decide
 
 ROWS, WIDTH = 3000, 8
 USED = "plan and links are those of an earlier start; nothing is measured"

@@ -12,7 +12,7 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import face
 from armillary import Choice
-from armillary.runtime.checkpointing.row_file import RowFile
+from armillary.checkpoint.row_file import RowFile
 from forked import Job
 
 PATIENCE = {"report_after": 1.0, "timeout": 5.0}

@@ -17,8 +17,9 @@ from torch.utils.data import (
 
 import armillary
 import face
-from armillary.session import decide, parallelize
-from armillary.session.plain_loader import is_plain_loader
+from armillary.prefetch.batches import is_plain_loader
+from armillary.session import parallelize
+from armillary.session import plan_job as decide
 
 TABLE, STEPS = "words.weight", 7
 BY_ROW = {TABLE: "owned_rows"}

@@ -13,9 +13,9 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 import armillary
 import face
 from armillary.exchanges.exchange import build_row
-from armillary.runtime.hybrid.row_timer import row_seconds
-from armillary.runtime.transport import Transport
-from armillary.session import owners as owner_trials
+from armillary.measuring import row_exchanges as owner_trials
+from armillary.measuring.row_exchanges import row_seconds
+from armillary.transport.transport import Transport
 
 MINE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 TABLE, WORKERS, STEPS = "words.weight", 4, 5

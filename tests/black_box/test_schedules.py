@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import face
-from armillary.reference.cyclic import Reference
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 

@@ -16,13 +16,11 @@ from armillary.cli.main import app
 from armillary.codecs.codec import build_codec, codec
 from armillary.exchanges.coded import coded
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchange
-from armillary.reference.crossing import Crossing
-from armillary.reference.cyclic import Reference
-from armillary.reference.cyclic_workers import WorkersReference
 from armillary.reference.edges import Edges
 from armillary.reference.replicas import Replicas
-from armillary.reference.rows import Meanings
-from armillary.schedules.edge import Edge, at_eval, codes_of
+from armillary.reference.serial import Crossing, Meanings
+from armillary.reference.versions import Reference, WorkersReference
+from armillary.schedules.edges import Edge, at_eval, codes_of
 from armillary.schedules.registry import read
 from contracts.journey import registered
 
@@ -67,7 +65,7 @@ def told(tmp_path, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take most of a small twin's time."""
-    monkeypatch.setattr("armillary.session.foresight.twin_page.can_draw", lambda picture: False)
+    monkeypatch.setattr("armillary.session.twin_page.can_draw", lambda picture: False)
 
 
 def script(steps=12, workers=4):
@@ -293,7 +291,7 @@ def test_the_command_refuses_in_one_line(told, asked, why):
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("armillary.session.pictures.find_spec", lambda name: None)
+    monkeypatch.setattr("armillary.session.run_folder.find_spec", lambda name: None)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         files = twin_of("one_bit", steps=2, seeds=1).save(tmp_path)

@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import face
-from armillary.cli import workers
-from armillary.cli.find import built_in, find
+from armillary.checkpoint.folder import latest_checkpoint
+from armillary.cli import launch as workers
 from armillary.cli.launch import Failure
 from armillary.cli.main import app
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Plan
-from armillary.session.checkpoint import latest_checkpoint
+from armillary.cli.names import built_in, find
+from armillary.plans.mesh import Mesh
+from armillary.plans.plan import Plan
 
 VISION = ("vision", "--small", "--workers", "1")
 LANGUAGE_MODEL = ("language_model", "--small", "--workers", "1")

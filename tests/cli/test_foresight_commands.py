@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.main import app
-from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Link, Topology
 from armillary.planning.alternatives import AHEAD, CHOSEN
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Link, Topology
 
 SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"

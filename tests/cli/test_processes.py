@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from armillary.checkpoint.folder import latest_checkpoint
 from armillary.cli import launch as launcher
 from armillary.cli.launch import Failure, first_failure, keep_failure, launch
 from armillary.cli.main import app
-from armillary.session.checkpoint import latest_checkpoint
 from face import machines
 from forked import command, forkserver
 

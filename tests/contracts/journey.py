@@ -9,22 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.cli.find import find, small
+from armillary.cli.names import find, small
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import DENSE, build_dense
 from armillary.exchanges.parcel import State
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.profile import Profile
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
+from armillary.plans.choice import Choice
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
-from armillary.session.decide import JobRequest
-from armillary.session.foresight.compare import Band, compare_run
+from armillary.session.band import Band
+from armillary.session.compare import compare_run
+from armillary.session.plan_job import JobRequest
 from armillary.session.run import Run
-from armillary.session.settings import Settings
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from armillary.session.verify import verify_workload
 from armillary.session.workload import Workload
 from planning_cases import machines, model

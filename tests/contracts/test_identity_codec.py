@@ -3,11 +3,10 @@
 import torch
 
 from armillary.codecs.codec import Codec, build_codec, codec
-from armillary.exchanges.dense import DenseExchange, exact_sum
+from armillary.exchanges.dense import DenseExchange, Leg, exact_sum
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.facts.collectives import AllGather
-from armillary.facts.plan import Choice
+from armillary.plans.choice import Choice
+from armillary.plans.requests import AllGather
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 FLOAT = 8  # bytes of a number of the tail

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense
-from armillary.facts.layout import Layout
-from armillary.facts.plan import Choice
+from armillary.plans.choice import Choice
+from armillary.plans.layout import Layout
 from contracts.journey import (
     adam,
     batch_of,

@@ -2,11 +2,10 @@
 
 import torch
 
-from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.dense import DenseExchange, Leg
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.facts.collectives import AllToAll
-from armillary.facts.plan import Choice
+from armillary.plans.choice import Choice
+from armillary.plans.requests import AllToAll
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 

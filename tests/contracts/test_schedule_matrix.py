@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import face
-from armillary.facts.choice import Choice
-from armillary.reference.schedule_contract import SCHEDULE_RULES
-from armillary.runtime.transport import Transport
+from armillary.contracts.schedule import SCHEDULE_RULES
+from armillary.plans.choice import Choice
 from armillary.schedules.registry import SCHEDULES, read
-from armillary.session.decide import JobRequest
-from armillary.session.script import Script
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
+from armillary.session.workload import Script
+from armillary.transport.transport import Transport
 
 UNEQUAL = ([[1, 1], [2, 2]], [[2, 2], [1, 1]], [[1, 2], [1, 7]], [[3, 1], [1, 1], [1, 5]])
 STEPS = 4

@@ -4,11 +4,10 @@ import math
 
 import torch
 
-from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.dense import DenseExchange, Leg
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.facts.collectives import AllGather
-from armillary.facts.plan import Choice
+from armillary.plans.choice import Choice
+from armillary.plans.requests import AllGather
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 FLOAT, ID = 8, 4  # bytes of a number of the tail, and of a place

@@ -11,19 +11,18 @@ from typer.testing import CliRunner
 
 import armillary
 from armillary.cli.main import app
-from armillary.facts.choice import Choice
-from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
-from armillary.reference.cyclic import Reference
-from armillary.schedules.action import Action
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.reference.versions import Reference
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.clipping import Clip
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
-from armillary.session.decide import JobRequest
+from armillary.schedules.schedule import Action, Schedule
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors
 from schedule_pictures import parse

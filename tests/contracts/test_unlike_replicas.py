@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import armillary
-from armillary.facts.plan import SIMULTANEOUS
 from armillary.planning.planner import plan
+from armillary.plans.plan import SIMULTANEOUS
 from armillary.schedules.registry import SCHEDULES
 from contracts.journey import profile_of
 from planning_cases import machines

@@ -2,8 +2,8 @@
 
 import pytest
 
+from armillary.contracts.exchange import EXCHANGE_RULES, is_the_sum
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.reference.exchange_contract import EXCHANGE_RULES, is_the_sum
 
 CASES = [(name, options) for name, entry in dense_exchanges().items() for options in entry.examples]
 

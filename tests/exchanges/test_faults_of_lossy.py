@@ -9,8 +9,8 @@ import torch
 from armillary.codecs.codec import build_codec
 from armillary.exchanges import coded as coded_file
 from armillary.reference.lockstep import OutOfStep
-from armillary.runtime.hybrid.bucket import Bucket
-from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.runtime.bucket import Bucket
+from armillary.runtime.dense_unit import DenseUnit
 from in_lockstep import built, trained
 
 

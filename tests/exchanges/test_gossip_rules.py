@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
+from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.plans.layout import Layout
+from armillary.plans.topology import Link, Topology
 from armillary.reference import lockstep
 
 LAYOUT = Layout(("a", "b", "c"), ((4, 3), (3,), (5,)), "float64", is_guarded=True)

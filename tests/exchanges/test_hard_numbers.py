@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import Layout
+from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.plans.layout import Layout
 from armillary.reference import lockstep
 
 LOSSY = [(name, way) for name, one in dense_exchanges().items() if "lossy" in one.departs for way in one.examples]

@@ -5,19 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
-from armillary.exchanges.exchange import (
-    RankInfo,
-    RowTraffic,
-    Staying,
-    build_dense,
-    build_row,
-    dense_exchanges,
-    row_exchanges,
-)
-from armillary.exchanges.parcel import Parcel
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
+from armillary.exchanges.exchange import RowTraffic, Staying, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, members
+from armillary.plans.topology import Link, Topology
 from armillary.reference import lockstep
 
 SHAPES = [(1, 2), (2, 2), (3, 2), (4, 1)]  # nodes, workers per node

@@ -5,10 +5,9 @@ import torch
 
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.exchanges.low_rank import orthonormal
-from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
+from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.plans.layout import Layout
+from armillary.plans.topology import Link, Topology
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from armillary.codecs.threshold import sparse_bytes
-from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.rank_info import RankInfo
+from armillary.exchanges.parcel import Parcel, RankInfo
 from armillary.exchanges.threshold import is_due
-from armillary.facts.layout import Layout
+from armillary.plans.layout import Layout
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 

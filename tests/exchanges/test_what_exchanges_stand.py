@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.parcel import Parcel
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import Layout
+from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.plans.layout import Layout
 from armillary.reference import lockstep
 
 ALL = [(name, options) for name, entry in dense_exchanges().items() for options in entry.examples]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.facts.departure import DEPARTURES, EXACT, checked
+from armillary.plans.group import DEPARTURES, EXACT, checked
 
 
 def test_every_word_says_that_it_is_not_exact_and_no_word_says_that_it_is():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.live_bytes import LiveBytes
-from armillary.runtime.profiling.probe import step_bytes
+from armillary.models.untouched import LiveBytes
+from armillary.profiler.probe import step_bytes
 
 MIB = 1 << 20
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.facts.plan import model_fingerprint
-from armillary.facts.profile import ParameterFact, Profile, RowFacts, StageFact
-from armillary.facts.profile_table import bytes_text, count_text, seconds_text
+from armillary.plans.parameter import ParameterFact, RowFacts, StageFact
+from armillary.plans.plan import model_fingerprint
+from armillary.plans.profile import Profile
+from armillary.plans.units import bytes_text, count_text, seconds_text
 
 ROWS = RowFacts(
     rows=1000,

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from armillary.facts.choice import Choice
-from armillary.facts.registry import Registry
+from armillary.plans.choice import Choice
+from armillary.plans.registry import Registry
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def shelf(tmp_path, monkeypatch):
     (package / "shelf.py").write_text(
         textwrap.dedent(
             """
-            from armillary.facts.registry import Registry
+            from armillary.plans.registry import Registry
 
             FRUIT = Registry("fruit", "shelf_for_a_test")
             """
@@ -70,13 +70,13 @@ def test_a_name_cannot_be_registered_twice_and_entries_cannot_be_changed_from_ou
 
 
 def test_another_shelf_has_entries_of_its_own():
-    ours, theirs = Registry("colour", "armillary.facts"), Registry("colour", "armillary.facts")
+    ours, theirs = Registry("colour", "armillary.plans"), Registry("colour", "armillary.plans")
     ours.register("red", 1)
     assert "red" in ours and "red" not in theirs
 
 
 def test_a_shelf_follows_another_whatever_was_registered_first():
-    leader, follower = Registry("colour", "armillary.facts"), Registry("paint", "armillary.facts")
+    leader, follower = Registry("colour", "armillary.plans"), Registry("paint", "armillary.plans")
     leader.register("red", 1)
     follower.follow(leader, lambda name, entry: f"{name} paint" if entry else None)
     leader.register("blue", 2)

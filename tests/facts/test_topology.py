@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.facts.collectives import members
-from armillary.facts.processor import Processor, RowRate
-from armillary.facts.topology import TURN_BYTES, TURN_SECONDS, Link, RequestLink, Topology
+from armillary.plans.requests import members
+from armillary.plans.topology import TURN_BYTES, TURN_SECONDS, Link, Processor, RequestLink, RowRate, Topology
 
 LINK = Link(1e-4, 1e8)
 RATE = RowRate(1e-6, 1e-8, 1e-10, 0.1)

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 import armillary
 from armillary import local_losses
 from armillary.cli.main import app
-from armillary.facts.choice import Choice
-from armillary.facts.plan import Plan
-from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan
+from armillary.plans.topology import Link, Topology
 from armillary.schedules.local_losses import local_losses as table
 from armillary.schedules.registry import read
-from armillary.session.decide import JobRequest
-from armillary.session.prepared import prepared
+from armillary.session.plan_job import JobRequest, prepared
 from armillary.session.verify import verify_workload
 from armillary.workloads.vision import SMALL, workload
 from forked import Job

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.plan import Choice
-from armillary.planning.bucket_sizes import CLOSE, by_clock, counted, sizes
+from armillary.planning.grouping import CLOSE, by_clock, counted, sizes
 from armillary.planning.planner import bucketings, plan, plan_by_rule
 from armillary.planning.pricing import SGD, Case, dense_forecast
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
+from armillary.plans.choice import Choice
 from planning_cases import dense, machines, model, table
 
 LARGE = 1_000_000  # elements: more than a small bucket holds

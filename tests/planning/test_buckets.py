@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.planning.buckets import BucketLimits, arrival_of, buckets, default_limits
+from armillary.planning.candidates import BucketLimits, arrival_of, buckets, default_limits
 from planning_cases import dense
 
 FACTS = st.lists(

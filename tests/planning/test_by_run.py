@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
-from armillary.facts.topology import Link, Topology
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import JobRequest, Subject, decide
+from armillary.plans.topology import Link, Topology
+from armillary.session.plan_job import JobRequest, Subject, decide
 
 GIB = 1 << 30
 SLOW = Link(1e-4, 1e6)  # the weights take a second, activations a hundredth

@@ -7,15 +7,14 @@ import torch
 
 from armillary import Choice
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import layout_of
-from armillary.facts.processor import CodingRate, Processor, RowRate
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import RankInfo
+from armillary.measuring import processor as coding_timer
+from armillary.measuring.processor import coding_rates
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, coding_seconds, dense_forecast
+from armillary.plans.layout import layout_of
+from armillary.plans.topology import CodingRate, Processor, RowRate, Topology
 from armillary.reference import lockstep
-from armillary.runtime import coding_timer
-from armillary.runtime.coding_timer import coding_rates
 from planning_cases import dense, machines, model
 
 RATE = RowRate(1e-6, 1e-8, 1e-10)

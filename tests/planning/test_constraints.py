@@ -2,10 +2,10 @@
 
 import pytest
 
-from armillary.facts.plan import Choice
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
+from armillary.plans.choice import Choice
 from planning_cases import dense, machines, model, table
 
 MODEL = model(

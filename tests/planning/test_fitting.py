@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.departure import DEPARTURES, EXACT
-from armillary.facts.plan import Choice
-from armillary.facts.profile import Profile
-from armillary.facts.stage import StageFact
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAM, Case
 from armillary.planning.request import PlanRequest
+from armillary.plans.choice import Choice
+from armillary.plans.group import DEPARTURES, EXACT
+from armillary.plans.parameter import StageFact
+from armillary.plans.profile import Profile
 from planning_cases import dense, machines, model, table
 
 MIB = 1 << 20

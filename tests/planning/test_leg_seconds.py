@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.facts.collectives import AllToAll
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
-from armillary.planning.leg_seconds import busy
+from armillary.planning.link_costs import busy
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllToAll
+from armillary.plans.topology import Link, Topology
 from armillary.reference import lockstep
 
 PIECE = 5  # numbers of each of the pieces that go round

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.planning.partitions import CostModel, Trial, best_partitions, fit, search
+from armillary.planning.partition_search import CostModel, Trial, best_partitions, fit, search
 
 # Words per second by number of partitions: parallax/find_num_partitons2.py on the branch partitions_exp, Sept 2018.
 LM = {2: 62_291, 4: 109_056, 8: 190_609, 16: 279_107, 32: 299_567, 64: 303_882, 128: 286_200}

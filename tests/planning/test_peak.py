@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.plan import Choice
-from armillary.facts.topology import Topology
-from armillary.planning.fitting import NothingFits
+from armillary.planning.link_costs import Upkeep
+from armillary.planning.memory import NothingFits
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD
-from armillary.planning.upkeep import Upkeep
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Topology
 from planning_cases import dense, machines, model, table
 
 KIB = 1 << 10

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.facts.plan import Choice, Plan, model_fingerprint
-from armillary.facts.topology import Topology
-from armillary.planning.choosing import total_seconds
+from armillary.planning.memory import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
 from armillary.planning.request import PlanRequest
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan, model_fingerprint
+from armillary.plans.topology import Topology
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ALPHAS = st.floats(1e-4, 1.0)

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.exchanges.exchange import RankInfo, build_row
+from armillary.exchanges.exchange import build_row
 from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
-from armillary.facts.plan import Choice, Forecast
-from armillary.facts.processor import Processor, RowRate, UpdateRate
-from armillary.facts.topology import Link
+from armillary.exchanges.parcel import RankInfo
+from armillary.planning.link_costs import Upkeep
 from armillary.planning.planner import plan
 from armillary.planning.pricing import (
     ADAM,
@@ -20,10 +19,12 @@ from armillary.planning.pricing import (
     idle_round,
     row_forecast,
 )
-from armillary.planning.upkeep import Upkeep
+from armillary.plans.choice import Choice
+from armillary.plans.group import Forecast
+from armillary.plans.topology import Link, Processor, RowRate, UpdateRate
+from armillary.profiler.reads import Lookups
+from armillary.profiler.reads import row_facts as count_rows
 from armillary.reference import lockstep
-from armillary.runtime.profiling.row_counts import Lookups
-from armillary.runtime.profiling.row_counts import row_facts as count_rows
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ROWS, WIDTH, ASKED = 9973, 8, 4000

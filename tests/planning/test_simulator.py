@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.exchanges.look_up import HEADER_BYTES
-from armillary.facts.plan import Choice
-from armillary.facts.processor import Processor, RowRate
-from armillary.facts.profile import Profile
-from armillary.facts.stage import StageFact
-from armillary.facts.topology import Link, RequestLink
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, row_forecast
 from armillary.planning.simulator import simulate
+from armillary.plans.choice import Choice
+from armillary.plans.parameter import StageFact
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Link, Processor, RequestLink, RowRate
 from planning_cases import LINKS_ONLY, dense, machines, table
 
 MB = 1_000_000

@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.plan import Choice
-from armillary.facts.processor import Processor, RowRate, UpdateRate
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Processor, RowRate, Topology, UpdateRate
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import ring_messages
-from armillary.schedules.unsharded import lent_messages
+from armillary.schedules.lower_zero_ring import lent_messages
+from armillary.schedules.routes import ring_messages
 from planning.test_staged_plan import chain_of
 from planning_cases import LINKS_ONLY, machines
 

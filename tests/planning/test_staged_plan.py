@@ -5,21 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.mesh import Mesh
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.profile_table import bytes_text
-from armillary.facts.stage import Numbers, StageFact
 from armillary.planning.planner import plan
-from armillary.schedules.activations import peak_over_workers
-from armillary.schedules.copies_held import held_copies, mean_copies
+from armillary.plans.choice import Choice
+from armillary.plans.mesh import Mesh
+from armillary.plans.parameter import Numbers, ParameterFact, StageFact
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.units import bytes_text
+from armillary.schedules.costs import held_copies, mean_copies, peak_over_workers
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import ring_messages
+from armillary.schedules.lower_zero_ring import lent_messages
+from armillary.schedules.method import StageLoad
 from armillary.schedules.registry import options_of, read
-from armillary.schedules.shared import Sharing
-from armillary.schedules.stage_load import StageLoad
-from armillary.schedules.unsharded import lent_messages
+from armillary.schedules.routes import ring_messages
+from armillary.schedules.shared_stages import Sharing
 from planning_cases import LINKS_ONLY, machines, table
 from schedule_pictures import parse
 

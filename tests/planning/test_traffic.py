@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
+from armillary.planning.link_costs import busiest_share, merged_rows, staying_share, traffic, traffic_merged
 from planning_cases import machines, model, row_facts
 
 

@@ -9,10 +9,10 @@ from armillary.exchanges.exchange import build_dense, build_row
 from armillary.exchanges.gather_rows import COUNT_BYTES
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.exchanges.owned_rows import ID_BYTES
-from armillary.facts.layout import layout_of
-from armillary.facts.plan import Choice
+from armillary.planning.link_costs import traffic, traffic_merged
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
-from armillary.planning.traffic import traffic, traffic_merged
+from armillary.plans.choice import Choice
+from armillary.plans.layout import layout_of
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 WORKERS = [2, 3, 8, 48]

@@ -5,14 +5,15 @@ from collections import Counter
 
 import pytest
 
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.profile_table import bytes_text
-from armillary.facts.stage import StageFact
 from armillary.planning.planner import plan
-from armillary.planning.uncut_plan import BUCKET_BYTES
+from armillary.planning.stage_plan import BUCKET_BYTES
+from armillary.plans.choice import Choice
+from armillary.plans.parameter import StageFact
+from armillary.plans.plan import Plan
+from armillary.plans.units import bytes_text
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import ring_messages
 from armillary.schedules.registry import options_of
+from armillary.schedules.routes import ring_messages
 from planning_cases import LINKS_ONLY, dense, machines, model
 from schedule_pictures import parse
 

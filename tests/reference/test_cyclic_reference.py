@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.reference.cyclic import Reference
+from armillary.reference.versions import Reference
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from armillary.exchanges.ownership import Ownership
-from armillary.runtime.hybrid import blank_table
-from armillary.runtime.hybrid.blank_table import BlankTable
+from armillary.tables import meta_init as blank_table
+from armillary.tables.meta_init import BlankTable
 
 
 def xavier(weight):

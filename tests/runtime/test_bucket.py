@@ -6,9 +6,9 @@ from torch import nn
 
 from armillary.exchanges.dense import exact_sum
 from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.rank_info import RankInfo
-from armillary.runtime.hybrid.bucket import Bucket, layout_beside
-from armillary.runtime.hybrid.dense_unit import DenseUnit
+from armillary.exchanges.parcel import RankInfo
+from armillary.runtime.bucket import Bucket, layout_beside
+from armillary.runtime.dense_unit import DenseUnit
 
 
 def parameters():

@@ -8,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from armillary.exchanges.exchange import RankInfo, build_row
-from armillary.runtime.checkpointing import row_blocks
-from armillary.runtime.checkpointing.checkpoint import (
+from armillary.checkpoint.folder import (
     MARKER,
     Marker,
     RowIndex,
@@ -23,10 +21,13 @@ from armillary.runtime.checkpointing.checkpoint import (
     stored_rows,
     verify,
 )
-from armillary.runtime.checkpointing.row_blocks import all_on_first, equal_spans, from_spans, to_spans
-from armillary.runtime.checkpointing.row_file import FileLayout, RowFile
-from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.transport import Transport
+from armillary.checkpoint.row_file import FileLayout, RowFile
+from armillary.exchanges.exchange import build_row
+from armillary.exchanges.parcel import RankInfo
+from armillary.tables import reshard as row_blocks
+from armillary.tables.reshard import all_on_first, equal_spans, from_spans, to_spans
+from armillary.tables.table import RowTable
+from armillary.transport.transport import Transport
 
 ROWS = torch.arange(40.0).view(10, 4)
 

@@ -11,18 +11,17 @@ from torch import nn
 from armillary.codecs.codec import CODECS, codec_of
 from armillary.codecs.edges import at_places, guarded
 from armillary.codecs.threshold import sparse_bytes
-from armillary.facts.choice import Choice
-from armillary.reference.cyclic import Reference
+from armillary.plans.choice import Choice
 from armillary.reference.edges import Edges
-from armillary.runtime.cyclic.coded_letter import CodedLetter
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.mailbox import AS_IT_IS
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.edge import SAME, Edge, codes_of, draw_of
+from armillary.schedules.edges import SAME, Edge, codes_of, draw_of
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.stages.edge_codes import CodedLetter
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.point_to_point import AS_IT_IS
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, same, squared_error, weights
 
@@ -295,7 +294,7 @@ def rounding_lets_no_gradient_through(monkeypatch):
 
 
 def ids_are_coded(monkeypatch):
-    monkeypatch.setattr("armillary.runtime.cyclic.coded_letter.is_codable", lambda leaf: leaf.is_floating_point())
+    monkeypatch.setattr("armillary.stages.edge_codes.is_codable", lambda leaf: leaf.is_floating_point())
 
 
 def the_loss_is_coded(monkeypatch):
@@ -313,7 +312,7 @@ def the_loss_is_coded(monkeypatch):
 
 def the_same_lot_for_all_micro_batches(monkeypatch):
     monkeypatch.setattr(
-        "armillary.runtime.cyclic.coded_letter.draw_of",
+        "armillary.stages.edge_codes.draw_of",
         lambda codec, seed, place, *rest: draw_of(codec, seed, (place[0], 0, place[2]), *rest),
     )
 

@@ -4,16 +4,15 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.corrected_step import CorrectedStep
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.corrections.correction import build_correction
 from armillary.schedules.corrections.stable_rate import rate_scale
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.optimizer_step import CorrectedStep
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, rings, same, squared_error, stages_of, weights
 

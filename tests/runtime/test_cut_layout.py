@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn, optim
 
-from armillary.reference.cyclic import Reference
 from armillary.reference.edges import Edges
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import Seat, in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.layout import plain
-from armillary.schedules.shared import Sharing, devices_for
+from armillary.schedules.random_streams import plain
+from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import as_stages, same, squared_error, weights
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from armillary.facts.stage_paths import OUTSIDE
-from armillary.runtime.profiling.gathered_rows import gathering
-from armillary.runtime.profiling.probe import timed_step
-from armillary.runtime.profiling.profiler import profile
+from armillary.models.structure import OUTSIDE
+from armillary.profiler.probe import timed_step
+from armillary.profiler.profiler import profile
+from armillary.profiler.stages import gathering
 from scenes import TABLES, Mixed, batch_of, loss
 
 
@@ -50,7 +50,7 @@ def test_a_profile_times_steps_in_which_no_gradient_of_a_table_is_made(monkeypat
         seen.append(set(tables))
         return timed_step(model, batch, loss, paths, tables)
 
-    monkeypatch.setattr("armillary.runtime.profiling.probe.timed_step", noted)
+    monkeypatch.setattr("armillary.profiler.probe.timed_step", noted)
     profile(Mixed(), [batch_of(0, 1), batch_of(1, 1)], loss, workers=2)
     assert seen and all(tables == set(TABLES) for tables in seen)
 

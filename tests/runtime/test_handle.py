@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.serial import train_step
-from armillary.runtime.hybrid import handle
-from armillary.runtime.hybrid.gradient_handle import GradientHandle
+from armillary.tables import handle
+from armillary.tables.gradient import GradientHandle
 from beside import close, own_part, pair, sgd
 
 V, D = 11, 3

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn, optim
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.stage_inputs import StageInputs
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.stage_pass import StageInputs
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import as_stages, same, squared_error, weights
 

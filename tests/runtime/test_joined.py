@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Labelled
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, Labelled
 from armillary.reference import lockstep
-from armillary.runtime.coalesced import can_coalesce, coalesced, parted
-from armillary.runtime.shared_wait import shared_wait
-from armillary.runtime.transport import Transport
+from armillary.transport.scopes import can_coalesce, coalesced, parted
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import shared_wait
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 

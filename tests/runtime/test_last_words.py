@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from armillary.runtime.last_words import LastWords
+from armillary.transport.watchdog import LastWords
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.runtime.line import fit
+from armillary.measuring.processor import fit
 
 SIZES = (1e3, 1e5, 1e7)
 

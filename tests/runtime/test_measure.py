@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.exchanges.exchange import RankInfo
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, sent_bytes
-from armillary.facts.topology import Link, Topology
-from armillary.runtime import index_timer, link_timer
-from armillary.runtime import measure as measure_file
-from armillary.runtime.link_timer import QUICK, THOROUGH, request_link
-from armillary.runtime.measure import measure
-from armillary.session import links
-from armillary.session.decide import open_transport
+from armillary.exchanges.parcel import RankInfo
+from armillary.measuring import links as link_timer
+from armillary.measuring import measure as links
+from armillary.measuring import measure as measure_file
+from armillary.measuring import processor as index_timer
+from armillary.measuring.links import QUICK, THOROUGH, request_link
+from armillary.measuring.measure import measure
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, sent_bytes
+from armillary.plans.topology import Link, Topology
+from armillary.session.plan_job import open_transport
 
 LINKS = {"AllReduce": Link(1e-4, 1e8), "AllGather": Link(3e-4, 5e7), "AllToAll": Link(2e-3, 2e7)}
 

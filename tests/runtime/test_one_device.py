@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.schedules.routes import refuse_on_one_device
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec
 from staged_models import (
     EVERY_CLIP,
     LOOSE,

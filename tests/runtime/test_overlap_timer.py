@@ -2,9 +2,9 @@
 
 import pytest
 
-from armillary.exchanges.exchange import RankInfo
-from armillary.runtime import overlap_timer
-from armillary.runtime.overlap_timer import beside_seconds, hidden_share
+from armillary.exchanges.parcel import RankInfo
+from armillary.measuring import links as overlap_timer
+from armillary.measuring.links import beside_seconds, hidden_share
 
 
 class Clocked:

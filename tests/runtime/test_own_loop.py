@@ -5,14 +5,15 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from armillary.exchanges.exchange import RankInfo, build_dense
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.own_loop import OwnLoop
-from armillary.runtime.cyclic.stage_replicas import StageReplicas
-from armillary.runtime.hybrid.dense_unit import dense_unit
-from armillary.runtime.transport import Transport
+from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.parcel import RankInfo
+from armillary.reference.versions import Reference
+from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.random_stream import seeded
+from armillary.schedules.random_streams import seeded
+from armillary.session.delayed_loop import OwnLoop
+from armillary.stages.stage_sums import StageReplicas
+from armillary.transport.transport import Transport
 from at_a_table import Table, at_a_table
 from staged_models import OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights
 

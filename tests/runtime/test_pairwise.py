@@ -6,11 +6,11 @@ import time
 import pytest
 import torch
 
-from armillary.facts.collectives import AllReduce, AllToAll
-from armillary.facts.topology import TURN_BYTES
+from armillary.plans.requests import AllReduce, AllToAll
+from armillary.plans.topology import TURN_BYTES
 from armillary.reference import lockstep
-from armillary.runtime import pairwise, transport
-from armillary.runtime.transport import Transport
+from armillary.transport import pairwise, transport
+from armillary.transport.transport import Transport
 
 LARGE = TURN_BYTES // 8 + 5  # rows of one float64 that make a piece wait for its turn
 

@@ -6,12 +6,11 @@ import pytest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.stage_pass import StageActivation
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.stage_pass import StageActivation
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import OPTIMIZERS, as_stages, data, same, squared_error, stages_of, weights
 

@@ -10,18 +10,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from armillary.facts.collectives import Send
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.mailbox import Mailbox
+from armillary.plans.requests import Send
+from armillary.reference.versions import Reference
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.instruction import Letter
-from armillary.schedules.messages import NORM_BYTES, pipeline_messages
+from armillary.schedules.instructions import Letter
 from armillary.schedules.one_f_one_b import one_f_one_b
+from armillary.schedules.routes import NORM_BYTES, pipeline_messages
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.point_to_point import Mailbox
 from channels import Board, GlooChannel, ThreadChannel, in_threads
 from staged_models import (
     EVERY_CLIP,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from armillary.runtime.partition.places import Places
+from armillary.stages.partition import Places
 
 
 class Tied(nn.Module):

@@ -6,23 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic import corrected_step
-from armillary.runtime.cyclic.borrowed import Borrowed
-from armillary.runtime.cyclic.delayed_step import options_of, step_with
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import Seat, in_a_row
-from armillary.runtime.cyclic.stage_sums import StageSums
-from armillary.runtime.cyclic.step_means import StepMeans
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.versions import StageWeights
-from armillary.schedules import messages, relay
-from armillary.schedules.action_queue import ScheduledAction
+from armillary.reference.versions import Reference
+from armillary.schedules import lower_ring as relay
+from armillary.schedules import routes as messages
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.instructions import ScheduledAction
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing, devices_for
+from armillary.schedules.shared_stages import Sharing, devices_for
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages import optimizer_step as corrected_step
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.optimizer_step import options_of, step_with
+from armillary.stages.reducer import StepMeans
+from armillary.stages.stage_sums import StageSums
+from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
+from armillary.stages.weights import Borrowed, StageWeights
 from channels import in_threads
 from schedule_pictures import parse
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights

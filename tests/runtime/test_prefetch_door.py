@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 import armillary
-from armillary.facts.plan import Choice
+from armillary.plans.choice import Choice
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, TABLES, Mixed, batch_of, loss, plan_for
 from session.test_prefetch import ahead_of
 
 ROOT = Path(armillary.__file__).parent
-ROOM = ROOT / "runtime" / "prefetch"
-MAY_IMPORT = {"session/prefetch.py"}  # who picks the kind
+ROOM = ROOT / "prefetch"
+FILES = {"predictor.py", "prefetcher.py"}  # that run where something is prefetched
+MAY_IMPORT = {"prefetch/kinds.py"}  # who picks the kind
 
 
 def entered(rank, begin, model, optimizer):
@@ -61,15 +62,14 @@ def entered_by_parallelize(rank, workers, prefetch):
 
 @pytest.mark.parametrize("kind", ["none", "ids", "rows"])
 def test_a_rank_enters_what_its_plan_asks_for(crew, kind):
-    every = {path.name for path in ROOM.glob("*.py")} - {"__init__.py"}
-    leaves_out = {"none": every, "ids": {"row_moves.py"}, "rows": set()}
-    assert [every - found for found in crew(2).run(entered_by_plan, kind)] == [leaves_out[kind]] * 2
+    wanted = set() if kind == "none" else FILES
+    assert [found & FILES for found in crew(2).run(entered_by_plan, kind)] == [wanted] * 2
 
 
 def test_the_one_line_enters_no_file_of_the_room_when_prefetch_is_off(crew):
     off, on = (crew(2).run(entered_by_parallelize, prefetch) for prefetch in (False, True))
-    assert off == [set()] * 2
-    assert all(on)  # what is entered would be seen
+    assert [found & FILES for found in off] == [set()] * 2
+    assert all(found & FILES for found in on)  # what is entered would be seen
 
 
 def imports_of(path):
@@ -77,7 +77,7 @@ def imports_of(path):
 
 
 def test_only_who_picks_the_kind_imports_the_room():
-    outside = [path for path in ROOT.rglob("*.py") if path.parent != ROOM]
-    room = "armillary.runtime.prefetch."
-    found = {path.relative_to(ROOT).as_posix() for path in outside if any(m.startswith(room) for m in imports_of(path))}
+    inner = {f"armillary.prefetch.{file.removesuffix('.py')}" for file in FILES}
+    outside = [path for path in ROOT.rglob("*.py") if path.name not in FILES or path.parent != ROOM]
+    found = {path.relative_to(ROOT).as_posix() for path in outside if inner & imports_of(path)}
     assert found == MAY_IMPORT

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from armillary.exchanges.ownership import Ownership
-from armillary.facts.profile import Profile, RowFacts
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.parameter import RowFacts
+from armillary.plans.profile import Profile
+from armillary.profiler.profiler import profile
 
 ROWS = 21
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.facts.profile import ParameterFact, Profile
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.profile import Profile
+from armillary.profiler.profiler import profile
 
 ROWS, WIDTH = 12, 4
 IDS = torch.tensor([1, 7, 7, 3])

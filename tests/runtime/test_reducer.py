@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import RankInfo, build_dense
-from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.reducer import Reducer
-from armillary.runtime.cyclic.seat import side_by_side
-from armillary.runtime.cyclic.stage_replicas import StageReplicas
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.hybrid.dense_unit import dense_unit
+from armillary.exchanges.exchange import build_dense
+from armillary.exchanges.parcel import RankInfo
+from armillary.reference.versions import WorkersReference
+from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.clipping import Clip
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.lowering import Lowering
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.reducer import Reducer
+from armillary.stages.stage_sums import StageReplicas
+from armillary.stages.train_spec import TrainSpec, side_by_side
 from at_a_table import at_a_table
 from staged_models import OPTIMIZERS, WIDTH, as_stages, data, drop, same, squared_error, stages_of, weights
 

@@ -7,20 +7,18 @@ import torch
 
 from armillary.codecs.codec import codec_of
 from armillary.codecs.edges import guarded
-from armillary.facts.choice import Choice
-from armillary.reference.cyclic import Reference
+from armillary.plans.choice import Choice
 from armillary.reference.edges import Edges
-from armillary.runtime.cyclic import sample_memory
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.sample_memory import SampleMemory
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.schedules import edge as edge_file
+from armillary.reference.versions import Reference
+from armillary.schedules import edges as edge_file
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.edge import SAME, Edge, codes_of
+from armillary.schedules.edges import SAME, Edge, codes_of, sample_keys
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.schedules.sample_keys import sample_keys
+from armillary.stages import edge_codes as sample_memory
+from armillary.stages.edge_codes import SampleMemory
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import in_threads
 from runtime.test_coded_edges import SEED, WIDE, Block, Carrying, made
 from staged_models import OPTIMIZERS, as_stages, same, squared_error, weights
@@ -168,16 +166,14 @@ def test_ends_that_hold_something_else_are_told():
 
 def test_keys_of_the_wrong_samples_are_another_training(monkeypatch):
     """Planted: all samples of a micro-batch by the key of the first."""
-    monkeypatch.setattr(
-        "armillary.runtime.cyclic.interpreter.sample_keys", lambda value: sample_keys(value)[:1] * len(value)
-    )
+    monkeypatch.setattr("armillary.stages.interpreter.sample_keys", lambda value: sample_keys(value)[:1] * len(value))
     assert trained(gpipe(2, 2), edges_of(2, aq()))[0] != []
 
 
 def test_keys_taken_after_what_is_drawn_at_random_are_another_training(monkeypatch):
     """Planted: a sample is another one at every visit, so all cross whole."""
     monkeypatch.setattr(
-        "armillary.runtime.cyclic.interpreter.sample_keys",
+        "armillary.stages.interpreter.sample_keys",
         lambda value: sample_keys(torch.nn.functional.dropout(value + 1, 0.5)),
     )
     assert trained(gpipe(2, 2), edges_of(2, aq()))[0] != []

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.messages import owner_of, ring_messages
+from armillary.schedules.routes import owner_of, ring_messages
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import GlooChannel, in_threads
 from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
 from staged_models import (

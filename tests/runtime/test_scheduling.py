@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from armillary.facts.collectives import AllReduce, AllToAll
-from armillary.runtime.transport import Transport
+from armillary.plans.requests import AllReduce, AllToAll
+from armillary.transport.transport import Transport
 
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(not HERE, reason="no scheduling policies on this system")

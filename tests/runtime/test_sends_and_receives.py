@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from armillary.facts.collectives import Receive, Send
-from armillary.runtime.form import Form, form_of
-from armillary.runtime.mailbox import Mailbox
-from armillary.runtime.patience import Patience
-from armillary.runtime.transport import Transport
-from armillary.schedules.instruction import Letter
+from armillary.plans.requests import Receive, Send
+from armillary.schedules.instructions import Letter
+from armillary.transport.point_to_point import Form, Mailbox, form_of
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import Patience
 from channels import Board, ThreadChannel, in_threads
 
 Pair = collections.namedtuple("Pair", "left right")

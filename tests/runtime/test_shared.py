@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from armillary.facts.choice import Choice
-from armillary.facts.collectives import Send
-from armillary.facts.live_bytes import LiveBytes
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import Seat
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.models.untouched import LiveBytes
+from armillary.plans.choice import Choice
+from armillary.plans.requests import Send
+from armillary.reference.versions import Reference
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.registry import read
-from armillary.schedules.shared import Sharing, devices_for
-from armillary.schedules.shared_messages import shared_messages
+from armillary.schedules.routes import NORM_BYTES
+from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import Seat, TrainSpec
 from channels import GlooChannel, ThreadChannel, in_threads
 from staged_models import (
     EVERY_CLIP,

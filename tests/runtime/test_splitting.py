@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from armillary.runtime.profiling.splitting import EXACT_SPLIT, UNTRIED, split_trial
+from armillary.profiler.profiler import EXACT_SPLIT, UNTRIED, split_trial
 
 
 def model_of(*between: nn.Module) -> nn.Module:
@@ -90,7 +90,7 @@ def test_whatever_half_a_batch_raises_is_told_and_stops_nobody(failure):
 
 
 def test_a_model_too_large_to_copy_is_left_untried(monkeypatch):
-    monkeypatch.setattr("armillary.runtime.profiling.splitting.MOST_BYTES", 100)
+    monkeypatch.setattr("armillary.profiler.profiler.MOST_BYTES", 100)
     assert split_trial(model_of(), batch_of(), mean) == UNTRIED
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from armillary.facts.profile import Profile, StageFact
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.parameter import StageFact
+from armillary.plans.profile import Profile
+from armillary.profiler.profiler import profile
 
 
 def summed(model: nn.Module, x: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.partition.stages import balanced, chain, costs, cut, same_as_model, ties_between, ties_of
-from armillary.runtime.partition.tracer import cut_traced
+from armillary.models.structure import balanced
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.partition import chain, costs, cut, same_as_model, ties_between, ties_of
+from armillary.stages.tracer import cut_traced
+from armillary.stages.train_spec import TrainSpec
 from staged_models import OPTIMIZERS, same, squared_error, weights
 
 

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
+from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.gpipe import gpipe
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import OPTIMIZERS, WIDTH, as_stages, data, same, squared_error
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.runtime import tensor_timer
+from armillary.measuring import processor as tensor_timer
 
 
 class Played:

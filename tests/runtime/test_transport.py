@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, members
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
-from armillary.runtime.order import AskedRequest, disagreement
-from armillary.runtime.patience import Patience
-from armillary.runtime.transport import Transport
+from armillary.transport.order import AskedRequest, disagreement
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import Patience
 from forked import forkserver
 
 WORLD, PER_NODE = 4, 2

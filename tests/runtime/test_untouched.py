@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.runtime.profiling.profiler import profile
+from armillary.profiler.profiler import profile
 
 
 class Stateful(nn.Module):

@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.runtime.cyclic.corrected_step import CorrectedStep
-from armillary.runtime.cyclic.delayed_step import options_of
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.step_means import StepMeans
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.versions import StageWeights
-from armillary.runtime.partition.stages import Stage
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.corrections.error_feedback import error_feedback
 from armillary.schedules.cyclic import cyclic
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.optimizer_step import CorrectedStep, options_of
+from armillary.stages.partition import Stage
+from armillary.stages.reducer import StepMeans
+from armillary.stages.train_spec import TrainSpec
+from armillary.stages.weights import StageWeights
 
 
 def made(corrections=()):

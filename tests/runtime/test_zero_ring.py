@@ -9,19 +9,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.reference.cyclic import Reference
-from armillary.runtime.cyclic.borrowed import Borrowed
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.cyclic.versions import StageWeights
-from armillary.runtime.mailbox import Mailbox
+from armillary.reference.versions import Reference
 from armillary.schedules.clipping import NORMS, Clip
-from armillary.schedules.copies_held import held_copies
+from armillary.schedules.costs import held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.messages import owner_of
+from armillary.schedules.routes import owner_of
 from armillary.schedules.simultaneous import simultaneous
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.stages.weights import Borrowed, StageWeights
+from armillary.transport.point_to_point import Mailbox
 from channels import GlooChannel, in_threads
 from ring_truth import STEPS, Late, has_time, short, trained, truth, without_collectives
 from staged_models import (

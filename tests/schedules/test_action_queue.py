@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.schedules.action_queue import ActionQueue
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.instructions import ActionQueue
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))

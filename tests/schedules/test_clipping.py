@@ -9,13 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from armillary.facts.choice import Choice
+from armillary.plans.choice import Choice
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.messages import carrier, closing, owner_of, pipeline_messages, ring_messages, sum_path
-from armillary.schedules.norm_in_time import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.registry import read
+from armillary.schedules.routes import (
+    carrier,
+    closing,
+    owner_of,
+    pipeline_messages,
+    refuse_in_pipeline,
+    refuse_in_ring,
+    refuse_on_one_device,
+    ring_messages,
+    sum_path,
+)
 from armillary.schedules.simultaneous import simultaneous
 
 EXACT, BY_STAGE, PREVIOUS = Clip(1.0, "global"), Clip(1.0, "stage"), Clip(1.0, "previous")

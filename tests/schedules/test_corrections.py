@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from armillary.facts.choice import Choice
+from armillary.plans.choice import Choice
 from armillary.schedules.corrections.correction import CORRECTIONS, Correction, build_correction, stale_share
 from armillary.schedules.corrections.stable_rate import rate_scale
 from armillary.schedules.cyclic import cyclic

@@ -6,24 +6,20 @@ from itertools import combinations, product
 import pytest
 
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.action import Action
-from armillary.schedules.by_worker import placed
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.instruction import Instruction, Letter
-from armillary.schedules.lowering import Lowering
-from armillary.schedules.messages import pipeline_messages, ring_messages
+from armillary.schedules.instructions import Instruction, Letter, Wires
+from armillary.schedules.lower_zero_ring import lent_messages
+from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.schedules.rank_list import Wires
-from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing
-from armillary.schedules.shared_messages import shared_messages
+from armillary.schedules.routes import pipeline_messages, ring_messages
+from armillary.schedules.schedule import Action, Schedule
+from armillary.schedules.shared_stages import Sharing, shared_messages
 from armillary.schedules.simultaneous import simultaneous
-from armillary.schedules.unsharded import lent_messages
 from staged_models import rings
 
 RULES = ("nccl", "gloo")

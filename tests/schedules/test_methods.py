@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.facts.choice import Choice
-from armillary.facts.mesh import DATA, Mesh
-from armillary.facts.plan import SIMULTANEOUS, Group, Plan
-from armillary.facts.stage_plan import StagePlan
-from armillary.reference.schedule_contract import SCHEDULE_RULES
+from armillary.contracts.schedule import SCHEDULE_RULES
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group, StagePlan
+from armillary.plans.mesh import DATA, Mesh
+from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read, tables_stay_whole
 
 EXAMPLES = [

@@ -2,7 +2,7 @@
 
 import torch
 
-from armillary.schedules.random_stream import seed_streams
+from armillary.schedules.random_streams import seed_streams
 
 
 def test_a_seeded_stream_is_that_of_manual_seed():

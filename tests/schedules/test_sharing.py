@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.schedules.action import Action
 from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.shared import Sharing, devices_for, workers_on
-from armillary.schedules.shared_messages import shared_messages
+from armillary.schedules.schedule import Action
+from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages, workers_on
 
 PICTURE = """\
 shared: 6 workers (devices), 3 stages, 3 micro-batches, a step every 6 ticks; 2 steps, micro-batches counted on

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.schedules.copies_held import held_copies, mean_copies
+from armillary.schedules.costs import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import closing, gradient_messages, owner_of, ring_messages
-from armillary.schedules.unsharded import TOKENS, hop_ticks, lent_messages, unshards
+from armillary.schedules.lower_zero_ring import TOKENS, hop_ticks, lent_messages, unshards
+from armillary.schedules.routes import closing, gradient_messages, owner_of, ring_messages
 
 cost = st.fractions(Fraction(1, 4), 4, max_denominator=4)
 rings = st.builds(

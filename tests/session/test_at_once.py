@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.stage_paths import OUTSIDE
-from armillary.runtime.profiling.profiler import profile
-from armillary.session.at_once import timed_at_once
-from armillary.session.decide import open_transport
+from armillary.models.structure import OUTSIDE
+from armillary.profiler.probe import timed_at_once
+from armillary.profiler.profiler import profile
+from armillary.session.plan_job import open_transport
 
 
 class Slow(nn.Module):
@@ -81,7 +81,7 @@ def held_up_by_turns(rank, workers):
 
     transport = open_transport()
     try:
-        with patch("armillary.session.at_once.timed_step", played):
+        with patch("armillary.profiler.probe.timed_step", played):
             return timed_at_once(before, model, lambda: batch, loss, transport)
     finally:
         transport.close()
@@ -106,7 +106,7 @@ def timed_alone(rank, workers, seconds, held_up):
 
     transport = open_transport()
     try:
-        with patch("armillary.session.at_once.timed_step", played):
+        with patch("armillary.profiler.probe.timed_step", played):
             return timed_at_once(before, model, lambda: batch, loss, transport), len(taken)
     finally:
         transport.close()

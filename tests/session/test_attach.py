@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.plan import Choice, Group
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group
 from armillary.reference.serial import train_step
 from armillary.session import attach as attaching
 from beside import adam, close, differences, fingerprint, pair, plan_of, sgd

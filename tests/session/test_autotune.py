@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.cli.find import find, small
-from armillary.facts.plan import Choice
+from armillary.cli.names import find, small
 from armillary.planning.alternatives import AHEAD
 from armillary.planning.request import PlanRequest
-from armillary.runtime.patience import Patience
-from armillary.runtime.profiling.profiler import profile
-from armillary.runtime.transport import Transport
+from armillary.plans.choice import Choice
+from armillary.profiler.profiler import profile
 from armillary.session import autotune
-from armillary.session import decide as decide_file
-from armillary.session.decide import JobRequest, decide, first_batches, open_transport, subject_of
-from armillary.session.forced import forced
+from armillary.session import plan_job as decide_file
+from armillary.session.double_precision import forced
+from armillary.session.plan_job import JobRequest, decide, first_batches, open_transport, subject_of
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import Patience
 from planning_cases import machines
 
 SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.facts.plan import Choice
-from armillary.facts.topology import TURN_BYTES, Link, Topology
-from armillary.runtime.transport import Transport
+from armillary.plans.choice import Choice
+from armillary.plans.topology import TURN_BYTES, Link, Topology
 from armillary.session.attach import attach, attach_over
-from armillary.session.train_job import TrainJob
+from armillary.session.job import TrainJob
+from armillary.transport.transport import Transport
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 STEPS, TURN = 9, 2

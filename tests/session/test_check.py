@@ -7,11 +7,10 @@ import torch
 
 import armillary
 from armillary.codecs.codec import Codec, codec
-from armillary.exchanges.dense import DenseExchange
+from armillary.contracts import schedule as schedule_contract
+from armillary.exchanges.dense import DenseExchange, Leg
 from armillary.exchanges.exchange import DENSE, dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.facts.collectives import AllGather
-from armillary.reference import schedule_contract
+from armillary.plans.requests import AllGather
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering

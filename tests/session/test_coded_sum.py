@@ -7,8 +7,8 @@ import armillary
 from armillary.codecs.codec import build_codec
 from armillary.exchanges.coded import coded
 from armillary.exchanges.parcel import Parcel
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Link, Topology
+from armillary.plans.layout import Layout
+from armillary.plans.topology import Link, Topology
 
 IN, OUT, BATCH = 12, 5, 3
 

@@ -7,16 +7,18 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.main import app
-from armillary.cli.refusal import UNEQUAL
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.table import WIDTH
+from armillary.cli.names import UNEQUAL
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import JobRequest
-from armillary.session.foresight.compare import Band, compare_run
-from armillary.session.settings import Settings
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.units import WIDTH
+from armillary.session.band import Band
+from armillary.session.compare import compare_run
+from armillary.session.plan_job import JobRequest
 from armillary.session.tally import OTHER, STEP
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from contracts.journey import of_few_tensors
 
 BYTES = Band(memory_bytes=1, seconds=1)  # what a busy machine cannot change

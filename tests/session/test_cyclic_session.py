@@ -8,25 +8,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from armillary.cli.find import find, small
-from armillary.facts.mesh import Axis, Mesh
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
-from armillary.facts.split_loss import SplitLoss
-from armillary.facts.stage_plan import StagePlan
-from armillary.facts.topology import Link, Topology
+from armillary.checkpoint.saved import REST
+from armillary.cli.names import find, small
+from armillary.models.split_loss import SplitLoss
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
-from armillary.reference.cyclic import Reference
-from armillary.runtime.checkpointing.saved import REST
-from armillary.runtime.profiling.profiler import profile
-from armillary.schedules.random_stream import place_seed, seed_from_step
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group, StagePlan
+from armillary.plans.mesh import Axis, Mesh
+from armillary.plans.plan import Plan, model_fingerprint
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
+from armillary.reference.versions import Reference
+from armillary.schedules.random_streams import place_seed, seed_from_step
 from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
-from armillary.session.decide import JobRequest
 from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
-from armillary.session.settings import Settings
+from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from armillary.session.verify import verify_workload
 from owned import started
 

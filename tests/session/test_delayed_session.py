@@ -8,23 +8,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from armillary.cli.find import find, small
-from armillary.facts.plan import Choice
-from armillary.facts.topology import Link, Topology
+from armillary.checkpoint.saved import REST
+from armillary.cli.names import find, small
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
-from armillary.reference.cyclic import Reference
-from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.checkpointing.saved import REST
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
+from armillary.reference.versions import Reference, WorkersReference
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
-from armillary.session import schedule_truth, verify_schedule
+from armillary.session import truth as schedule_truth
+from armillary.session import verify_schedule
 from armillary.session.attach import attach
-from armillary.session.decide import JobRequest
 from armillary.session.events import Ended, Resumed, Saved
-from armillary.session.settings import Settings
+from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from armillary.session.verify import verify_workload
 from owned import started
 from staged_models import same

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from armillary.facts.choice import Choice
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
 from owned import started
 
 WIDTH, ROWS, VOCABULARY, STEPS, TIGHT = 4, 3, 11, 4, 0.05

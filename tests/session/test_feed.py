@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from armillary.prefetch.batches import Shard, leaves
 from armillary.reference.serial import train_step
-from armillary.session.decide import first_batches
-from armillary.session.feed import Feed, stream_seed
 from armillary.session.parallelize import measure
-from armillary.session.shard import Shard
-from armillary.session.source import leaves
+from armillary.session.plan_job import first_batches
+from armillary.session.workload import Feed, stream_seed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

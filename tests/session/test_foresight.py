@@ -8,22 +8,23 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import armillary
 from armillary.cli.compare import _page
-from armillary.cli.find import find, small
-from armillary.facts.plan import Choice, Forecast
-from armillary.facts.table import page_text
-from armillary.facts.topology import Topology
-from armillary.facts.trace import Record, Trace
+from armillary.cli.measure import survey
+from armillary.cli.names import find, small
+from armillary.measuring.links import THOROUGH
+from armillary.planning.clock import chrome_trace
 from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
 from armillary.planning.simulator import simulate
-from armillary.runtime.link_timer import THOROUGH
+from armillary.plans.choice import Choice
+from armillary.plans.group import Forecast
+from armillary.plans.topology import Topology
+from armillary.plans.trace import Record, Trace
+from armillary.plans.units import page_text
 from armillary.session.attach import attach
-from armillary.session.foresight.band import Band
-from armillary.session.foresight.compare import compare_run
-from armillary.session.foresight.plot_scaling import plot_scaling
-from armillary.session.foresight.scaling import powers_of_two, scaling
-from armillary.session.foresight.survey import survey
-from armillary.session.foresight.timeline import chrome_trace
+from armillary.session.band import Band
+from armillary.session.compare import compare_run
+from armillary.session.plot_scaling import plot_scaling
+from armillary.session.simulate import powers_of_two, scaling
 from armillary.session.tally import OTHER
 from planning_cases import dense, machines, model, table
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.session.group_options import ask_anew, group_options
+from armillary.session.train_settings import ask_anew, group_options
 
 
 def made(**options):

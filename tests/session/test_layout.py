@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from armillary.reference.serial import train_step
-from armillary.runtime.cyclic.delayed_step import options_of, step_with
+from armillary.stages.optimizer_step import options_of, step_with
 from beside import close, pair
 
 V, D = 11, 4

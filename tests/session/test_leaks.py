@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from armillary.exchanges.exchange import build_dense
-from armillary.facts.plan import Choice
-from armillary.runtime.cyclic.interpreter import Interpreter
-from armillary.runtime.cyclic.own_loop import OwnLoop
-from armillary.runtime.cyclic.seat import in_a_row
-from armillary.runtime.cyclic.stage_replicas import StageReplicas
-from armillary.runtime.cyclic.train_spec import TrainSpec
-from armillary.runtime.hybrid.dense_unit import dense_unit
-from armillary.runtime.transport import Transport
-from armillary.runtime.when_final import when_final
+from armillary.models.post_accumulate_hook import when_final
+from armillary.plans.choice import Choice
+from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.cyclic import cyclic
 from armillary.session.attach import attach
+from armillary.session.delayed_loop import OwnLoop
+from armillary.stages.interpreter import Interpreter
+from armillary.stages.stage_sums import StageReplicas
+from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.transport.transport import Transport
 from channels import GlooChannel
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 from staged_models import as_stages, data, squared_error, stages_of

@@ -6,10 +6,10 @@ from itertools import islice
 import pytest
 import torch
 
-from armillary.cli.find import find, small
+from armillary.cli.names import find, small
 from armillary.session.attach import attach
-from armillary.session.decide import JobRequest, Subject, decide
-from armillary.session.in_double import InDouble
+from armillary.session.double_precision import InDouble
+from armillary.session.plan_job import JobRequest, Subject, decide
 
 STEPS, SHARES = 6, 4
 

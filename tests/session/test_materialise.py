@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group
+from armillary.plans.mesh import Mesh
+from armillary.plans.plan import Plan, model_fingerprint
 from armillary.reference.serial import train_step
-from armillary.runtime.hybrid import blank_table
 from armillary.session.attach import attach
+from armillary.tables import meta_init as blank_table
 
 V, D = 37, 5
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from armillary import Choice
-from armillary.cli.find import find, small
+from armillary.cli.names import find, small
 from armillary.cli.verify import code_of
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import JobRequest
+from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors
 

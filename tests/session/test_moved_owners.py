@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from armillary.planning.request import PlanRequest
-from armillary.session.decide import JobRequest
 from armillary.session.events import Resumed, Warned
-from armillary.session.settings import Settings
+from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from planning_cases import machines
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "format_2" / "moved_owners"

@@ -7,18 +7,19 @@
 import pytest
 import torch
 
+from armillary.contracts.exchange import sends_what_it_says
 from armillary.exchanges import exchange, gather_rows, owned_rows, owned_rows_by_node
 from armillary.exchanges.ownership import Ownership
 from armillary.reference import lockstep
-from armillary.reference.exchange_contract import sends_what_it_says
-from armillary.runtime.hybrid import executor, handle
-from armillary.runtime.hybrid.bucket import Bucket
-from armillary.runtime.hybrid.executor import Executor
-from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.hybrid.table_norms import TableNorms
-from armillary.session import tables
-from armillary.session.engines import user_loop
-from armillary.session.engines.user_loop import UserLoop
+from armillary.runtime import executor
+from armillary.runtime.bucket import Bucket
+from armillary.runtime.executor import Executor
+from armillary.session import hooks_engine as user_loop
+from armillary.session.hooks_engine import UserLoop
+from armillary.tables import build as tables
+from armillary.tables import handle
+from armillary.tables.lookups import TableNorms
+from armillary.tables.table import RowTable
 from exchanges.test_row_exchanges import test_predicted_bytes_are_the_bytes_sent as compare_row_bytes
 from session.test_exact import train_both
 

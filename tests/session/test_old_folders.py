@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import armillary
-from armillary.facts.choice import Choice
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
 from small_words import batch_of, loss, model_of, optimizer_of
 
 FOLDERS = Path(__file__).parents[1] / "fixtures" / "format_1"

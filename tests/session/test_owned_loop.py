@@ -11,12 +11,11 @@ from torch.nn import functional
 
 import armillary
 import face
-from armillary.facts.choice import Choice
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.reference.cyclic import Reference
-from armillary.reference.cyclic_workers import WorkersReference
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
+from armillary.reference.versions import Reference, WorkersReference
 from armillary.schedules.registry import options_of, read
 
 WIDTH, ROWS, STEPS = 4, 3, 4

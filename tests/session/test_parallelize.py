@@ -10,10 +10,10 @@ from torch import nn
 from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import assumptions_behind
 from armillary.reference.serial import train_step
-from armillary.session import decide
+from armillary.session import plan_job as decide
 from armillary.session.attach import attach
-from armillary.session.decide import assumptions_of
 from armillary.session.parallelize import auto_plan, parallelize
+from armillary.session.plan_job import assumptions_of
 from beside import differences
 from planning_cases import machines
 

@@ -8,18 +8,17 @@ from itertools import count
 
 import pytest
 
-from armillary.cli.find import find, small
-from armillary.facts.choice import Choice
-from armillary.facts.forecast import Forecast
-from armillary.facts.group import Group
-from armillary.facts.mesh import Axis, Mesh
-from armillary.facts.plan import Plan
-from armillary.facts.trace import Trace
+from armillary.cli.names import find, small
+from armillary.plans.choice import Choice
+from armillary.plans.group import Forecast, Group
+from armillary.plans.mesh import Axis, Mesh
+from armillary.plans.plan import Plan
+from armillary.plans.trace import Trace
 from armillary.session.events import Ended
-from armillary.session.folder import keep_end
-from armillary.session.glance import AMONG, sampled
-from armillary.session.plot import plot
+from armillary.session.plots import plot
 from armillary.session.report import Comparison
+from armillary.session.run_folder import keep_end
+from armillary.session.train_settings import AMONG, sampled
 
 
 def plan():

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.look_up import HEADER_BYTES
-from armillary.facts.plan import Choice
+from armillary.exchanges.look_up import HEADER_BYTES, announcement_bytes
+from armillary.plans.choice import Choice
 from armillary.session.attach import attach
 from beside import plan_of
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

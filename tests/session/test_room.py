@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from armillary.planning.request import PlanRequest
-from armillary.session import decide as decide_file
 from armillary.session import parallelize as parallelize_file
-from armillary.session.decide import JobRequest, Subject, decide
+from armillary.session import plan_job as decide_file
+from armillary.session.plan_job import JobRequest, Subject, decide
 from planning_cases import machines
 
 WEIGHTS = 8 * (60 * 50 + 50)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.plan import Choice
+from armillary.checkpoint.folder import latest_checkpoint
+from armillary.plans.choice import Choice
 from armillary.reference.serial import train_step
-from armillary.runtime.checkpointing import row_blocks
 from armillary.session.attach import attach
-from armillary.session.checkpoint import CheckpointEvery, latest_checkpoint, save
+from armillary.session.save import CheckpointEvery, save
+from armillary.tables import reshard as row_blocks
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 EXACT, LAZY = (), ("lazy",)
@@ -285,8 +286,9 @@ def looped(rank, world, folder, stop, resume):
 
 
 def dropped_plan(model, world, names):
-    from armillary.facts.mesh import Mesh
-    from armillary.facts.plan import Group, Plan, model_fingerprint
+    from armillary.plans.group import Group
+    from armillary.plans.mesh import Mesh
+    from armillary.plans.plan import Plan, model_fingerprint
 
     groups = (
         Group("words", ("words.weight",), "row_sharded", OWNED),

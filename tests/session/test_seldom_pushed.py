@@ -3,12 +3,11 @@
 import pytest
 
 from armillary.exchanges.exchange import build_dense
-from armillary.facts.plan import Choice
-from armillary.facts.trace import Record, Trace
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.session.foreseen import foreseen
-from armillary.session.seen import seen_in
+from armillary.plans.choice import Choice
+from armillary.plans.trace import Record, Trace
+from armillary.session.measured import foreseen, seen_in
 from armillary.session.tally import Tally, usual_seconds
 from contracts.journey import planned, profile_of
 from planning_cases import machines

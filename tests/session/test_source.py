@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.session.source import LeftOver, Source, leaves
+from armillary.prefetch.batches import LeftOver, Source, leaves
 
 COUNT = 8
 

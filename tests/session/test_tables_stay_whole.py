@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import armillary
-from armillary.facts.choice import Choice
-from armillary.facts.plan import SIMULTANEOUS, Plan
-from armillary.facts.topology import Link, Topology
 from armillary.planning.planner import plan
-from armillary.runtime.profiling.profiler import profile
+from armillary.plans.choice import Choice
+from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
 from armillary.schedules.registry import SCHEDULES, owns_loop
 from small_words import batch_of, loss, model_of, optimizer_of
 

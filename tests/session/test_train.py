@@ -12,25 +12,26 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.cli.find import find, small
-from armillary.exchanges.announcement import announcement_bytes
-from armillary.exchanges.look_up import HEADER_BYTES
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.trace import Trace
+from armillary.checkpoint.folder import latest_checkpoint
+from armillary.cli.names import find, small
+from armillary.exchanges.look_up import HEADER_BYTES, announcement_bytes
 from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
-from armillary.runtime.transport import Transport
-from armillary.session import decide as decide_file
-from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.decide import JobRequest, assumptions_of
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan
+from armillary.plans.trace import Trace
+from armillary.session import plan_job as decide_file
+from armillary.session.band import Band
+from armillary.session.compare import compare_run
+from armillary.session.double_precision import InDouble
 from armillary.session.events import Decided, Ended, Evaluated, Progress, Resumed, Saved, Warned
-from armillary.session.folder import claim_folder, keep_others_out, open_folder, run_folder
-from armillary.session.foresight.compare import Band, compare_run
-from armillary.session.in_double import InDouble
-from armillary.session.rank_zero import by_rank_zero
-from armillary.session.settings import Settings
+from armillary.session.plan_job import JobRequest, assumptions_of
+from armillary.session.run_folder import claim_folder, keep_others_out, open_folder, run_folder
 from armillary.session.tally import STEP
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
 
 
 def workload_of(name, **options):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import armillary
-from armillary.runtime.partition import tracer
 from armillary.session import verify_schedule
-from armillary.session.cyclic import stages as cutting
+from armillary.stages import stages as cutting
+from armillary.stages import tracer
 
 WIDTH, STEPS = 4, 4
 

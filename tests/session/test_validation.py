@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import Choice, Group, Plan, model_fingerprint
-from armillary.facts.trace import Record
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group
+from armillary.plans.mesh import Mesh
+from armillary.plans.plan import Plan, model_fingerprint
+from armillary.plans.trace import Record
 from armillary.session.attach import attach
 from armillary.session.tally import OTHER, Tally
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.cli.find import find, small
+from armillary.cli.names import find, small
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
-from armillary.facts.plan import Choice
-from armillary.session.decide import JobRequest, decide, subject_of
-from armillary.session.forced import forced
-from armillary.session.in_double import InDouble
-from armillary.session.verify import TOLERANCE, verify_workload
+from armillary.plans.choice import Choice
+from armillary.session.double_precision import InDouble, forced
+from armillary.session.plan_job import JobRequest, decide, subject_of
+from armillary.session.verification import TOLERANCE
+from armillary.session.verify import verify_workload
 
 WORKLOADS = ("language_model", "recommender", "translation", "vision")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from armillary.workloads import bigram
+from armillary.workloads import text as bigram
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from armillary.workloads import corpus
+from armillary.workloads import text as corpus
 
 LINES = "".join(f"the {'big ' * (i % 3)}cat number{i} sat\n\n\n" for i in range(400))
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.workloads import movielens, ratings, recommender
+from armillary.workloads import ratings, recommender
+from armillary.workloads import ratings as movielens
 
 
 def test_features_hold_each_attribute_and_its_crosses():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.workloads import images, resnet, vision, vit
+from armillary.workloads import images, vision
+from armillary.workloads import images as resnet
+from armillary.workloads import images as vit
 
 
 def idx(array):

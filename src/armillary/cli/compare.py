@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from armillary.cli.page import console_here, put
-from armillary.cli.refusal import UNEQUAL
-from armillary.cli.show import as_json
-from armillary.cli.workers import run_in_workers
-from armillary.facts.table import Page, Table
-from armillary.session.foresight.band import Band
-from armillary.session.foresight.compare import Compared, ComparedLine, compare_run
+from armillary.cli.launch import run_in_workers
+from armillary.cli.names import UNEQUAL
+from armillary.cli.show import as_json, console_here, put
+from armillary.plans.units import Page, Table
+from armillary.session.band import Band
+from armillary.session.compare import Compared, ComparedLine, compare_run
 
 __all__ = ["compare_asked"]
 

@@ -1,18 +1,56 @@
-"""What was asked on the command line, turned into what the library takes: workloads and requests."""
+"""What was asked on the command line, turned into what the library takes: workloads and requests.
+
+What is said of the machines of a simulation, and of what is assumed of them.
+"""
+
+from pathlib import Path
 
 import torch
 
-from armillary.cli.asked import AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
-from armillary.cli.find import find, small
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.planning.constraints import names_of, refuse_unknown
+from armillary.cli.names import find, small
+from armillary.cli.request import AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
+from armillary.planning.constraints import names_of
+from armillary.planning.constraints import refuse_unknown as refuse_unknown_constraint
+from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest, named
+from armillary.plans.plan import SIMULTANEOUS
+from armillary.plans.topology import Topology
+from armillary.plans.units import seconds_text
 from armillary.schedules.registry import read
-from armillary.session.decide import JobRequest
+from armillary.session.plan_job import JobRequest
 from armillary.session.watched import parameter_facts
 from armillary.session.workload import Workload
 
-__all__ = ["job_request_of", "plan_request_of", "refuse_unnamed", "workload_of"]
+__all__ = ["assumed", "job_request_of", "plan_request_of", "refuse_unnamed", "said_of", "workload_of"]
+
+
+def said_of(topology: Topology, topology_file: Path | None) -> list[str]:
+    """What the links are and where that is known from."""
+    sides = [("between", topology.between)] if topology.nodes > 1 else []
+    sides += [("inside", topology.inside)] if topology.workers_per_node > 1 else []
+    speeds = [
+        f"{side} nodes {link.bytes_per_second * 8 / 1e9:.3g} Gbit/s and {seconds_text(link.latency_seconds)} a message"
+        for side, link in sides or [("inside", topology.inside)]
+    ]
+    source = "given by hand" if topology_file is None else f"from {topology_file.name}"
+    kinds = "each kind of request as measured" if topology.requests else "alike for every kind of request"
+    return [
+        f"links {source}: {', '.join(speeds)}; {kinds}; whatever their number, workers do not slow one another down"
+    ]
+
+
+def assumed(case: Case) -> list[str]:
+    """What a simulated step takes for granted besides links and stages."""
+    measured = case.topology.processor is not None
+    row = f"index work {case.row_seconds(1024) * 1e6:.2g} us a row of 1 KiB"
+    memory = f"whole tensors at {case.memory_bytes_per_second / 1e9:.3g} GB/s"
+    slots = sorted(case.by_slots(fact for fact in case.profile.parameters if fact.requires_grad))
+    return [
+        f"{row}, {memory} ({'measured' if measured else 'round figures'}); optimizer with "
+        f"{' or '.join(map(str, slots))} tensors of state",
+        f"one request at a time on a link; {case.topology.hidden_share:.0%} of a push can hide behind compute",
+        "every worker as busy as the busiest; pulls block, prefetch is not played",
+    ]
 
 
 def workload_of(asked: AskedWorkload) -> Workload:
@@ -41,7 +79,7 @@ def plan_request_of(asked: AskedPlan, workers: int) -> PlanRequest:
         edge_back=asked.edge_back,
     )
     for pattern, constraint in request.constraints.items():
-        refuse_unknown(pattern, constraint)
+        refuse_unknown_constraint(pattern, constraint)
     read(request.schedule, workers).schedule()  # its table may refuse what its options did not
     return request
 

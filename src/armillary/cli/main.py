@@ -13,7 +13,7 @@ from armillary.cli.commands.simulate import simulate_command
 from armillary.cli.commands.train import train_command
 from armillary.cli.commands.twin import twin_command
 from armillary.cli.commands.verify import verify_command
-from armillary.cli.find import built_in
+from armillary.cli.names import built_in
 
 __all__ = ["app", "main"]
 

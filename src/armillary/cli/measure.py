@@ -1,22 +1,67 @@
-"""What `armillary measure` does: times this cluster's links, processors and a model's stages, into files."""
+"""What `armillary measure` does: times this cluster's links, processors and a model's stages, into files.
 
+Looks at the job it runs in for longer than a start of training does: links, processor, memory, and a model's stages.
+
+Gloo and NCCL are different machines, so a job that has both gets a topology for each. The stages are timed on all
+ranks at once, because ranks that share cores share them in training too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.asked import AskedWorkload
+import torch
+
 from armillary.cli.granted import workload_of
-from armillary.cli.page import console_here, put
-from armillary.cli.show import as_json
-from armillary.cli.workers import rank, run_in_workers
-from armillary.facts.processor import Processor
-from armillary.facts.profile_table import bytes_text, seconds_text
-from armillary.facts.table import Page, Part, Table
-from armillary.facts.topology import Topology
-from armillary.session.folder import open_folder
-from armillary.session.foresight.survey import Survey, survey
+from armillary.cli.launch import rank, run_in_workers
+from armillary.cli.request import AskedWorkload
+from armillary.cli.show import as_json, console_here, put
+from armillary.measuring.links import THOROUGH, Effort
+from armillary.measuring.measure import measure
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Processor, Topology
+from armillary.plans.units import Page, Part, Table, bytes_text, seconds_text
+from armillary.profiler.probe import timed_at_once
+from armillary.profiler.profiler import profile
+from armillary.session.plan_job import open_transport, subject_of
+from armillary.session.run_folder import open_folder
 from armillary.session.workload import Workload
 
-__all__ = ["measure_asked"]
+__all__ = ["Survey", "measure_asked", "survey"]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found; topologies by backend, gloo first. profile: of the workload, if one was given."""
+
+    topologies: tuple[Topology, ...]
+    profile: Profile | None
+
+
+def survey(workload: Workload | None, seed: int, told: Callable[[str], None], effort: Effort = THOROUGH) -> Survey:
+    """Every rank must call it; all get the same.
+
+    Args:
+        told: hears what is being measured, on this rank.
+    """
+    transport = open_transport()
+    place = transport.place
+    devices = [torch.device("cpu")]
+    if ("world", "cuda") in transport.groups:
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    topologies = tuple(measure(transport, effort, device, told) for device in devices)
+    found = None
+    if workload is not None:
+        told(f"stages of {workload.name}")
+        subject = subject_of(workload, seed)
+        batches = list(subject.draw(place.workers))
+        looked = profile(
+            subject.model, batches, subject.loss, workers=place.workers, workers_per_node=place.workers_per_node
+        )
+        found = timed_at_once(looked, subject.model, lambda: batches[place.rank], subject.loss, transport)
+    transport.close()
+    return Survey(topologies, found)
 
 
 class _Ready(NamedTuple):

@@ -5,11 +5,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from armillary.cli.asked import GBIT, LATENCY_US
-from armillary.cli.find import built_in
-from armillary.cli.own_files import import_own
-from armillary.cli.refusal import refusing
-from armillary.cli.shelves import schedules
+from armillary.cli.names import built_in, import_own, refusing, schedules
+from armillary.cli.request import GBIT, LATENCY_US
 
 __all__ = [
     "OUTPUT",

@@ -5,25 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.page import console_here, put
-from armillary.cli.show import as_json, decided_page
-from armillary.cli.workers import count_of, rank, run_in_workers
-from armillary.facts.plan import Forecast
-from armillary.facts.table import Page, Table
+from armillary.cli.launch import count_of, rank, run_in_workers
+from armillary.cli.request import AskedPlan, AskedWorkload
+from armillary.cli.show import as_json, console_here, decided_page, put
 from armillary.planning.alternatives import alternatives, by_simulation, with_prefetch
-from armillary.planning.explanation import Verdict
+from armillary.planning.demand import PRICE
+from armillary.planning.notes import Verdict
 from armillary.planning.planner import explain
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
-from armillary.planning.rule import PRICE
 from armillary.planning.simulator import simulate
-from armillary.session.cyclic.stages import refuse_uncut
-from armillary.session.decide import JobRequest, assumptions_of, decide, subject_of
-from armillary.session.folder import write_plan
-from armillary.session.prepared import prepared
+from armillary.plans.group import Forecast
+from armillary.plans.units import Page, Table
+from armillary.session.plan_job import JobRequest, assumptions_of, decide, prepared, subject_of
+from armillary.session.run_folder import write_plan
 from armillary.session.workload import Workload
+from armillary.stages.stages import refuse_uncut
 
 __all__ = ["AskedPrint", "plan_asked"]
 

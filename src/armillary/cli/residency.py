@@ -7,13 +7,12 @@ from typing import NoReturn
 import torch
 
 from armillary import residency
-from armillary.cli.asked import AskedWorkload
 from armillary.cli.granted import workload_of
-from armillary.cli.page import console_here, put, tell
-from armillary.cli.refusal import Refused
-from armillary.cli.show import as_json
-from armillary.cli.workers import run_in_workers
-from armillary.facts.table import Table
+from armillary.cli.launch import run_in_workers
+from armillary.cli.names import Refused
+from armillary.cli.request import AskedWorkload
+from armillary.cli.show import as_json, console_here, put, tell
+from armillary.plans.units import Table
 from armillary.session.workload import Workload
 
 __all__ = ["residency_asked"]

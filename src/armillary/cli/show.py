@@ -1,4 +1,7 @@
-"""What a training run looks like on a terminal: tables before and after, a moving line between."""
+"""What a training run looks like on a terminal: tables before and after, a moving line between.
+
+Puts a page of paragraphs and tables before the user: drawn on a terminal, as plain text in a file or a pipe.
+"""
 
 import dataclasses
 import json
@@ -8,35 +11,87 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.table import Table as DrawnTable
 
-from armillary.cli.page import console_here, put
-from armillary.facts.plan import Forecast, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.profile_table import bytes_text, count_text, seconds_text
-from armillary.facts.table import Page, Picture, wrapped
-from armillary.facts.topology import Topology
-from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.events import (
-    Decided,
-    Ended,
-    Evaluated,
-    Event,
-    NothingLeft,
-    Progress,
-    Resumed,
-    Saved,
-    Warned,
+from armillary.plans.group import Forecast
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.plans.units import (
+    WIDTH,
+    Page,
+    Part,
+    Picture,
+    Table,
+    bytes_text,
+    count_text,
+    page_text,
+    seconds_text,
+    wrapped,
 )
-from armillary.session.health import health_table
+from armillary.schedules.registry import options_of, owns_loop
+from armillary.session.events import Decided, Ended, Evaluated, Event, NothingLeft, Progress, Resumed, Saved, Warned
+from armillary.session.replica_checks import health_table
 from armillary.session.report import Comparison, comparison_table
-from armillary.session.settings import glance_steps
+from armillary.session.train_settings import glance_steps
 
-__all__ = ["ProgressLine", "as_json", "comparison_page", "decided_page", "drain", "ended_page", "show"]
+__all__ = [
+    "ProgressLine",
+    "as_json",
+    "comparison_page",
+    "console_here",
+    "decided_page",
+    "drain",
+    "ended_page",
+    "put",
+    "show",
+    "tell",
+]
+
+
+def console_here(is_aside: bool = False) -> Console:
+    """That of stdout, or aside of it on stderr; no wider than a page."""
+    console = Console(stderr=is_aside, soft_wrap=True, highlight=False, markup=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    return console
+
+
+def put(console: Console, page: Iterable[Part]) -> None:
+    """Prints it, an empty line behind. Where lines can be drawn it is as narrow as the terminal, its first paragraph in
+    bold."""
+    page = tuple(page)
+    if not console.is_terminal:
+        console.print(page_text(page) + "\n")
+        return
+    for place, part in enumerate(page):
+        if isinstance(part, Table):
+            console.print(_drawn(part, console.width))
+        elif isinstance(part, Picture):
+            console.print(f"{part}\n")
+        else:
+            console.print(wrapped(part, console.width) + "\n", style="bold" if place == 0 else None)
+
+
+def tell(text: str) -> None:
+    """A line to who sits there and waits: what takes its time now. A pipe or a file gets none."""
+    if (console := console_here(is_aside=True)).is_terminal:
+        console.print(text)
+
+
+def _drawn(table: Table, width: int) -> DrawnTable:
+    narrow = table.folded(width)
+    drawn = DrawnTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for place, head in enumerate(narrow.header):
+        drawn.add_column(head, justify="left" if place in table.left else "right", no_wrap=True)
+    for row in narrow.rows:
+        drawn.add_row(*row)
+    return drawn
+
 
 BAR = 20  # characters
 LINE_SECONDS = 10.0

@@ -1,36 +1,116 @@
-"""What `armillary simulate` does: plays a step of a plan against a clock, draws it, and how workloads would scale."""
+"""What `armillary simulate` does: plays a step of a plan against a clock, draws it, and how workloads would scale.
+
+The scaling curves of `armillary simulate --scaling`: every workload, every number of workers, one picture.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
-from armillary.cli.granted import plan_request_of, workload_of
-from armillary.cli.machines import assumed, said_of
-from armillary.cli.page import console_here, put
-from armillary.cli.scaling import Wanted, scale, scaling_page
-from armillary.cli.show import as_json
-from armillary.cli.workers import run_in_workers
-from armillary.facts.plan import Plan
-from armillary.facts.topology import Topology
+from armillary.cli.granted import assumed, plan_request_of, said_of, workload_of
+from armillary.cli.launch import run_in_workers
+from armillary.cli.names import built_in, find
+from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
+from armillary.cli.show import as_json, console_here, put
+from armillary.planning.clock import Simulation
+from armillary.planning.demand import Constraint
 from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.request import PlanRequest
-from armillary.planning.simulation import Simulation
 from armillary.planning.simulator import simulate
-from armillary.runtime.profiling.profiler import profile
-from armillary.session.cyclic.stages import refuse_uncut
-from armillary.session.decide import JobRequest, assumptions_of, subject_of
-from armillary.session.folder import beside_plan, open_folder
-from armillary.session.foresight.scaling import PROFILED_WORKERS
-from armillary.session.foresight.simulate import Simulated
-from armillary.session.prepared import prepared
+from armillary.plans.plan import Plan
+from armillary.plans.topology import Topology
+from armillary.plans.units import Page, Table, count_text, wrapped
+from armillary.profiler.profiler import profile
+from armillary.session.plan_job import JobRequest, assumptions_of, prepared, subject_of
+from armillary.session.run_folder import beside_plan, can_draw, open_folder
+from armillary.session.simulate import PROFILED_WORKERS, Scaling, Simulated, powers_of_two, scaling
 from armillary.session.workload import Workload
+from armillary.stages.stages import refuse_uncut
 
-__all__ = ["scaling_asked", "simulate_asked"]
+__all__ = ["Wanted", "scale", "scaling_asked", "scaling_page", "simulate_asked"]
+
+MOST_WORKERS = 1024
+WAYS: Mapping[str, Mapping[str, Constraint]] = {"chosen plan": {}, "all_reduce everything": {"*": "all_reduce"}}
+# Instead of data that are not on this machine.
+STAND_INS: Mapping[str, Mapping[str, Any]] = {"recommender": {"data": "latent_factors", "batch_size": 64}}
+
+
+class Wanted(NamedTuple):
+    """What to draw.
+
+    subject: one workload, or None for all that come with the package; is_small: these in their small versions.
+    most: numbers of workers are the powers of two up to it.
+    """
+
+    subject: AskedWorkload | None
+    is_small: bool
+    most: int | None
+
+
+def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: Path) -> list[Scaling]:
+    """Simulates the workloads and draws the curves into `out`."""
+    counts = [
+        count
+        for count in powers_of_two(MOST_WORKERS if wanted.most is None else wanted.most)
+        if count >= _fewest(topology)
+    ]
+    console = console_here(is_aside=True)
+    found, said = [], []
+    everyone = [AskedWorkload(name, is_small=wanted.is_small) for name in built_in()]
+    for subject in everyone if wanted.subject is None else [wanted.subject]:
+        one = subject.name
+        console.print(f"profiling and simulating {one} ...", style="dim")
+        try:
+            found.append(scaling(workload_of(subject), topology, counts, WAYS))
+        except ValueError as error:
+            if one not in STAND_INS or subject.is_small or subject.settings:
+                raise
+            console.print(wrapped(f"{one}: {error}; made-up data stand in for it"), style="yellow")
+            found.append(scaling(find(one, STAND_INS[one]), topology, counts, WAYS))
+            options = ", ".join(f"{key}={value}" for key, value in STAND_INS[one].items())
+            said.append(f"{one} with made-up data ({options})")
+    lines = [*said_of(topology, topology_file), *_said_of_curves(), *said]
+    (out / "scaling.json").write_text(as_json({"assumed": lines, "workloads": found}) + "\n")
+    if can_draw(out / "scaling.png"):
+        from armillary.session.plot_scaling import plot_scaling
+
+        plot_scaling(found, lines).savefig(out / "scaling.png")
+    return found
+
+
+def scaling_page(found: Sequence[Scaling], out: Path) -> Page:
+    """Both curves of every workload, with the share of what compute alone would allow."""
+    rows = []
+    for one in found:
+        for curve in one.curves:
+            alone = one.samples / one.compute_seconds
+            for point in curve.points:
+                rate = f"{count_text(point.samples_per_second)} {one.unit}/s"
+                share = f"{point.samples_per_second / (alone * point.workers):.0%}"
+                times = (f"{point.step_seconds * 1e3:,.1f}", f"{point.exposed_seconds * 1e3:,.1f}")
+                rows.append((one.workload, curve.name, str(point.workers), *times, rate, share))
+    header = ("workload", "plan", "workers", "step ms", "not hidden ms", "throughput", "of compute alone")
+    written = ", ".join(str(out / name) for name in ("scaling.json", "scaling.png") if (out / name).exists())
+    words = "Simulated throughput of the chosen plan and of a plan that all-reduces everything, by number of workers."
+    return words, Table(header, rows, (0, 1)), f"written: {written}"
+
+
+def _fewest(topology: Topology) -> int:
+    """Fewer than a node of a topology of several are not asked for."""
+    return topology.workers_per_node if topology.nodes > 1 else 1
+
+
+def _said_of_curves() -> list[str]:
+    return [
+        f"compute as profiled here on one core, the same for any number of workers; rows read by {PROFILED_WORKERS} "
+        "workers were counted, those of more follow Heaps' law, owners share them evenly",
+        "one request at a time on a link; pulls block, pushes overlap with backward; no limit of memory; no stragglers",
+    ]
 
 
 class _Scene(NamedTuple):

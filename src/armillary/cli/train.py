@@ -9,19 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
+from armillary.checkpoint.folder import latest_checkpoint
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.page import tell
-from armillary.cli.show import as_json, drain, show
-from armillary.cli.workers import count_of, rank, run_in_workers
-from armillary.runtime.transport import Transport
-from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.folder import CHECKPOINTS, give_back
-from armillary.session.prepared import prepared
-from armillary.session.rank_zero import by_rank_zero
-from armillary.session.settings import Settings
+from armillary.cli.launch import count_of, rank, run_in_workers
+from armillary.cli.request import AskedPlan, AskedRun, AskedWorkload
+from armillary.cli.show import as_json, drain, show, tell
+from armillary.session.plan_job import prepared
+from armillary.session.run_folder import CHECKPOINTS, give_back
 from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from armillary.session.workload import Workload
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
 
 __all__ = ["train_asked"]
 

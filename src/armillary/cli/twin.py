@@ -9,15 +9,13 @@ from typing import NamedTuple, NoReturn
 
 from rich.live import Live
 
-from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload
-from armillary.cli.granted import plan_request_of, workload_of
-from armillary.cli.machines import said_of
-from armillary.cli.page import console_here, put
-from armillary.cli.show import as_json
-from armillary.cli.workers import run_in_workers
-from armillary.session.folder import open_folder
-from armillary.session.foresight.side_by_side import HELD_OUT, Trained, trained
-from armillary.session.foresight.twin_plans import AskedTraining, Both, Losses, planned
+from armillary.cli.granted import plan_request_of, said_of, workload_of
+from armillary.cli.launch import run_in_workers
+from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload
+from armillary.cli.show import as_json, console_here, put
+from armillary.session.run_folder import open_folder
+from armillary.session.twin import HELD_OUT, Trained, trained
+from armillary.session.twin_plans import AskedTraining, Both, Losses, planned
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["AskedTwin", "twin_asked"]

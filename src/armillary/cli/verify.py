@@ -3,19 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.asked import AskedPlan, AskedWorkload
 from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
-from armillary.cli.page import console_here, put, tell
-from armillary.cli.refusal import FAILED, UNEQUAL
-from armillary.cli.show import as_json
-from armillary.cli.workers import count_of, rank, run_in_workers
-from armillary.runtime.transport import Transport
-from armillary.session.decide import JobRequest
-from armillary.session.kernel_mode import ask_for_repeatable
-from armillary.session.prepared import prepared
+from armillary.cli.launch import count_of, rank, run_in_workers
+from armillary.cli.names import FAILED, UNEQUAL
+from armillary.cli.request import AskedPlan, AskedWorkload
+from armillary.cli.show import as_json, console_here, put, tell
+from armillary.session.double_precision import ask_for_repeatable
+from armillary.session.plan_job import JobRequest, prepared
 from armillary.session.verification import Verification
 from armillary.session.verify import verify_workload
 from armillary.session.workload import Workload
+from armillary.transport.transport import Transport
 
 __all__ = ["AskedVerification", "code_of", "verify_asked"]
 

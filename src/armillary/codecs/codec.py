@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from armillary.facts.choice import Choice
-from armillary.facts.exact_keywords import why_not_given
-from armillary.facts.raised import Raised, is_theirs, told
-from armillary.facts.registry import NO_ALIASES, Aliases, Registry, examples_of
+from armillary.plans.choice import Choice
+from armillary.plans.factory_errors import Raised, is_theirs, told, why_not_given
+from armillary.plans.registry import NO_ALIASES, Aliases, Registry, examples_of
 
 __all__ = ["CODECS", "Codec", "CodecEntry", "Draw", "Options", "build_codec", "codec", "codec_of"]
 

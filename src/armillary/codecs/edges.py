@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw
-from armillary.codecs.finite import all_finite
-from armillary.codecs.tiles import as_bytes, from_bytes
+from armillary.codecs.packing import all_finite, as_bytes, from_bytes
 
 __all__ = ["GUARD_BYTES", "at_places", "guarded"]
 

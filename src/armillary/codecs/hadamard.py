@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec, codec_of
-from armillary.codecs.tiles import BLOCK, Tiles, bounded, tiled, within, working
-from armillary.facts.choice import Choice
+from armillary.codecs.packing import BLOCK, Tiles, bounded, tiled, within, working
+from armillary.plans.choice import Choice
 
 __all__ = ["hadamard", "rotated"]
 

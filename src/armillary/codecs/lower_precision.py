@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import as_bytes, from_bytes, within
+from armillary.codecs.packing import as_bytes, from_bytes, within
 
 __all__ = ["lower_precision"]
 

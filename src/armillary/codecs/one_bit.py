@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import (
+from armillary.codecs.packing import (
     Tiles,
     as_bytes,
     from_bytes,

@@ -7,9 +7,8 @@ share, since what is left out is sent later. Where all ranks draw alike, sums ha
 import torch
 from torch import Tensor
 
-from armillary.codecs.chunks import chunks_of
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import as_bytes, from_bytes
+from armillary.codecs.packing import as_bytes, chunks_of, from_bytes
 
 __all__ = ["random_k"]
 

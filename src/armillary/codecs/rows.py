@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.codecs.codec import CODECS, Codec, codec_of
 from armillary.codecs.edges import GUARD_BYTES
-from armillary.facts.choice import Choice
+from armillary.plans.choice import Choice
 
 __all__ = ["AS_THEY_ARE", "RowCode", "RowCodes", "row_code"]
 
@@ -91,7 +91,7 @@ class RowCodes(NamedTuple):
 
     @property
     def departs(self) -> tuple[str, ...]:
-        """In what it is not exact; see `facts/departure.py`."""
+        """In what it is not exact; see `plans/group.py`."""
         return () if self == RowCodes() else ("lossy",)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import as_bytes, from_bytes, ones_among, packed_bytes, unpacked
+from armillary.codecs.packing import as_bytes, from_bytes, ones_among, packed_bytes, unpacked
 
 __all__ = [
     "add_sparse", "from_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",

@@ -7,9 +7,8 @@ first ones are taken. What is not finite is larger than anything.
 import torch
 from torch import Tensor
 
-from armillary.codecs.chunks import chunks_of
 from armillary.codecs.codec import Codec, Draw, codec
-from armillary.codecs.tiles import as_bytes, from_bytes, tiled
+from armillary.codecs.packing import as_bytes, chunks_of, from_bytes, tiled
 
 __all__ = ["top_k"]
 

@@ -3,14 +3,12 @@
 Source: data parallelism as in Horovod and DDP; the dense half of Parallax (Kim et al., EuroSys 2019, section 3.1).
 """
 
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, Moved
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State, parted
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import AllReduce, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllReduce, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["all_reduce"]
 

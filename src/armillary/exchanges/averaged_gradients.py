@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.dense import AveragedGradients, DenseExchange, Mechanisms, Moved
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State, parted
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.choice import Choice
-from armillary.facts.collectives import AllReduce, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, Moved
+from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
+from armillary.plans.choice import Choice
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllReduce, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["averaging", "crossings", "packed_share", "why_not_beside"]
 

@@ -20,12 +20,8 @@ from torch import Tensor
 
 from armillary.codecs.codec import CODECS, Codec, Draw, Options, build_codec
 from armillary.codecs.codec import CodecEntry as CodecEntry
-from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved
-from armillary.exchanges.exchange import DENSE, ExchangeEntry
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import (
+from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved
+from armillary.exchanges.error_feedback import (
     RESIDUAL,
     Span,
     alone,
@@ -36,10 +32,12 @@ from armillary.exchanges.residual import (
     was_owed,
     without_gaps,
 )
-from armillary.facts.collectives import AllGather, AllToAll, Program
-from armillary.facts.layout import Layout
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.topology import Topology
+from armillary.exchanges.exchange import DENSE, ExchangeEntry
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.requests import AllGather, AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["coded", "cut", "why_not_numbers"]
 

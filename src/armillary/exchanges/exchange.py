@@ -19,18 +19,16 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from armillary.codecs.rows import RowCodes
-from armillary.exchanges.dense import DenseExchange, exact_sum
-from armillary.exchanges.leg import EarlyLegs, Legs
+from armillary.exchanges.dense import DenseExchange, EarlyLegs, Legs, exact_sum
 from armillary.exchanges.ownership import Ownership
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.choice import Choice
-from armillary.facts.collectives import Program
-from armillary.facts.departure import checked
-from armillary.facts.exact_keywords import why_not_given
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.raised import is_theirs, told
-from armillary.facts.registry import Registry, examples_of
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.choice import Choice
+from armillary.plans.factory_errors import is_theirs, told, why_not_given
+from armillary.plans.group import checked
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.registry import Registry, examples_of
+from armillary.plans.requests import Program
+from armillary.plans.topology import Topology
 
 __all__ = [
     "DENSE",
@@ -150,7 +148,7 @@ class ExchangeEntry(NamedTuple):
         none of a baseline, which is taken only where it is demanded.
     owner_option: the option that names its owner (a rank, of a dense exchange, whose parameters then go one by one) or
         the number of its owners (of a row exchange); empty where there is none to choose.
-    departs: in what it is not exact, words of `facts/departure.py`; it is then taken only where it is demanded.
+    departs: in what it is not exact, words of `plans/group.py`; it is then taken only where it is demanded.
     costs: one sentence on what that does.
     mildness: how much of the values one push leaves out, beside other methods: the least is the mildest.
     soon: by option, the most with which everything it does is done in a few steps of a small model; `verify` lowers
@@ -192,7 +190,7 @@ def dense_exchange(
     """Registers a factory of dense exchanges under its own name; arguments as in `ExchangeEntry`.
 
     Raises:
-        ValueError: a departure that is none of `facts/departure.py`, or another exchange has that name.
+        ValueError: a departure that is none of `plans/group.py`, or another exchange has that name.
     """
     fields = (examples_of("dense_exchange", examples), offers, owner_option, checked(departs), costs, mildness, soon)
     return partial(_register, DENSE, fields)

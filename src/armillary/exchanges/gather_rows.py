@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, row_exchange
-from armillary.exchanges.leg import Leg, Legs
+from armillary.exchanges.dense import Leg, Legs
+from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.owned_rows import ID_BYTES, merge_rows
 from armillary.exchanges.ownership import Ownership
-from armillary.facts.collectives import AllGather, AllToAll, Program
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.requests import AllGather, AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["gather_rows"]
 

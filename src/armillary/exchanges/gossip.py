@@ -17,14 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
+from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import AllToAll, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["gossip"]
 

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import AveragedGradients, DenseExchange, Mechanisms, Moved, Pushed, Resharding
+from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, Moved, Pushed, Resharding
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import AllReduce, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllReduce, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["local_steps"]
 

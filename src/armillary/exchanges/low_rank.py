@@ -16,17 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.codecs.tiles import scale_bytes, working
+from armillary.codecs.packing import scale_bytes, working
 from armillary.exchanges.coded import why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed, Shape
+from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed, Shape
+from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
-from armillary.facts.collectives import AllReduce, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllReduce, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["low_rank", "orthonormal"]
 

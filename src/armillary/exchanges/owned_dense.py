@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, Moved
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State, parted
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import AllToAll, Program, Scope
-from armillary.facts.layout import Layout
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
+from armillary.plans.layout import Layout
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.requests import AllToAll, Program, Scope
+from armillary.plans.topology import Topology
 
 __all__ = ["owned_dense"]
 

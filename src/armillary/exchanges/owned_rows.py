@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.rows import RowCodes, row_code
-from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, Staying, row_exchange
-from armillary.exchanges.leg import EarlyLegs, Leg, Legs
+from armillary.exchanges.dense import EarlyLegs, Leg, Legs
+from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.ownership import Ownership, orders, owners_among
-from armillary.facts.choice import Choice
-from armillary.facts.collectives import AllToAll, Program
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.choice import Choice
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.requests import AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["by_rank", "merge_rows", "owned_rows"]
 

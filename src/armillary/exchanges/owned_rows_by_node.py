@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.exchange import Counts, Pulled, RankInfo, RowExchange, RowTraffic, row_exchange
-from armillary.exchanges.leg import Leg, Legs, Links
+from armillary.exchanges.dense import Leg, Legs, Links
+from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.owned_rows import ID_BYTES, by_rank, merge_rows
 from armillary.exchanges.ownership import Ownership, orders
-from armillary.facts.collectives import AllToAll, Program, Scope
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.requests import AllToAll, Program, Scope
+from armillary.plans.topology import Topology
 
 __all__ = ["owned_rows_by_node"]
 

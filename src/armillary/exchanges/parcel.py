@@ -6,6 +6,8 @@ and how many ranks hold numbers that are not finite. Weights of batches are not 
 the values leave, which are then parts of the mean already.
 
 Of a large tensor a gradient may be known by its rows alone. Then only those are kept.
+
+Where a rank stands among the others, which is all that an exchange knows of it.
 """
 
 from collections.abc import Mapping
@@ -14,9 +16,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from armillary.facts.layout import Layout
+from armillary.plans.layout import Layout
 
-__all__ = ["Parcel", "Rows", "State", "parted", "touched_rows"]
+__all__ = ["Parcel", "RankInfo", "Rows", "State", "parted", "touched_rows"]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a rank stands: its number, how many ranks there are, and how many share its node."""
+
+    rank: int
+    workers: int
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.workers or self.workers % self.workers_per_node:
+            raise ValueError(f"exchange: no such place: {self}")
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.workers_per_node
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.workers_per_node
+
+    @property
+    def nodes(self) -> int:
+        return self.workers // self.workers_per_node
+
 
 State = dict[str, Tensor]  # by entry: flat, parameter after parameter (`DenseExchange.span`)
 

@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, Moved
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.exchanges.parcel import Parcel, Rows, State, touched_rows
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program
-from armillary.facts.layout import Layout
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, Rows, State, touched_rows
+from armillary.plans.layout import Layout
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["sparse_all_reduce"]
 

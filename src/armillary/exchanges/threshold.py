@@ -27,15 +27,13 @@ from armillary.codecs.threshold import (
     sparse_bytes,
 )
 from armillary.exchanges.coded import cut, why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Mechanisms, Moved, Pushed
+from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed
+from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.leg import Leg
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.exchanges.residual import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
-from armillary.facts.collectives import AllGather, AllToAll, Program
-from armillary.facts.layout import Layout
-from armillary.facts.topology import Topology
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.plans.requests import AllGather, AllToAll, Program
+from armillary.plans.topology import Topology
 
 __all__ = ["is_due", "threshold"]
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from armillary.facts.split_loss import Batch, Loss
 from armillary.local_losses.apart_part import Agreed, ApartPart, Codes
 from armillary.local_losses.cut_range import refuse_out_of_range
 from armillary.local_losses.slices import sliced
+from armillary.models.split_loss import Batch, Loss
 
 __all__ = ["apart"]
 

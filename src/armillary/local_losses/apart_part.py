@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.facts.split_loss import Batch, SplitLoss
 from armillary.local_losses.hand_over import HandOver, PartBatch, fingerprint, handed_over
+from armillary.models.split_loss import Batch, SplitLoss
 
 __all__ = ["Agreed", "ApartPart", "Codes"]
 

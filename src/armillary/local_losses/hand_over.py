@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from armillary.facts.split_loss import Batch
-from armillary.facts.structure import take_apart
+from armillary.models.split_loss import Batch
+from armillary.models.structure import take_apart
 
 __all__ = ["HandOver", "PartBatch", "fingerprint", "handed_over"]
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from armillary.facts.balance import balanced
-from armillary.facts.split_loss import Batch, Loss, SplitLoss
-from armillary.facts.structure import take_apart
-from armillary.facts.untouched import untouched
+from armillary.models.split_loss import Batch, Loss, SplitLoss
+from armillary.models.structure import balanced, take_apart
+from armillary.models.untouched import untouched
 
 __all__ = ["Slice", "Slices", "sliced"]
 

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.facts.autocast import Autocast, device_type_of, without_autocast
-from armillary.facts.split_loss import Batch, Loss, SplitLoss
-from armillary.facts.structure import mapped, take_apart
 from armillary.local_losses.heads import ImageDecoder, InfoProWeights, heads_of, refuse_no_images
 from armillary.local_losses.slices import sliced
+from armillary.models.split_loss import Autocast, Batch, Loss, SplitLoss, device_type_of, without_autocast
+from armillary.models.structure import mapped, take_apart
 
 __all__ = ["HeadedPart", "LocalLosses", "split"]
 

@@ -8,13 +8,14 @@ simulator says, and better still a few steps of each (`session/autotune.py`).
 from collections.abc import Mapping
 from dataclasses import replace
 
-from armillary.facts.plan import Choice, Plan
-from armillary.planning.bucket_sizes import counted, is_ownerless
+from armillary.planning.grouping import counted, is_ownerless
 from armillary.planning.planner import bucketings, explain
 from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan
 
 __all__ = ["AHEAD", "CHOSEN", "alternatives", "at_once", "best", "by_simulation", "with_prefetch"]
 

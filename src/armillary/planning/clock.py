@@ -3,13 +3,38 @@ request after another.
 
 Requests stay in the order in which they were made, latency included, as on NCCL's communication stream. With the order
 fixed, every time is a maximum of sums, so nothing that takes longer can make the step shorter.
+
+What a played step is: lanes of one rank, requests from launch to landing, seconds of the step.
+
+Backward in pieces: which part of it comes when, and whose gradient is there after it.
+
+The profile knows how long each stage's backward takes and in which order gradients arrived; within a stage each is
+taken to need a part of the time in proportion to the elements read.
+
+A simulated step as a Chrome trace: its lanes as threads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["BusySpan", "Clock", "Lane", "Request", "Transfer"]
+from armillary.plans.parameter import ParameterFact, StageFact
+from armillary.plans.profile import Profile
+from armillary.plans.trace import Record, Trace, chrome_json, complete, process, thread
+
+__all__ = [
+    "LANES",
+    "OUTSIDE",
+    "BusySpan",
+    "Clock",
+    "Lane",
+    "Piece",
+    "Request",
+    "Simulation",
+    "Transfer",
+    "backward_pieces",
+    "chrome_trace",
+]
 
 Lane = Literal["processor", "inside", "between", "exposed"]
 
@@ -112,3 +137,113 @@ class Clock:
         if until_seconds > self.now_seconds:
             self.spans.append(BusySpan("exposed", group, "wait", self.now_seconds, until_seconds - self.now_seconds))
             self.now_seconds = until_seconds
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of the busiest rank. spans: in no particular order. flights: in the order of their launches."""
+
+    workers: int
+    spans: tuple[BusySpan, ...]
+    flights: tuple[Transfer, ...]
+    step_seconds: float
+
+    @property
+    def processor_seconds(self) -> float:
+        """Everything the processor does: forward, backward, packing, index work, the optimizer's pass."""
+        return sum(span.seconds for span in self.spans if span.lane == "processor")
+
+    @property
+    def exposed_seconds(self) -> dict[str, float]:
+        """How long the processor stood still for each group."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            if span.lane == "exposed":
+                found[span.what] = found.get(span.what, 0.0) + span.seconds
+        return found
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """By group, mean over workers; headers of look-ups by themselves."""
+        found: dict[str, float] = {}
+        for flight in self.flights:
+            found[flight.group] = found.get(flight.group, 0.0) + flight.sent_bytes
+        return found
+
+    @property
+    def in_flight_seconds(self) -> dict[str, float]:
+        """By group, from launch to landing, as a measured trace has them; what overlaps is counted each."""
+        found: dict[str, float] = {}
+        for flight in self.flights:
+            found[flight.group] = found.get(flight.group, 0.0) + flight.seconds
+        return found
+
+    @property
+    def trace(self) -> Trace:
+        """The same as a measurement would be: one record per flight, of step 0 on one rank."""
+        records = [Record(0, f.group, f.action, f.launch_seconds, f.seconds, f.sent_bytes) for f in self.flights]
+        return Trace((tuple(records),))
+
+
+OUTSIDE = ""
+
+
+class Piece(NamedTuple):
+    """A part of backward, and the parameter whose gradient is there after it."""
+
+    stage: str
+    seconds: float
+    parameter: str | None
+
+
+def backward_pieces(profile: Profile) -> list[Piece]:
+    """Backward, stage by stage, in the order in which their first gradients arrived."""
+    of_stage: dict[str, list[ParameterFact]] = {stage.name: [] for stage in profile.stages}
+    for fact in profile.arrivals:
+        of_stage[fact.stage].append(fact)
+    pieces = []
+    for stage in _backward_order(profile, of_stage):
+        facts = of_stage[stage.name]
+        works = [fact.alpha * fact.elements for fact in facts]
+        total = sum(works)
+        if total <= 0:
+            pieces += [Piece(stage.name, 0.0, fact.name) for fact in facts]
+            pieces.append(Piece(stage.name, stage.backward_seconds, None))
+            continue
+        for fact, work in zip(facts, works, strict=True):
+            pieces.append(Piece(stage.name, stage.backward_seconds * work / total, fact.name))
+    return pieces
+
+
+def _backward_order(profile: Profile, of_stage: dict[str, list[ParameterFact]]) -> list[StageFact]:
+    """Against the model's order where gradients say nothing; what has no gradient goes with the stage after it."""
+    keyed: list[tuple[int, int, StageFact]] = []
+    last = -1
+    outside = [stage for stage in profile.stages if stage.name == OUTSIDE]
+    inner = [stage for stage in profile.stages if stage.name != OUTSIDE]
+    for stage in [*outside, *reversed(inner)]:
+        arrivals = [fact.arrival for fact in of_stage[stage.name] if fact.arrival is not None]
+        last = min(arrivals) if arrivals else last
+        keyed.append((last, len(keyed), stage))
+    return [stage for _, _, stage in sorted(keyed, key=lambda entry: entry[:2])]
+
+
+LANES: dict[Lane, str] = {
+    "processor": "processor",
+    "inside": "link inside the node",
+    "between": "link between nodes",
+    "exposed": "not hidden: the processor waits",
+}
+
+
+def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+    """One process, the rank whose links are busiest, with a thread a lane; lanes that stay empty are left out."""
+    used = [lane for lane in LANES if any(span.lane == lane for span in simulation.spans)]
+    events = process(0, f"busiest of {simulation.workers} workers (simulated)")
+    for tid, lane in enumerate(used):
+        events += thread(0, tid, LANES[lane])
+    for span in simulation.spans:
+        place, name = (0, used.index(span.lane)), f"{span.action} {span.what}"
+        args = {"sent_bytes": span.sent_bytes}
+        events.append(complete(place, name, span.lane, span.start_seconds, span.seconds, args))
+    return chrome_json(events)

@@ -2,26 +2,38 @@
 
 A demand names a parameter (or one of its aliases, or a glob pattern) and says a layout ("replicated",
 "row_sharded"), an exchange by name, or an exchange with its options (a `Choice`).
+
+Parallax's rule: how a parameter is read decides how its gradient travels.
+
+Kept as the plain function it is, beside the priced choice that generalises it (`planner.py`), so that the two can be
+compared.
+
+Source: Kim et al., Parallax (EuroSys 2019), section 3.1. Departures: "sparse" is how the parameter is read, not the
+type of its gradient (a tied table, read by row and whole, is dense); servers are the workers themselves; nothing is
+said of nearly dense tables, whose threshold the paper leaves open and the price finds.
 """
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
+from types import MappingProxyType
 
 from armillary.codecs.codec import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.facts.exact_keywords import why_not_given
-from armillary.facts.group import Layout
-from armillary.facts.layout import layout_of as flat
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
 from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
-from armillary.planning.parallax import PLAIN, plain
+from armillary.plans.choice import Choice
+from armillary.plans.factory_errors import why_not_given
+from armillary.plans.group import Layout
+from armillary.plans.layout import layout_of as flat
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
 
 __all__ = [
+    "LISTED",
+    "PLAIN",
+    "UNKNOWN",
     "allows",
     "coded_beside",
     "departs",
@@ -29,11 +41,34 @@ __all__ = [
     "layout_of",
     "names_of",
     "needs_rows",
+    "parallax",
+    "plain",
     "refuse_unknown",
     "resolve",
     "why_not",
     "why_not_by_row",
 ]
+
+# The exchange that a layout means where nobody says more.
+PLAIN: Mapping[Layout, Choice] = MappingProxyType(
+    {"replicated": Choice("all_reduce"), "row_sharded": Choice("owned_rows")}
+)
+
+# What a parameter goes by while nobody knows how it is read: the rows that some worker touched, or all.
+UNKNOWN = Choice("sparse_all_reduce")
+
+# What it goes by where its optimizer takes no gradient but one that lists its rows.
+LISTED = Choice("sparse_all_reduce", {"keeps_rows": True})
+
+
+def parallax(fact: ParameterFact) -> Choice:
+    """`owned_rows` for a table that is only ever read by row and may live with owners; `all_reduce` for the rest."""
+    return PLAIN["row_sharded" if fact.shardable else "replicated"]
+
+
+def plain(name: str) -> Choice:
+    """What a layout or an exchange means where it is only named."""
+    return next((choice for layout, choice in PLAIN.items() if layout == name), Choice(name))
 
 
 Against = Callable[[str, bool], str]

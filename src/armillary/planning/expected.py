@@ -6,16 +6,14 @@ will last, and what the plan brings over the way that needs no plan.
 
 from dataclasses import replace
 
-from armillary.facts.plan import SIMULTANEOUS, Plan
-from armillary.facts.profile_table import bytes_text, seconds_text
-from armillary.planning.assembly import groups
-from armillary.planning.bucket_sizes import sizes
-from armillary.planning.candidates import Question, candidate
-from armillary.planning.fitting import needed_bytes
-from armillary.planning.parallax import PLAIN
-from armillary.planning.peak import peak_bytes
+from armillary.planning.candidates import Question, candidate, peak_bytes
+from armillary.planning.constraints import PLAIN
+from armillary.planning.grouping import groups, sizes
+from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.units import bytes_text, seconds_text
 from armillary.schedules.registry import options_of, owns_loop
 
 __all__ = ["all_reduce_seconds", "with_expected", "with_slower_said"]

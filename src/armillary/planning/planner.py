@@ -7,9 +7,13 @@ of owners. All honour the user's constraints or refuse them.
 
 Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
+
+The plan of a run that does not know yet how its model reads: everything is whole on every worker, as in plain data
+parallelism, but large tensors send only the rows that some worker touched. Exact for any model.
 """
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -17,37 +21,61 @@ from typing import Any
 
 from armillary.exchanges.averaged_gradients import why_not_beside
 from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
-from armillary.facts.exact_keywords import exact_keywords
-from armillary.facts.mesh import Mesh
-from armillary.facts.plan import SIMULTANEOUS, Choice, Mean, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.planning.assembly import WHOLE, consensus_of, groups
-from armillary.planning.bucket_sizes import by_clock, sizes
-from armillary.planning.buckets import default_limits
-from armillary.planning.by_run import WORTH, fitting, may_cut, noted, quickest, step_seconds
-from armillary.planning.candidates import Candidate, Question, candidate, ruled
-from armillary.planning.choosing import cheapest, margin
-from armillary.planning.constraints import allows, coded_beside, departs, layout_of, names_of, resolve
-from armillary.planning.demand import Constraint
-from armillary.planning.edges import EdgeRequest
+from armillary.planning.candidates import Candidate, Question, candidate, default_limits, peak_bytes, ruled
+from armillary.planning.constraints import (
+    LISTED,
+    UNKNOWN,
+    allows,
+    coded_beside,
+    departs,
+    layout_of,
+    names_of,
+    plain,
+    resolve,
+)
+from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.expected import with_expected, with_slower_said
-from armillary.planning.explanation import Verdict, reason, verdicts
-from armillary.planning.fitting import NothingFits, fit, menu, refuse_too_large
-from armillary.planning.owner_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
-from armillary.planning.parallax import LISTED, plain
-from armillary.planning.peak import peak_bytes
+from armillary.planning.grouping import WHOLE, by_clock, consensus_of, groups, sizes
+from armillary.planning.loop_schedules import WORTH, fitting, may_cut, noted, quickest, step_seconds
+from armillary.planning.memory import NothingFits, cheapest, fit, margin, menu, refuse_too_large
+from armillary.planning.notes import (
+    Verdict,
+    reason,
+    verdicts,
+    with_edges_weighed,
+    with_named_weighed,
+    with_savings,
+    with_taken,
+)
+from armillary.planning.partition_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
-from armillary.planning.rule import PRICE
-from armillary.planning.savings import with_edges_weighed, with_named_weighed, with_savings, with_taken
-from armillary.planning.staged_plan import plan_staged
-from armillary.planning.staged_request import staged_request
-from armillary.planning.uncut_plan import plan_uncut
+from armillary.planning.stage_costs import EdgeRequest
+from armillary.planning.stage_plan import plan_staged, plan_uncut
+from armillary.planning.stage_request import staged_request
+from armillary.plans.choice import Choice
+from armillary.plans.factory_errors import exact_keywords
+from armillary.plans.mesh import Mesh
+from armillary.plans.parameter import ParameterFact, StageFact
+from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import TURN_BYTES, Topology
+from armillary.plans.units import bytes_text
 from armillary.schedules.registry import SCHEDULES, read, why_not_carried
 
-__all__ = ["bucketings", "explain", "make_plan", "notes_on_hosts", "plan", "plan_by_rule", "tables_to_search"]
+__all__ = [
+    "blank_profile",
+    "bucketings",
+    "explain",
+    "is_provisional",
+    "make_plan",
+    "notes_on_hosts",
+    "plan",
+    "plan_by_rule",
+    "provisional_plan",
+    "tables_to_search",
+]
 
 NONE_SEARCHED: Mapping[str, OwnerSearch] = MappingProxyType({})
 
@@ -353,3 +381,45 @@ def _of_optimizers(question: Question) -> list[str]:
             "leaves all other rows alone, here as in one process"
         )
     return notes
+
+
+NOTE = "provisional: the first steps of the loop are watched, then a plan is made of what they read"
+REASON = "not known yet how it is read"
+
+
+def blank_profile(parameters: Sequence[ParameterFact], topology: Topology) -> Profile:
+    """Of a model of which only its parameters are known."""
+    whole = StageFact("", 0, sum(fact.bytes for fact in parameters), 0, 0.0, 0.0)
+    return Profile(tuple(parameters), (whole,), topology.workers, topology.workers, topology.workers_per_node)
+
+
+def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions: Assumptions) -> Plan:
+    """
+    Args:
+        seen: `blank_profile`. topology: its memory is all that a rank may hold, the model too.
+
+    Raises:
+        ValueError: whole gradients and optimizer state do not fit beside the model.
+    """
+    trained = [fact for fact in seen.parameters if fact.requires_grad]
+    large = [fact for fact in trained if len(fact.shape) > 1 and fact.bytes >= TURN_BYTES]
+    wanted = {fact.name: UNKNOWN for fact in large if topology.workers > 1}
+    wanted |= {fact.name: LISTED for fact in trained if assumptions.of(fact.name).lists_rows}
+    roomy = replace(topology, memory_bytes=sys.maxsize)
+    made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
+    weights = sum(fact.bytes for fact in trained)
+    more = made.forecast.memory_bytes - weights
+    room = topology.memory_bytes - sum(fact.bytes for fact in seen.parameters)
+    if more > room:
+        raise ValueError(
+            f"parallelize: the first steps would hold the whole model on every worker: {bytes_text(weights)} of "
+            f"parameters, and {bytes_text(more)} of gradients and optimizer state, of which "
+            f"{bytes_text(max(0, room))} are free; give batches=..., loss=...: then the plan is made, and "
+            "tables are spread, before the first step"
+        )
+    groups = tuple(replace(group, reason=REASON) for group in made.groups)
+    return replace(made, groups=groups, notes=(NOTE,), topology_fingerprint=topology.fingerprint)
+
+
+def is_provisional(plan: Plan) -> bool:
+    return NOTE in plan.notes

@@ -9,19 +9,16 @@ those that no worker read in the step before.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from armillary.exchanges.announcement import PREDICTED, announcement_bytes
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
-from armillary.exchanges.look_up import round_leg
-from armillary.facts.group import PrefetchKind
-from armillary.facts.plan import Forecast, Group, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.profile_table import seconds_text
-from armillary.facts.topology import Topology
-from armillary.planning.activities import payer
-from armillary.planning.leg_seconds import leg_seconds
+from armillary.exchanges.look_up import PREDICTED, announcement_bytes, round_leg
+from armillary.planning.link_costs import leg_seconds, staying_share
 from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
-from armillary.planning.simulator import simulate
-from armillary.planning.traffic import staying_share
+from armillary.planning.simulator import payer, simulate
+from armillary.plans.group import Forecast, Group, PrefetchKind
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.plans.units import seconds_text
 
 __all__ = [
     "prefetchable",

@@ -12,22 +12,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from armillary.exchanges.announcement import announcement_bytes
 from armillary.exchanges.averaged_gradients import crossings, packed_share
-from armillary.exchanges.exchange import DenseExchange, RankInfo, build_dense, build_row
-from armillary.exchanges.leg import Leg, Legs
-from armillary.exchanges.look_up import FLAGS, round_leg
-from armillary.facts.group import PrefetchKind
-from armillary.facts.layout import Layout, layout_of
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Forecast, Plan
-from armillary.facts.processor import CodingRate
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.planning.leg_seconds import leg_seconds
-from armillary.planning.prefetch_legs import prefetched_legs
-from armillary.planning.traffic import busiest_share, merged_rows, staying_share, traffic, traffic_merged
-from armillary.planning.upkeep import Upkeep
+from armillary.exchanges.dense import DenseExchange, Leg, Legs
+from armillary.exchanges.exchange import build_dense, build_row
+from armillary.exchanges.look_up import FLAGS, announcement_bytes, round_leg
+from armillary.exchanges.parcel import RankInfo
+from armillary.planning.link_costs import (
+    Upkeep,
+    busiest_share,
+    leg_seconds,
+    merged_rows,
+    prefetched_legs,
+    staying_share,
+    traffic,
+    traffic_merged,
+)
+from armillary.plans.choice import Choice
+from armillary.plans.group import Forecast, PrefetchKind
+from armillary.plans.layout import Layout, layout_of
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import CodingRate, Topology
 
 __all__ = [
     "ADAGRAD",
@@ -221,7 +227,7 @@ def _exchange_of(choice: Choice) -> DenseExchange:
 
 def pack_seconds(nbytes: float, facts: Sequence[ParameterFact], case: Case) -> float:
     """Gradients into their bucket: read and written. Those of tables read by row are filled first; stages are timed
-    without that (`runtime/profiling/gathered_rows.py`)."""
+    without that (`profiler/stages.py`)."""
     return 2 * nbytes / case.memory_bytes_per_second + fill_seconds(facts, case)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from armillary.exchanges.exchange import DENSE, ROW
-from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
-from armillary.planning.demand import Constraint, refuse_other_allowed, written
-from armillary.planning.edges import EdgeRequest, EdgeRequests
-from armillary.planning.rule import PRICE, refuse_with_rule
+from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_with_rule, written
+from armillary.planning.stage_costs import EdgeRequest, EdgeRequests
+from armillary.plans.choice import Choice
+from armillary.plans.plan import SIMULTANEOUS, Mean
 from armillary.schedules.registry import SCHEDULES, owns_loop
 
 __all__ = ["NO_CONSTRAINTS", "PlanRequest", "named"]

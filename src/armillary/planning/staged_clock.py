@@ -16,25 +16,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Group, Plan
-from armillary.facts.stage import StageFact
-from armillary.facts.topology import Link
-from armillary.planning.backward_pieces import Piece, backward_pieces
-from armillary.planning.clock import BusySpan, Clock, Lane, Request, Transfer
-from armillary.planning.copies import copies_of, owners_of
-from armillary.planning.edges import coding_seconds_of, sent_over
+from armillary.planning.clock import BusySpan, Clock, Lane, Piece, Request, Simulation, Transfer, backward_pieces
 from armillary.planning.pricing import Case, dense_update_seconds, landing_seconds
-from armillary.planning.simulation import Simulation
-from armillary.planning.stage_groups import crossing, reduced_bytes
+from armillary.planning.stage_costs import coding_seconds_of, copies_of, crossing, owners_of, reduced_bytes, sent_over
+from armillary.plans.group import Group
+from armillary.plans.parameter import ParameterFact, StageFact
+from armillary.plans.plan import Plan
+from armillary.plans.topology import Link
 from armillary.schedules.checker import SUMS
-from armillary.schedules.edge import EdgeCode, codes_of
-from armillary.schedules.instruction import Instruction, Letter, What
+from armillary.schedules.edges import EdgeCode, codes_of
+from armillary.schedules.instructions import Instruction, Letter, What, Wires
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.messages import NORM_BYTES
 from armillary.schedules.method import ScheduleOptions
-from armillary.schedules.rank_list import Wires
 from armillary.schedules.registry import RECOMPUTE, options_of
+from armillary.schedules.routes import NORM_BYTES
 
 __all__ = ["ALL_REDUCE", "play"]
 

@@ -2,8 +2,9 @@
 
 A value goes on as its codec means it (`Codec.meaning`, which knows no bytes). Its gradient comes back as the codec of
 the way back means it, and passes by the value's codec as if that were not there. Which values are coded, and which
-random numbers are drawn, `schedules/edge.py` says. An edge that remembers samples has one value a sample here: the last
-that arrived. By which samples are known again, `schedules/sample_keys.py` says.
+random numbers are drawn, `schedules/edges.py` says. An edge that remembers samples has one value a sample here: the
+last
+that arrived. By which samples are known again, `schedules/edges.py` says.
 """
 
 from collections import Counter
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from armillary.schedules.edge import Codes, EdgeCode, draw_of, is_codable
-from armillary.schedules.layout import plain
-from armillary.schedules.sample_keys import sample_keys
+from armillary.schedules.edges import Codes, EdgeCode, draw_of, is_codable, sample_keys
+from armillary.schedules.random_streams import plain
 from armillary.schedules.schedule import Cell
 
 __all__ = ["Edges"]

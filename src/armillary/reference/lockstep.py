@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.facts.collectives import AllGather, AllReduce, AllToAll, Program, Request, members, sent_bytes
+from armillary.plans.requests import AllGather, AllReduce, AllToAll, Program, Request, members, sent_bytes
 
 __all__ = ["OutOfStep", "run"]
 

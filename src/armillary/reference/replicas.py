@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.dense import DenseExchange, Meeting
-from armillary.exchanges.parcel import Parcel, State
-from armillary.exchanges.rank_info import RankInfo
-from armillary.facts.layout import Layout
-from armillary.reference.rows import CodedReads, Meanings
+from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.layout import Layout
+from armillary.reference.serial import CodedReads, Meanings
 
 __all__ = ["Answer", "Replicas", "SharedGroup", "by_oracle"]
 

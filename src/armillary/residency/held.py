@@ -21,11 +21,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.forecast import Forecast
-from armillary.facts.live_bytes import LiveBytes
-from armillary.facts.marks import mark_model, marked, unmark_model
-from armillary.facts.stage_paths import stage_paths
-from armillary.facts.table import Page, Table, page_text
+from armillary.models.structure import mark_model, marked, stage_paths, unmark_model
+from armillary.models.untouched import LiveBytes
+from armillary.plans.group import Forecast
+from armillary.plans.units import Page, Table, page_text
 from armillary.residency.hooks import Hooks
 from armillary.residency.lanes import play
 from armillary.residency.measure_stages import Loss, measure_stages

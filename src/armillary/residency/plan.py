@@ -6,10 +6,9 @@ It goes to JSON and back with the costs that it was made from, so its forecast i
 import json
 from dataclasses import asdict, dataclass
 
-from armillary.facts.choice import Choice
-from armillary.facts.forecast import Forecast
-from armillary.facts.stage_plan import StagePlan
-from armillary.facts.table import Page, Table, page_text
+from armillary.plans.choice import Choice
+from armillary.plans.group import Forecast, StagePlan
+from armillary.plans.units import Page, Table, page_text
 from armillary.residency.lanes import Played, play
 from armillary.residency.stage_costs import KEEP, RECOMPUTE, SWAP, StageChain, StageCost, TierSpeed
 

@@ -4,14 +4,12 @@ On one device it needs less memory than cyclic scheduling and has no delay: the 
 face.
 """
 
-from armillary.facts.mesh import DATA
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.action import one_pass
-from armillary.schedules.activations import peak_on_one_device
+from armillary.plans.mesh import DATA
+from armillary.plans.units import bytes_text
+from armillary.schedules.costs import kept_copies, peak_on_one_device
 from armillary.schedules.method import Method, Options, Planned
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
-from armillary.schedules.weights_held import kept_copies
+from armillary.schedules.schedule import Schedule, one_pass
 
 __all__ = ["DEFAULT_MICRO_BATCHES", "accumulation"]
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Literal
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instruction import NO_MICRO_BATCH, Instruction, Letter
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
+from armillary.schedules.lower_zero_ring import TOKENS
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.unsharded import TOKENS
 
 __all__ = ["Batch", "Rule", "Setting", "flaw"]
 

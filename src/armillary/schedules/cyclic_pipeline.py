@@ -8,8 +8,7 @@ Source: Fournier & Oyallon, 2024 (pipeline mode); Narayanan et al., PipeDream-2B
 differ from K; `slack` is ours.
 """
 
-from armillary.schedules.action import Action
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Action, Schedule
 
 __all__ = ["cyclic_pipeline"]
 

@@ -7,15 +7,14 @@ backward only; the ring is at most as late. The notes say which of them is bette
 Source: Pipe-SGD (Li et al., 2018) with width two; delayed parameter update (ZeRO-Offload, Ren et al., 2021).
 """
 
-from armillary.facts.mesh import DATA
-from armillary.facts.profile_table import bytes_text, seconds_text
-from armillary.schedules.action import one_pass
+from armillary.plans.mesh import DATA
+from armillary.plans.units import bytes_text, seconds_text
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.messages import ring_messages
 from armillary.schedules.method import Method, Planned
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.ring import DOMINATED_WORKERS
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.routes import ring_messages
+from armillary.schedules.schedule import Schedule, one_pass
 
 __all__ = ["delayed_all_reduce"]
 

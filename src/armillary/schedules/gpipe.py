@@ -6,12 +6,11 @@ reversed, so that gradients are summed in micro-batch order.
 
 from dataclasses import replace
 
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.action import Action
+from armillary.plans.units import bytes_text
 from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Action, Schedule
 
 __all__ = ["gpipe"]
 

@@ -5,13 +5,10 @@ With fewer stages than processes several pipelines work side by side, each on da
 
 from collections.abc import Callable, Mapping, Sequence
 
-from armillary.schedules.activations import peak_over_workers
-from armillary.schedules.messages import pipeline_messages
-from armillary.schedules.method import Method, Objective, Options, Planned, ScheduleOptions, Traffic
-from armillary.schedules.norm_in_time import refuse_in_pipeline
+from armillary.schedules.costs import mean_over_workers, peak_over_workers
+from armillary.schedules.method import Method, Objective, Options, Planned, ScheduleOptions, StageLoad, Traffic
+from armillary.schedules.routes import pipeline_messages, refuse_in_pipeline
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.stage_load import StageLoad
-from armillary.schedules.weights_held import mean_over_workers
 
 __all__ = ["PIPELINE_OPTIONS", "fullest_stage", "pipeline_method", "utilisation"]
 

@@ -12,13 +12,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from armillary.facts.profile_table import bytes_text
 from armillary.local_losses import AskedOfSplit, HeadedPart, LocalLosses, split
-from armillary.schedules.action import Action
+from armillary.plans.units import bytes_text
 from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Action, Schedule
 
 __all__ = ["local_losses"]
 

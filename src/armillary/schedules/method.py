@@ -7,6 +7,8 @@ options with nothing left open.
 Three numbers are kept apart: processes (the plan's workers), stages K, and micro-batches M. M counts those of the
 table. Processes that carry out one table together are a replica; where there are several side by side, each with data
 of its own, a step has M of each, and gradients are averaged over the replicas.
+
+What one stage of a cut model costs and carries, per micro-batch: the profile's facts, joined.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +17,42 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from armillary.facts.mesh import DATA, STAGE, Axis, Mesh
-from armillary.facts.raised import is_theirs, told
-from armillary.schedules.by_worker import placed
+from armillary.plans.factory_errors import is_theirs, told
+from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
+from armillary.plans.parameter import Numbers
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
-from armillary.schedules.edge import Edge, refuse_edges
-from armillary.schedules.messages import Message
-from armillary.schedules.placement import Placement, Ranks
+from armillary.schedules.edges import Edge, refuse_edges
+from armillary.schedules.instructions import Placement, Ranks
+from armillary.schedules.lowering import placed
+from armillary.schedules.routes import Message
 from armillary.schedules.schedule import Schedule
-from armillary.schedules.stage_load import StageLoad
 
-__all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "Traffic"]
+__all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "StageLoad", "Traffic"]
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """first, last: paths of its modules. flops: of the forward. seconds: forward and backward,
+    and the gradients of tables that it keeps whole.
+
+    Args of note:
+        weight_bytes: of the trained parameters. count_bytes: of one number per parameter, sent behind gradients.
+        cache_bytes: held once, however many micro-batches are under way: what its edges remember of samples.
+        output_bytes: what it hands to the next stage. output_numbers: of what of it a codec may write.
+    """
+
+    first: str
+    last: str
+    flops: int
+    seconds: float
+    weight_bytes: int
+    count_bytes: int
+    activation_bytes: int
+    output_bytes: int
+    output_numbers: tuple[Numbers, ...] = ()
+    cache_bytes: int = 0
+
 
 Options = Mapping[str, Any]
 Objective = Callable[[nn.Module, Any, Any, Callable[[Any, Any], Any]], Any]

@@ -5,16 +5,15 @@ Several processes do the same with micro-batches of their own and average gradie
 Source: Fournier & Oyallon, 2024 (single-device mode).
 """
 
-from armillary.facts.mesh import DATA
-from armillary.facts.profile_table import bytes_text
+from armillary.plans.mesh import DATA
+from armillary.plans.units import bytes_text
 from armillary.schedules.accumulation import DEFAULT_MICRO_BATCHES, accumulation
-from armillary.schedules.activations import peak_on_one_device
+from armillary.schedules.costs import kept_copies, peak_on_one_device
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.method import Method, Options, Planned
-from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.routes import refuse_on_one_device
 from armillary.schedules.simultaneous import simultaneous
-from armillary.schedules.weights_held import kept_copies
 
 
 def _implied(given: Options, workers: int) -> Options:

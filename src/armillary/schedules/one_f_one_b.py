@@ -5,12 +5,11 @@ Source: PipeDream-Flush (Narayanan et al., 2021); the same bubble as GPipe.
 
 from dataclasses import replace
 
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.action import Action
+from armillary.plans.units import bytes_text
 from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Action, Schedule
 
 __all__ = ["one_f_one_b"]
 

@@ -3,7 +3,7 @@
 Source: Fournier & Oyallon, 2024 (pipeline mode); Narayanan et al., PipeDream-2BW, 2021.
 """
 
-from armillary.facts.profile_table import bytes_text
+from armillary.plans.units import bytes_text
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned

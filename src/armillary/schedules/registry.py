@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from armillary.facts.choice import Choice
-from armillary.facts.plan import SIMULTANEOUS, Plan
-from armillary.facts.registry import Registry
-from armillary.schedules.edge import Edge
+from armillary.plans.choice import Choice
+from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.registry import Registry
+from armillary.schedules.edges import Edge
 from armillary.schedules.method import Method, ScheduleOptions
 
 __all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "tables_stay_whole", "why_not_carried"]

@@ -3,11 +3,11 @@
 Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
 """
 
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
-from armillary.schedules.messages import owner_of, ring_messages
+from armillary.plans.units import bytes_text
+from armillary.schedules.cyclic import ring_method, sent_bytes, shared_memory
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.routes import owner_of, ring_messages
 
 __all__ = ["DOMINATED_WORKERS"]
 

@@ -1,19 +1,258 @@
-"""N stages on N(N+1)/2 processes; micro-batches go from process to process, stage by stage.
+"""Which device runs which stage of which micro-batch when data and model parallelism share devices: N(N+1)/2 of them.
+
+N micro-batches on N stages (K = N) would take N devices each, N^2 in all, and keep 1/N of them busy. Staggered, stage j
+is in use by N - j micro-batches at a time, so it gets N - j devices: micro-batch number m (counted through all steps: m
+= step N + i) runs stage j, forward and backward, on device m mod (N - j) of that stage. There is no other choice: when
+its forward is due, only the device of micro-batch m - (N - j) is free, since the very tick before. A device keeps one
+micro-batch at a time and is busy 2 of its 2(N - j) ticks; all together 2/(N + 1) of theirs.
+
+Ranks: the devices of stage 0 first, then those of stage 1, and so on; the last stage has one.
+
+Note [Owner]. Gradients of a stage are summed in worker order from device to device. One of them, the owner, has the
+master weights and the optimizer state; it gets the sum and hands on the new weights. The micro-batch that reads a
+version first at slack 0 is N - j after the last one that it is made of, so it is on the same device: the hop without
+slack is none, where that device is the owner. It always is where N - j divides N; elsewhere the device changes from
+step to step, the owner does not, and two hops are exposed at slack 0.
+
+Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the owner; `slack`.
+
+Who sends what to whom when devices of a stage are shared: messages of one step, which devices change with it.
+
+Between stages: activations up, their gradients down, from the device of a micro-batch to its device of the next stage.
+Within a stage: the sum of gradients in micro-batch order, at last to the owner if it is not finished there, and the new
+weights from the owner through all devices (`Sharing.weight_path`). Where gradients are clipped by a norm over all
+stages, one number more goes down the owners and up again, as in a pipeline: `messages.py`, Note [Norms].
+
+Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices).
+
+N stages on N(N+1)/2 processes; micro-batches go from process to process, stage by stage.
 
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices); the mapping is `shared.py`.
 """
 
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.activations import peak_over_workers, stagger
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import gcd
+
+from armillary.plans.units import bytes_text
+from armillary.schedules.clipping import Clip
+from armillary.schedules.costs import is_stale, peak_over_workers, stagger
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.instructions import RankList
+from armillary.schedules.lower_shared_stages import Turns
 from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, Traffic
-from armillary.schedules.norm_in_time import refuse_on_one_device
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
-from armillary.schedules.shared import Sharing, workers_on
-from armillary.schedules.shared_messages import shared_messages
-from armillary.schedules.weights_held import is_stale
+from armillary.schedules.routes import Message, refuse_on_one_device
+from armillary.schedules.schedule import Action, Cell, Row, Schedule, lines_of
+
+__all__ = ["Sharing", "devices_for", "shared_messages", "workers_on"]
+
+SHOWN_STEPS = 2
+
+
+def devices_for(workers: int) -> int:
+    """How many devices N workers share."""
+    return workers * (workers + 1) // 2
+
+
+def workers_on(devices: int) -> int:
+    """N, of N(N+1)/2 devices.
+
+    Raises:
+        ValueError: no N has so many.
+    """
+    workers = next(n for n in range(devices + 1) if devices_for(n) >= devices)
+    if workers < 1 or devices_for(workers) != devices:
+        more = [devices_for(n) for n in range(max(1, workers - 1), max(1, workers - 1) + 2)]
+        raise ValueError(
+            f"schedule: sharing stages wants N(N+1)/2 processes for N workers (1, 3, 6, 10, ...), got {devices}; take "
+            f"{' or '.join(map(str, more))}"
+        )
+    return workers
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """
+    Args:
+        schedule: `cyclic(N, slack=...)`; its rows are micro-batches, which here have no device of their own.
+
+    Raises:
+        ValueError: another schedule, for which this is no mapping.
+    """
+
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        count = self.schedule.workers
+        wanted = [
+            (2 * i + (j if kind == "F" else 2 * count - 1 - j), 1, kind, j, i)
+            for i in range(count)
+            for j in range(count)
+            for kind in ("F", "B")
+        ]
+        if self.schedule.period != 2 * count or sorted(chain(*self.schedule.ticks)) != sorted(wanted):
+            raise ValueError(
+                f"schedule: sharing stages wants a cyclic schedule of as many equal stages as micro-batches; got\n"
+                f"{self.schedule}"
+            )
+
+    def __str__(self) -> str:
+        """Device by tick, for two steps, because devices change from one to the next; the ages are theirs, too."""
+        count = self.schedule.workers
+        rows: list[Row] = []
+        for rank in range(self.devices):
+            numbered = [
+                action._replace(micro_batch=step * count + action.micro_batch)
+                for step in range(SHOWN_STEPS)
+                for action in self.actions(rank, step)
+            ]
+            rows.append(tuple(sorted(numbered)))
+        head = (
+            f"shared: {self.devices} workers (devices), {count} stages, {count} micro-batches, a step every "
+            f"{2 * count} ticks; {SHOWN_STEPS} steps, micro-batches counted on"
+        )
+        return "\n".join([head, *lines_of(rows, self.schedule.staleness * SHOWN_STEPS)])
+
+    @property
+    def devices(self) -> int:
+        return devices_for(self.schedule.workers)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the devices' ticks in which they compute, in the steady state."""
+        return 2 / (self.schedule.workers + 1)
+
+    def ranks(self, stage: int) -> range:
+        """The devices of a stage."""
+        count = self.schedule.workers - stage
+        first = self.devices - devices_for(count)
+        return range(first, first + count)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a device."""
+        return next(stage for stage in range(self.schedule.stages) if rank in self.ranks(stage))
+
+    def rank_of(self, place: Cell) -> int:
+        """The device that runs this stage for this micro-batch of this step, both ways."""
+        step, micro_batch, stage = place
+        ranks = self.ranks(stage)
+        return ranks[(step * self.schedule.workers + micro_batch) % len(ranks)]
+
+    def handed_in(self, rank: int) -> range:
+        """All micro-batches of a step, on every device."""
+        return range(self.schedule.micro_batches)
+
+    def rotation(self, stage: int) -> int:
+        """After how many steps the micro-batches of a step meet the same devices again."""
+        count = len(self.ranks(stage))
+        return count // gcd(count, self.schedule.workers)
+
+    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Turns:
+        """Everything crosses, and there is one replica."""
+        return Turns(self, clip, written)
+
+    def refuse_late_norm(self, clip: Clip | None) -> None:
+        """Between ranks no tick is lost: an owner may know the norm as early as one device would."""
+        refuse_on_one_device(self.schedule, clip)
+
+    def actions(self, rank: int, step: int) -> list[Action]:
+        """What a device does for one step, at the ticks at which it does it."""
+        begin = step * self.schedule.period
+        return [
+            action._replace(start=action.start + begin)
+            for action in sorted(chain(*self.schedule.ticks))
+            if self.rank_of((step, action.micro_batch, action.stage)) == rank
+        ]
+
+    def owner(self, stage: int) -> int:
+        """The device that has a stage's master weights and optimizer state: the one of step 0's last micro-batch."""
+        return self.rank_of((0, self.schedule.workers - 1, stage))
+
+    def last(self, step: int, stage: int) -> int:
+        """The device on which the sum of a step's gradients is finished."""
+        return self.rank_of((step, self.schedule.workers - 1, stage))
+
+    def complete(self, step: int, stage: int) -> int:
+        """The tick of the last backward of a step: after it the owner may step with the step's gradient."""
+        return self.start("B", (step, self.schedule.workers - 1, stage))
+
+    def start(self, kind: str, place: Cell) -> int:
+        """The tick of an action."""
+        step, micro_batch, stage = place
+        return self.schedule.action(kind, micro_batch, stage).start + step * self.schedule.period
+
+    def readers(self, version: int, stage: int) -> dict[int, int]:
+        """By device, in order of time: the tick at which it first reads a version of a stage if no drain comes."""
+        count = self.schedule.workers
+        first = version * count + sum(ages[stage] for ages in self.schedule.staleness)
+        places = [(number // count, number % count, stage) for number in range(first, first + len(self.ranks(stage)))]
+        return {self.rank_of(place): self.start("F", place) for place in places}
+
+    def weight_path(self, version: int, stage: int) -> tuple[int, ...]:
+        """The way of a version from hand to hand: its owner, then the others in the order in which they read it."""
+        start = self.owner(stage)
+        return start, *(rank for rank in self.readers(version, stage) if rank != start)
+
+
+def shared_messages(sharing: Sharing, step: int, clip: Clip | None = None) -> list[Message]:
+    """All messages that a step makes necessary, in order of ticks (which are counted from step 0)."""
+    found: list[Message] = []
+    for stage in range(sharing.schedule.stages):
+        found += _between_stages(sharing, step, stage)
+        found += _sum(sharing, step, stage)
+        found += _weights(sharing, step, stage)
+    needs_norm = clip is not None and clip.needs_all_stages
+    return sorted([*found, *(_norms(sharing, step) if needs_norm else ())])
+
+
+def _between_stages(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
+    """What the devices of a stage send to other stages."""
+    for micro_batch in range(sharing.schedule.micro_batches):
+        here = step, micro_batch, stage
+        if stage + 1 < sharing.schedule.stages:
+            above = step, micro_batch, stage + 1
+            sent, used = sharing.start("F", here), sharing.start("F", above)
+            yield Message(sent, used - sent, sharing.rank_of(here), sharing.rank_of(above), "activation", stage)
+        if stage:
+            below = step, micro_batch, stage - 1
+            sent, used = sharing.start("B", here), sharing.start("B", below)
+            yield Message(
+                sent, used - sent, sharing.rank_of(here), sharing.rank_of(below), "activation gradient", stage
+            )
+
+
+def _sum(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
+    """From device to device in micro-batch order, and to the owner."""
+    places = [(step, micro_batch, stage) for micro_batch in range(sharing.schedule.micro_batches)]
+    for here, after in pairwise(places):
+        if sharing.rank_of(here) != sharing.rank_of(after):
+            sent, used = sharing.start("B", here), sharing.start("B", after)
+            yield Message(sent, used - sent, sharing.rank_of(here), sharing.rank_of(after), "partial gradient", stage)
+    last, owner = sharing.last(step, stage), sharing.owner(stage)
+    if last != owner:
+        yield Message(sharing.complete(step, stage), 1, last, owner, "gradient", stage)
+
+
+def _weights(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
+    """Of the version that the step makes."""
+    read = sharing.readers(step + 1, stage)
+    path = sharing.weight_path(step + 1, stage)
+    for sender, receiver in pairwise(path):
+        sent = sharing.complete(step, stage) + 1 if sender == path[0] else read[sender]
+        yield Message(sent, read[receiver] - sent, sender, receiver, "weights", stage)
+
+
+def _norms(sharing: Sharing, step: int) -> Iterator[Message]:
+    known = sharing.complete(step, 0) + 1
+    for lower, upper in pairwise(range(sharing.schedule.stages)):
+        sent = sharing.complete(step, upper) + 1
+        owners = sharing.owner(lower), sharing.owner(upper)
+        yield Message(sent, known - lower - sent, owners[1], owners[0], "norm", upper)
+        yield Message(known, 0, *owners, "norm", lower)
+
 
 ALIKE = 1.05  # ratio of two times up to which they are called the same
 

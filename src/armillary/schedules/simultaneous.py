@@ -1,10 +1,9 @@
 """Plain data parallelism: all workers run the same stage at the same tick, with the newest weights."""
 
-from armillary.facts.mesh import DATA
-from armillary.schedules.action import one_pass
+from armillary.plans.mesh import DATA
 from armillary.schedules.method import Method
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Schedule
+from armillary.schedules.schedule import Schedule, one_pass
 
 __all__ = ["simultaneous"]
 

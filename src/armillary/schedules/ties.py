@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from armillary.schedules.instructions import Ties
 from armillary.schedules.method import ScheduleOptions
-from armillary.schedules.rank_list import Ties
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule
 

@@ -3,12 +3,12 @@
 Source: Fournier & Oyallon, 2024; sharded weights: ZeRO-3 (Rajbhandari et al., 2020).
 """
 
-from armillary.facts.profile_table import bytes_text
-from armillary.schedules.copies_held import held_copies, mean_copies
-from armillary.schedules.in_ring import ring_method, sent_bytes, shared_memory
+from armillary.plans.units import bytes_text
+from armillary.schedules.costs import held_copies, mean_copies
+from armillary.schedules.cyclic import ring_method, sent_bytes, shared_memory
+from armillary.schedules.lower_zero_ring import lent_messages
 from armillary.schedules.method import Planned, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.unsharded import lent_messages
 
 
 def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:

@@ -3,9 +3,12 @@
 `attach` refuses what it cannot carry out, before the first step: a plan for another model or number of workers, ranks
 that hold different plans or models, an optimizer that mixes rows on a row-sharded table. What it refuses is left as it
 was.
+
+A change to a model and its optimizer that is made whole or not at all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,29 +16,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.facts.exact_keywords import exact_keywords
-from armillary.facts.marks import passes_alike
-from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.runtime.agreement import begin_alike
-from armillary.runtime.hybrid.optimizers import as_one, members
-from armillary.runtime.patience import Patience
-from armillary.runtime.process_group import workers_in
-from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.transport import Transport
-from armillary.runtime.unfit_model import AT_WORK
+from armillary.models.structure import passes_alike
+from armillary.plans.factory_errors import exact_keywords
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology, turn_bytes_on
+from armillary.profiler.probe import Loss
+from armillary.profiler.unfit_model import AT_WORK
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.all_or_nothing import all_or_nothing
-from armillary.session.engines.owned_loop import OwnedLoop
-from armillary.session.engines.user_loop import UserLoop
-from armillary.session.first_batches import FirstBatches
-from armillary.session.found_inf import agree_on_found_inf
-from armillary.session.materialise import begin_optimizer_state, materialise
-from armillary.session.owned_validation import owned_misfit
+from armillary.session.data_check import FirstBatches
+from armillary.session.hooks_engine import UserLoop
+from armillary.session.hooks_state import units_of
+from armillary.session.job import TrainJob
+from armillary.session.replica_checks import agree_on_found_inf
 from armillary.session.run import Run
-from armillary.session.train_job import TrainJob
-from armillary.session.units import units_of
+from armillary.session.schedule_engine import OwnedLoop
+from armillary.session.schedule_validation import owned_misfit
 from armillary.session.validation import (
     handed_in,
     other_workers,
@@ -45,8 +41,36 @@ from armillary.session.validation import (
     why_not_apart,
     why_unfit,
 )
+from armillary.tables.handle import TableHandle, become
+from armillary.tables.meta_init import begin_optimizer_state, materialise
+from armillary.tables.optimizers import as_one, members
+from armillary.transport.agreement import begin_alike
+from armillary.transport.groups import workers_in
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import Patience
 
-__all__ = ["attach", "attach_over", "begin_run"]
+__all__ = ["all_or_nothing", "attach", "attach_over", "begin_run"]
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """After an error inside, parameters are what they were, and the optimizer holds them and the state that it held.
+    Values that were written to in place stay written."""
+    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
+    held = [(parameter, parameter.data, parameter.requires_grad) for parameter in plain]
+    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
+        for parameter, values, requires_grad in held:
+            if isinstance(parameter, TableHandle):
+                become(parameter, nn.Parameter(values, requires_grad))
+        for group, params in groups:
+            group["params"][:] = params
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
 
 
 @exact_keywords

@@ -18,16 +18,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
-from armillary.facts.profile_table import seconds_text
-from armillary.facts.topology import Topology, turn_bytes_on
-from armillary.facts.untouched import untouched
-from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.transport import Transport
+from armillary.models.untouched import untouched
+from armillary.plans.plan import Plan
+from armillary.plans.topology import Topology, turn_bytes_on
+from armillary.plans.units import seconds_text
+from armillary.prefetch.kinds import steps_to_learn
+from armillary.profiler.probe import Loss
 from armillary.session.attach import attach_over
-from armillary.session.prefetch import steps_to_learn
+from armillary.session.job import TrainJob
 from armillary.session.run import Run
-from armillary.session.train_job import TrainJob
+from armillary.transport.transport import Transport
 
 __all__ = ["fastest"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.codec import CODECS, codec_of
-from armillary.codecs.finite import all_finite
+from armillary.codecs.packing import all_finite
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel
-from armillary.facts.choice import Choice
-from armillary.facts.layout import Layout
-from armillary.runtime.transport import Transport
+from armillary.plans.choice import Choice
+from armillary.plans.layout import Layout
+from armillary.transport.transport import Transport
 
 __all__ = ["CodedSum", "coded_sum"]
 

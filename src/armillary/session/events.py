@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.facts.plan import Forecast, Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.session.health import Health
+from armillary.plans.group import Forecast
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.session.replica_checks import Health
 from armillary.session.report import Comparison
 
 __all__ = [

@@ -1,25 +1,172 @@
-"""What carries a plan out, whatever its schedule: what a `Run` and all that it calls ask of it."""
+"""What carries a plan out, whatever its schedule: what a `Run` and all that it calls ask of it.
+
+What is to be trained, as the user gave it to `attach`.
+
+A moving average of a run's parameters, as data: what this rank holds of it.
+
+The rule is that of `torch.optim.swa_utils.get_ema_multi_avg_fn`: the first update copies, every later one moves the
+average by 1 - decay towards the parameter. It is element-wise, so an owner averages its rows and asks nobody. Rows of
+averages stand with their table (`RowTable.averages`), and are moved, saved and loaded as its own rows are.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.look_up import State
-from armillary.facts.plan import Forecast, Plan
-from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.hybrid.drift import HeldAlike
-from armillary.runtime.hybrid.row_update import Held
-from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.transport import Transport
-from armillary.session.average import Average
-from armillary.session.first_batches import FirstBatches
+from armillary.plans.group import Forecast
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.profiler.probe import Loss
+from armillary.runtime.replica_checks import HeldAlike
+from armillary.session.data_check import FirstBatches
 from armillary.session.tally import Tally
-from armillary.session.train_job import TrainJob
+from armillary.stages.train_spec import StepLosses
+from armillary.tables.optimizer_state import Held
+from armillary.tables.table import RowTable
+from armillary.transport.transport import Transport
 
-__all__ = ["Job"]
+__all__ = ["Average", "Job", "Pair", "TrainJob", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Looks on while a loop takes its first steps."""
+
+    def before_step(self, leaves_one: bool) -> None:
+        """leaves_one: whether the step before is over now, in which another optimizer rested."""
+
+    def after_step(self, loop: Any, is_complete: bool) -> "Watcher | None":
+        """Who looks on from now on: itself, another, or nobody.
+
+        Args:
+            is_complete: every optimizer has stepped, and every rank is after the same step.
+        """
+
+    def loaded(self, loop: Any, saved_plan: Mapping[str, Any], name: str) -> "Watcher | None":
+        """The same, after a checkpoint was loaded that was saved under this plan (as JSON; empty if nobody knows).
+
+        Args:
+            name: of the checkpoint, for the user.
+        """
+
+    def stop(self) -> None:
+        """At once; nothing of it is left."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainJob:
+    """loss, example: None where the user's own loop takes the loss. seed, first_step: of random numbers (see `attach`).
+    scaler: the loop's GradScaler, if it has one. check_data: whether ranks must not train on the same data.
+    broadcast_buffers: whether rank 0's buffers reach all ranks. watcher: of a loop whose plan, or its forecast, is to
+    come. profile, topology: what the plan was made from, where that is known. check_finite: whether a gradient that is
+    not finite ends the step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss | None = None
+    example: Any = None
+    seed: int = 0
+    first_step: int = 0
+    scaler: Any = None
+    check_data: bool = True
+    broadcast_buffers: bool = True
+    watcher: Watcher | None = None
+    profile: Profile | None = None
+    topology: Topology | None = None
+    check_finite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.check_finite and self.scaler is not None and self.scaler.is_enabled():
+            raise ValueError(
+                "check_finite=True: a GradScaler meets gradients that are not finite and skips their step; give one of "
+                "the two"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that ranks must give alike."""
+        return {
+            "check_data": self.check_data,
+            "broadcast_buffers": self.broadcast_buffers,
+            "check_finite": self.check_finite,
+        }
+
+
+class Pair(NamedTuple):
+    """table: None of a parameter that every rank holds whole."""
+
+    average: Tensor
+    value: Tensor
+    table: RowTable | None = None
+
+
+@dataclass(eq=False)
+class Average:
+    """Of all parameters of a model, trained or not. updates: made so far. whole: by name, of parameters that are no
+    tables. is_shown: the model holds the averages, and these the model's values."""
+
+    decay: float
+    updates: int = 0
+    whole: dict[str, Tensor] = field(default_factory=dict)
+    is_shown: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in a checkpoint and with tables."""
+        return repr(self.decay)
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module, tables: Mapping[str, RowTable]) -> None:
+        """From the parameters as they are."""
+        self.updates = 0
+        values = {name: p.detach().clone() for name, p in model.named_parameters() if name not in tables}
+        self.whole = values
+        for table in tables.values():
+            table.averages[self.key] = table.shard.detach().clone()
+
+    def whole_of(self, tables: Mapping[str, RowTable]) -> dict[str, Tensor]:
+        """Those of parameters that are no tables, by name."""
+        for name, table in tables.items():
+            if self.key not in table.averages:  # it has become a table since
+                table.averages[self.key] = table.part_of(self.whole.pop(name)).clone()
+        return self.whole
+
+    def pairs(self, model: nn.Module, tables: Mapping[str, RowTable]) -> list[Pair]:
+        """What this rank holds of every average, and of what it is one."""
+        whole = self.whole_of(tables)
+        found = [Pair(table.averages[self.key], table.shard, table) for table in tables.values()]
+        parameters = [(name, p) for name, p in model.named_parameters() if name not in tables]
+        return [*found, *(Pair(whole[name], p.detach()) for name, p in parameters)]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, tables: Mapping[str, RowTable]) -> None:
+        for average, value, _ in self.pairs(model, tables):
+            if self.updates == 0:
+                average.copy_(value)
+            elif average.is_floating_point() or average.is_complex():
+                average.lerp_(value, 1 - self.decay)
+            else:
+                average.copy_(average * self.decay + value * (1 - self.decay))
+        self.updates += 1
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module, tables: Mapping[str, RowTable]) -> None:
+        """Averages go into the model, its values come here; and back."""
+        for average, value, table in self.pairs(model, tables):
+            if table is None:
+                kept = value.clone()
+                value.copy_(average)
+                average.copy_(kept)
+            else:
+                table.swap_rows(average)
+        self.is_shown = not self.is_shown
+
 
 Item = TypeVar("Item")
 

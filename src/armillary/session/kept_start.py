@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
-from armillary.runtime.hybrid.optimizers import members
-from armillary.runtime.transport import Transport
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.prefetch.batches import leaves
+from armillary.session.data_check import entrances
 from armillary.session.events import Decided
-from armillary.session.first_batches import entrances
-from armillary.session.folder import keep_decision, open_folder
-from armillary.session.rank_zero import by_rank_zero
-from armillary.session.source import leaves
+from armillary.session.run_folder import keep_decision, open_folder
+from armillary.tables.optimizers import members
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
 
 __all__ = [
     "BatchShapes", "KeptStart", "MadeFor", "Shapes", "fits", "hosts_of", "joined", "kept_links", "leave_made_for",

@@ -1,44 +1,84 @@
-"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and its parts."""
+"""The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and its parts.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+The random state of a script, which planning draws from and leaves as it found it.
+
+A model's dropout and a loader's shuffling draw from generators that the whole script shares. A training that follows
+must draw what it would have drawn without a plan.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.exact_keywords import exact_keywords
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import SIMULTANEOUS, Choice, Mean
-from armillary.facts.topology import Topology, turn_bytes_on
+from armillary.measuring.measure import measure_links, with_room_of
 from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
-from armillary.planning.demand import Constraint
-from armillary.planning.edges import EdgeRequest
-from armillary.planning.provisional import blank_profile, provisional_plan
+from armillary.planning.demand import PRICE, Constraint
+from armillary.planning.planner import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
-from armillary.planning.rule import PRICE
-from armillary.runtime.hybrid.optimizers import as_one
-from armillary.runtime.patience import Patience
-from armillary.runtime.profiling.loop_watch import LoopWatch
-from armillary.runtime.profiling.probe import Loss
-from armillary.runtime.transport import Transport
+from armillary.planning.stage_costs import EdgeRequest
+from armillary.plans.choice import Choice
+from armillary.plans.factory_errors import exact_keywords
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.plan import SIMULTANEOUS, Mean
+from armillary.plans.topology import Topology, turn_bytes_on
+from armillary.prefetch.batches import is_plain_loader
+from armillary.profiler.loop_watch import LoopWatch
+from armillary.profiler.probe import Loss
 from armillary.session.attach import attach, begin_run
-from armillary.session.decide import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.events import Decided
+from armillary.session.job import TrainJob
 from armillary.session.kept_start import BatchShapes, KeptStart, hosts_of, joined, made_for, shapes_of
-from armillary.session.links import measure_links
-from armillary.session.plain_loader import is_plain_loader
-from armillary.session.random_state import unmoved
-from armillary.session.rank_zero import by_rank_zero
-from armillary.session.room import with_room_of
+from armillary.session.plan_job import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
 from armillary.session.run import Run
-from armillary.session.train_job import TrainJob
 from armillary.session.validation import NOT_HELD, handed_in, refuse_other_models, refuse_unfit, unheld
 from armillary.session.watched import Keeping, Watched, parameter_facts
+from armillary.tables.optimizers import as_one
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import Patience
 
-__all__ = ["auto_plan", "measure", "parallelize"]
+__all__ = ["auto_plan", "measure", "parallelize", "unmoved"]
+
+
+@contextmanager
+def unmoved(loader: Any = None) -> Iterator[None]:
+    """Afterwards the generators of torch, numpy and Python are as they were, and those that a DataLoader was given.
+
+    Args:
+        loader: what is drawn from; an iterator cannot be put back.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    own = {id(one): (one, one.get_state()) for one in _generators(loader)}
+    host, arrays, plain = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+    on_device = {device: torch.cuda.get_rng_state(device) for device in devices}
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        for device, state in on_device.items():
+            torch.cuda.set_rng_state(state, device)
+        np.random.set_state(arrays)
+        random.setstate(plain)
+        for generator, state in own.values():
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    """Of a loader, and of the samplers in it."""
+    while loader is not None:
+        if isinstance(there := getattr(loader, "generator", None), torch.Generator):
+            yield there
+        sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+        loader = sampler if sampler is not loader else None
 
 
 def measure() -> Topology:

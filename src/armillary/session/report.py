@@ -4,20 +4,16 @@ subtracted."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from armillary.facts.plan import Forecast
-from armillary.facts.plan_words import UNKNOWN
-from armillary.facts.table import Table
-from armillary.facts.trace import Trace
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.session.edge_labels import EdgeLabels
-from armillary.session.edges_seen import SeenEdge
-from armillary.session.foreseen import Foreseen, foreseen
-from armillary.session.health import Health, health_of, health_table
+from armillary.plans.group import Forecast
+from armillary.plans.plan_text import UNKNOWN
+from armillary.plans.trace import Trace
+from armillary.plans.units import Table
 from armillary.session.job import Job
-from armillary.session.rank_zero import by_rank_zero
-from armillary.session.seen import Middle, Seen, seen_in
-from armillary.session.tally import OTHER, Tally
-from armillary.session.traced import everyones_trace
+from armillary.session.measured import Foreseen, Middle, Seen, SeenEdge, foreseen, seen_in
+from armillary.session.replica_checks import Health, health_of, health_table
+from armillary.session.tally import OTHER, EdgeLabels, Tally, everyones_trace
+from armillary.transport.agreement import by_rank_zero
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from armillary.facts.plan import Plan
-from armillary.facts.profile import Profile
-from armillary.facts.profile_table import seconds_text
-from armillary.facts.topology import Topology
 from armillary.planning.expected import with_expected
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulator import LOOK_UPS, simulate
-from armillary.runtime.stretches import Stretch
-from armillary.session.engines.user_loop import UserLoop
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.plans.units import seconds_text
 from armillary.session.events import Decided
+from armillary.session.hooks_engine import UserLoop
+from armillary.transport.scopes import Stretch
 
 __all__ = ["FROM_STEP", "TO_STEP", "Retimed", "Retiming", "retimed"]
 

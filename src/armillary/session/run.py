@@ -17,21 +17,18 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.facts.plan import Plan
-from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.runtime.transport import Transport
-from armillary.session.apart import refuse_apart, unless_it_ends_an_error
-from armillary.session.checkpoint import save
-from armillary.session.ema import Ema, begin_ema
-from armillary.session.engines.owned_loop import OwnedLoop
-from armillary.session.engines.user_loop import UserLoop
-from armillary.session.evaluate import Measure, evaluated
-from armillary.session.export import export
-from armillary.session.kept_report import kept_report
-from armillary.session.load import load
-from armillary.session.reload import reload
+from armillary.plans.plan import Plan
+from armillary.prefetch.batches import Shard
+from armillary.session.compare import kept_report
+from armillary.session.ema import Ema, Measure, begin_ema, evaluated
+from armillary.session.hooks_engine import UserLoop
+from armillary.session.load import load, reload
+from armillary.session.replica_checks import refuse_apart, unless_it_ends_an_error
 from armillary.session.report import Report, last_steps, report_of
-from armillary.session.shard import Shard
+from armillary.session.save import export, save
+from armillary.session.schedule_engine import OwnedLoop
+from armillary.stages.train_spec import StepLosses
+from armillary.transport.transport import Transport
 
 __all__ = ["Run"]
 

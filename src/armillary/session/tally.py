@@ -1,17 +1,42 @@
-"""What this rank sent and how long it took, by the groups of a plan."""
+"""What this rank sent and how long it took, by the groups of a plan.
 
+Which edge of a schedule a message is of, and which group of the plan is charged with it.
+
+A plan charges the first group of a stage with all that the stage passes on (`planning/staged_plan`). So bytes of an
+edge are a part of that group's, and are shown apart.
+
+The last steps of a run on all of its ranks, as one trace.
+"""
+
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
+from typing import get_args
 
 from armillary.exchanges.exchange import build_dense
-from armillary.facts.plan import Plan
-from armillary.facts.trace import Record
+from armillary.planning.stage_costs import charged_to
+from armillary.plans.group import Group
+from armillary.plans.plan import Plan
+from armillary.plans.trace import Record, Trace
+from armillary.schedules.instructions import What
+from armillary.transport.point_to_point import LENGTHS
+from armillary.transport.transport import Transport
 
-__all__ = ["MANY_RECORDS", "OTHER", "STEP", "Tally", "usual_seconds"]
+__all__ = [
+    "MANY_RECORDS",
+    "MOST_RECORDS",
+    "OTHER",
+    "STEP",
+    "EdgeLabels",
+    "Tally",
+    "everyones_trace",
+    "usual_seconds",
+    "way_of",
+]
 
 STEP = "step"  # the whole of it
 TIMED_STEPS = 1000
@@ -126,3 +151,64 @@ class Tally:
         }
         found |= {f"sent_bytes/{name}": value for name, value in sent.items()}
         return found | {f"in_flight_seconds/{name}": value for name, value in flown.items()}
+
+
+UNPLANNED = "buffers"  # no forecast has them
+_WHAT = "|".join(what for what in get_args(What) if what != UNPLANNED)
+_EDGE = re.compile(rf"(?:{LENGTHS})?(?P<edge>(?:{_WHAT}) of stage (?P<stage>\d+))")
+
+
+def way_of(plan: Plan, group: Group) -> str:
+    """How a group travels, in words of the plan: by its exchange, or by the schedule's own messages."""
+    return plan.schedule.name if group.exchange is None else str(group.exchange)
+
+
+class EdgeLabels:
+    """Of a plan's schedule; `Letter.edge` is the name of one."""
+
+    def __init__(self, plan: Plan) -> None:
+        first = {group.stage: group.name for group in reversed(plan.groups)}
+        holding = sorted(first)
+        self._charged = {stage: first[charged_to(stage, holding)] for stage in range(len(plan.stages) or 1) if holding}
+        self._groups = {group.name for group in plan.groups}
+
+    def edge_of(self, label: str) -> str | None:
+        """None: of no edge. Forms, which the first letter of an edge brings along, are of none."""
+        found = _EDGE.fullmatch(label)
+        return found["edge"] if found else None
+
+    @staticmethod
+    def order(edge: str) -> tuple[int, str]:
+        """Edges by the stage that made what crosses, whenever it does."""
+        found = _EDGE.fullmatch(edge)
+        return (int(found["stage"]), edge) if found else (0, edge)
+
+    def group_of(self, label: str) -> str:
+        """Of a request or message under that label."""
+        if found := _EDGE.fullmatch(label):
+            return self._charged[int(found["stage"])]
+        return label if label in self._groups else OTHER
+
+
+MOST_RECORDS = 100_000  # a viewer opens so many, of all ranks together
+
+
+def everyones_trace(mine: Sequence[Record], transport: Transport) -> Trace:
+    """Collective. Seconds count from the first record of any rank, by the machines' clocks.
+
+    Args:
+        mine: of this rank; of the last steps as many are kept as there is room for, one at least.
+    """
+    since_epoch = time.time() - time.perf_counter() + transport.origin_seconds
+    room = MOST_RECORDS // transport.place.workers
+    first = max((record.step for record in mine[:-room]), default=-1) + 1
+    first = min(first, max((record.step for record in mine), default=0))
+    placed = [replace(r, start_seconds=since_epoch + r.start_seconds) for r in mine if r.step >= first]
+    everyones = transport.share(sorted(placed, key=lambda record: record.start_seconds))
+    origin = min((records[0].start_seconds for records in everyones if records), default=0.0)
+    return Trace(
+        tuple(
+            tuple(replace(record, start_seconds=record.start_seconds - origin) for record in records)
+            for records in everyones
+        )
+    )

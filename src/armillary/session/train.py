@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.facts.collectives import summed
-from armillary.facts.live_bytes import LiveBytes
-from armillary.facts.mesh import DATA, STAGE
-from armillary.runtime.cyclic.delayed_step import Options
-from armillary.runtime.cyclic.step_losses import StepLosses
-from armillary.schedules.random_stream import seed_streams
+from armillary.checkpoint.folder import latest_checkpoint
+from armillary.models.untouched import LiveBytes
+from armillary.plans.mesh import DATA, STAGE
+from armillary.plans.requests import summed
+from armillary.schedules.random_streams import seed_streams
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.as_before import as_before
 from armillary.session.attach import attach
-from armillary.session.checkpoint import latest_checkpoint
-from armillary.session.decide import decide, subject_of
+from armillary.session.data_check import alike_ranks
 from armillary.session.events import (
     Decided,
     Ended,
@@ -37,22 +34,31 @@ from armillary.session.events import (
     Saved,
     Warned,
 )
-from armillary.session.every import CheckpointEvery
-from armillary.session.feed import device_of, opened, stream_seed, together
-from armillary.session.first_batches import alike_ranks
-from armillary.session.folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
-from armillary.session.glance import sampled
-from armillary.session.group_options import ask_anew, group_options
-from armillary.session.health import health_of
 from armillary.session.kept_start import hosts_of, leave_made_for, made_for
-from armillary.session.rank_zero import by_rank_zero
+from armillary.session.plan_job import decide, subject_of
+from armillary.session.replica_checks import health_of
 from armillary.session.report import compare
-from armillary.session.resident import reset_peak_memory, resident_bytes
 from armillary.session.run import Run
-from armillary.session.settings import GLANCE_BATCHES, PROGRESS_STEPS, WATCHED_STEP, Settings, glance_steps
-from armillary.session.tally import Tally, usual_seconds
-from armillary.session.traced import everyones_trace
-from armillary.session.workload import Batch, Workload, baseline
+from armillary.session.run_folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
+from armillary.session.save import CheckpointEvery
+from armillary.session.tally import Tally, everyones_trace, usual_seconds
+from armillary.session.train_settings import (
+    GLANCE_BATCHES,
+    PROGRESS_STEPS,
+    WATCHED_STEP,
+    Settings,
+    as_before,
+    ask_anew,
+    glance_steps,
+    group_options,
+    reset_peak_memory,
+    resident_bytes,
+    sampled,
+)
+from armillary.session.workload import Batch, Workload, baseline, device_of, opened, stream_seed, together
+from armillary.stages.optimizer_step import Options
+from armillary.stages.train_spec import StepLosses
+from armillary.transport.agreement import by_rank_zero
 
 __all__ = ["train"]
 

@@ -1,31 +1,33 @@
-"""What speaks against carrying out a plan on this model with this optimizer: found before anything is changed."""
+"""What speaks against carrying out a plan on this model with this optimizer: found before anything is changed.
+
+An optimizer that is asked for its state while it has a part of it only, as a run is open: refused, with a remedy.
+
+torch would write that part to a file without a word, and only a later job would find out.
+"""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.all_reduce import all_reduce
 from armillary.exchanges.averaged_gradients import why_not_beside
 from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.facts.plan import Group, Plan, Trainable, model_fingerprint
-from armillary.facts.plan_words import number_of
-from armillary.planning.assembly import consensus_of
-from armillary.runtime.hybrid.bucket import layout_beside
-from armillary.runtime.hybrid.identity import why_fixed
-from armillary.runtime.hybrid.optimizer_trial import leaves_untouched_rows, wants_listed_rows, why_not_by_row, why_whole
-from armillary.runtime.hybrid.optimizer_twin import options_of
-from armillary.runtime.hybrid.optimizers import holder, kind_of, members
-from armillary.runtime.transport import Transport
-from armillary.runtime.unfit_model import unfit_model
+from armillary.planning.grouping import consensus_of
+from armillary.plans.group import Group
+from armillary.plans.plan import Plan, Trainable, model_fingerprint
+from armillary.plans.plan_text import number_of
+from armillary.profiler.unfit_model import unfit_model
+from armillary.runtime.bucket import layout_beside
 from armillary.schedules.registry import why_not_carried
-from armillary.session.train_job import TrainJob
-
-NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
-SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
-NO_OPTIONS: Mapping[str, Any] = {}
+from armillary.session.job import TrainJob
+from armillary.tables.handle import why_fixed
+from armillary.tables.optimizer_trial import leaves_untouched_rows, wants_listed_rows, why_not_by_row, why_whole
+from armillary.tables.optimizers import holder, kind_of, members, options_of
+from armillary.transport.transport import Transport
 
 __all__ = [
     "NOT_HELD",
@@ -34,11 +36,33 @@ __all__ = [
     "other_workers",
     "refuse_on_every_rank",
     "refuse_other_models",
+    "refuse_state",
     "refuse_unfit",
     "unheld",
     "why_not_apart",
     "why_unfit",
 ]
+
+TO_SAVE = "run.export() gives the whole, run.save(folder) writes it (every rank calls them)"
+TO_LOAD = "run.load(path) takes a file of it, or load it before the run begins"
+
+
+def refuse_state(optimizer: Optimizer, refuse: Callable[[Optimizer, str, str], None]) -> list[RemovableHandle]:
+    """Until the handles are removed, calls refuse(optimizer, call, remedy) whenever somebody asks for the state, or
+    gives one."""
+
+    def asked(one: Optimizer) -> None:
+        refuse(one, "state_dict", TO_SAVE)
+
+    def given(one: Optimizer, state: dict[str, Any]) -> None:
+        refuse(one, "load_state_dict", TO_LOAD)
+
+    return [optimizer.register_state_dict_pre_hook(asked), optimizer.register_load_state_dict_pre_hook(given)]
+
+
+NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
+SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def why_unfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:

@@ -6,36 +6,54 @@ happens to choose is held to it. What departs from exact is held to its own orac
 
 What an exchange puts off (a warm start, a lifespan) is lowered, and a plan is trained until all that its exchanges do
 was done twice, or for `LONGER` times the steps: what never happened was compared with nothing (see `mechanisms.py`).
+
+Whether a script's own model trains on many workers as in one process: `verify` for whoever has no workload.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
-from armillary.facts.collectives import summed
-from armillary.facts.plan import Choice, Plan
-from armillary.runtime.hybrid.handle import TableHandle
+from armillary.planning.demand import PRICE, Constraint
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
+from armillary.planning.stage_costs import EdgeRequest
+from armillary.plans.choice import Choice
+from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.requests import summed
+from armillary.prefetch.batches import leaves
+from armillary.profiler.probe import Loss
 from armillary.schedules.registry import owns_loop
 from armillary.session.attach import attach
-from armillary.session.decide import JobRequest, decide, subject_of
-from armillary.session.feed import Feed, stream_seed
-from armillary.session.forced import forced
-from armillary.session.in_double import InDouble
-from armillary.session.mechanisms import Acts, acts_of, hurried, lowered, watched
-from armillary.session.rank_zero import by_rank_zero
+from armillary.session.data_check import alike_ranks
+from armillary.session.double_precision import InDouble, forced
+from armillary.session.plan_job import JobRequest, decide, open_transport, subject_of
 from armillary.session.run import Run
-from armillary.session.truths import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
-from armillary.session.verification import TOLERANCE, Acted, Difference, Verdict, Verification
+from armillary.session.truth import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
+from armillary.session.verification import (
+    TOLERANCE,
+    Acted,
+    Acts,
+    Difference,
+    Verdict,
+    Verification,
+    acts_of,
+    hurried,
+    lowered,
+    watched,
+)
 from armillary.session.verify_schedule import verify_schedule
-from armillary.session.workload import Workload
+from armillary.session.workload import Feed, Script, Workload, stream_seed
+from armillary.tables.handle import TableHandle
+from armillary.transport.agreement import by_rank_zero
 
-__all__ = ["verify_workload"]
+__all__ = ["verify", "verify_workload"]
 
 TWICE = 2
 LONGER = 4
@@ -182,3 +200,52 @@ def _relative(found: Tensor, true: Tensor) -> float:
     """|found - true| / |true| in norm; infinite where it is not a number."""
     difference = float((found - true).norm()) / (float(true.norm()) or 1.0)
     return difference if difference == difference else float("inf")
+
+
+def verify(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    plan: Plan | None = None,
+    constraints: Mapping[str, Constraint] = NO_CONSTRAINTS,
+    lazy: Sequence[str] = (),
+    schedule: Choice | str = SIMULTANEOUS,
+    rule: str = PRICE,
+    edge: EdgeRequest = None,
+    edge_back: EdgeRequest = None,
+    steps: int = 5,
+    seed: int = 0,
+    exchanges: Sequence[str] | Literal["every"] = "every",
+) -> Verification:
+    """Trains copies of the model on all workers and in one process, in float64, and compares every parameter. Every
+    rank must call it; model and optimizer stay as they were. `print` it; `.is_equal` is the answer. What a loop does
+    besides (clipping, schedulers, accumulation) is not tried.
+
+    Args:
+        batches: the same on every rank, as many as steps x workers; each is one worker's batch of one step.
+        loss: loss(model, batch) -> scalar tensor, the mean over the batch.
+        plan: to be held to the truth; without, one is made as in `auto_plan` (`constraints`, `lazy`,
+            `schedule`, `rule`, `edge`, `edge_back`).
+        exchanges: to be forced besides, one after the other; () for none.
+
+    Raises:
+        ValueError: too few batches, ranks with other batches, or a plan or something asked that does not fit.
+    """
+    if plan is not None and (edge or edge_back):
+        raise ValueError("plan: a plan that is given says its own edges; edit its stages, or drop edge and edge_back")
+    script = Script(model, optimizer, batches, loss, steps)
+    transport = open_transport()
+    workers = transport.place.workers
+    first = list(islice(script.batches("train", 0, 1, seed), 1))
+    alike = alike_ranks(first, transport)
+    transport.close()
+    if workers > 1 and leaves(first) and alike != [tuple(range(workers))]:
+        raise ValueError(
+            "verify: ranks draw other batches than rank 0; give every rank the same, unshuffled or "
+            "shuffled by one seed: verify itself takes each worker's share"
+        )
+    next(script.batches("train", steps * workers - 1, workers, seed))  # the last: too few are told of on every rank
+    request = PlanRequest(constraints, lazy, schedule=named(schedule), rule=rule, edge=edge, edge_back=edge_back)
+    return verify_workload(script, steps=steps, seed=seed, request=JobRequest(request, plan), exchanges=exchanges)

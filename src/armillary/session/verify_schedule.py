@@ -8,7 +8,7 @@ The learning rate falls half-way, which replicas that apply late gradients at th
 weights are looked at in between, and the run is drained once, which the one process is told. Where gloo sums three or
 more workers' gradients in an order of its own, and where stages add up in another order than the whole model, the two
 are compared to rounding instead; so they are where a process does not round alike whatever the address
-(`session/kernel_mode.py`).
+(`session/double_precision.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,26 +18,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from armillary.facts.plan import Plan
-from armillary.reference.beside_whole import Beside, beside_whole
-from armillary.runtime.partition.stages import ties_of
-from armillary.schedules.edge import codes_of
+from armillary.plans.plan import Plan
+from armillary.reference.whole_model import Beside, beside_whole
+from armillary.schedules.edges import codes_of
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
 from armillary.session.attach import attach
-from armillary.session.cut_model import cut_model
-from armillary.session.cyclic.stages import cut_at
-from armillary.session.engines.owned_loop import OwnedLoop
-from armillary.session.feed import Feed
-from armillary.session.kernel_mode import is_repeatable
-from armillary.session.mechanisms import Acts, acts_of, edge_acts, watched
-from armillary.session.rank_zero import by_rank_zero
+from armillary.session.double_precision import is_repeatable
 from armillary.session.run import Run
-from armillary.session.schedule_truth import ScheduleTruth
-from armillary.session.truths import ROUNDING, departing
-from armillary.session.verification import BESIDE, TOLERANCE, Acted, Difference, Verdict, Verification
-from armillary.session.whole_truth import WholeTruth, is_whole
-from armillary.session.workload import Batch, Workload
+from armillary.session.schedule_engine import OwnedLoop
+from armillary.session.stage_setup import cut_model
+from armillary.session.truth import ROUNDING, ScheduleTruth, WholeTruth, departing, is_whole
+from armillary.session.verification import (
+    BESIDE,
+    TOLERANCE,
+    Acted,
+    Acts,
+    Difference,
+    Verdict,
+    Verification,
+    acts_of,
+    edge_acts,
+    watched,
+)
+from armillary.session.workload import Batch, Feed, Workload
+from armillary.stages.partition import ties_of
+from armillary.stages.stages import cut_at
+from armillary.transport.agreement import by_rank_zero
 
 __all__ = ["verify_schedule"]
 

@@ -16,37 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
-from armillary.facts.parameter import ParameterFact
-from armillary.facts.plan import Choice, Plan
-from armillary.facts.plan_words import number_of
-from armillary.facts.profile import Profile
-from armillary.facts.topology import Topology
+from armillary.measuring.row_exchanges import timed_owners
 from armillary.planning.constraints import allows, coded_beside, names_of, resolve
-from armillary.planning.demand import Constraint
-from armillary.planning.owner_search import OwnerSearch
-from armillary.planning.planner import make_plan
+from armillary.planning.demand import PRICE, Constraint
+from armillary.planning.partition_search import OwnerSearch
+from armillary.planning.planner import is_provisional, make_plan
 from armillary.planning.prefetch import prefetchable
 from armillary.planning.pricing import Case
-from armillary.planning.provisional import is_provisional
 from armillary.planning.request import PlanRequest
-from armillary.planning.rule import PRICE
-from armillary.runtime.hybrid.identity import why_fixed
-from armillary.runtime.hybrid.table import RowTable
-from armillary.runtime.profiling import profiler
-from armillary.runtime.profiling.loop_watch import LoopWatch, Told
-from armillary.runtime.profiling.watched_profile import watched_profile
-from armillary.runtime.transport import Transport
+from armillary.plans.choice import Choice
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.plan import Plan
+from armillary.plans.plan_text import number_of
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.profiler import profiler
+from armillary.profiler.loop_watch import LoopWatch, Told
+from armillary.profiler.profiler import watched_profile
 from armillary.schedules.registry import owns_loop
-from armillary.session.all_or_nothing import all_or_nothing
-from armillary.session.decide import assumptions_of
-from armillary.session.engines.user_loop import UserLoop
+from armillary.session.attach import all_or_nothing
 from armillary.session.events import Decided
+from armillary.session.hooks_engine import UserLoop
+from armillary.session.hooks_state import units_of
 from armillary.session.kept_start import BatchShapes, KeptStart, Shapes, joined
-from armillary.session.owners import timed_owners
-from armillary.session.rank_zero import by_rank_zero
+from armillary.session.plan_job import assumptions_of
 from armillary.session.retimed import FROM_STEP, TO_STEP, Retiming
-from armillary.session.units import units_of
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_not_apart, why_unfit
+from armillary.tables.handle import why_fixed
+from armillary.tables.table import RowTable
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
 
 __all__ = ["WATCHED_STEPS", "Keeping", "Watched", "parameter_facts"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from armillary.facts.marks import mark_model, marked
+from armillary.models.structure import mark_model, marked
 from armillary.tensor.attention import CutAttention
 from armillary.tensor.groups import ParameterCut, TensorMesh, open_mesh, ranks
 from armillary.tensor.inside import enter_region

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.facts.live_bytes import LiveBytes
-from armillary.facts.untouched import untouched
+from armillary.models.untouched import LiveBytes, untouched
 from armillary.tensor.cut import carry_out, examined
 from armillary.tensor.groups import MeshAxis, dry_mesh
 from armillary.tensor.inventory import Call, calls_of

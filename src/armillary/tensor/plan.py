@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from armillary.facts.topology import Topology
+from armillary.plans.topology import Topology
 from armillary.tensor.cut import Examined, examined
 from armillary.tensor.dry_run import FakeCalls, dry_run, fake_calls
 from armillary.tensor.groups import by_rank_0, is_rank_0, ranks, shared

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from armillary.facts.topology import Side, Topology
+from armillary.plans.topology import Side, Topology
 from armillary.tensor.dry_run import DryRun
 from armillary.tensor.groups import AxisRequest
 from armillary.tensor.inventory import Inventory

@@ -2,6 +2,17 @@
 
 Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017; MIT licence) is read from Debian's package, the digits (Alpaydin &
 Kaynak, 1998) from inside an installed scikit-learn, which need not be imported.
+
+ResNet-18 for small images, as a sequence of its parts.
+
+A sequence rather than one module with a long `forward`: whoever cuts it into stages need not read it.
+
+Source: He et al., CVPR 2016, with the stem usual for 32 x 32 images (one 3 x 3 convolution, no pooling).
+
+A small vision transformer, as a sequence of its parts.
+
+Source: Dosovitskiy et al., ICLR 2021. Departures: patches are averaged at the end instead of read off a class
+token (Beyer et al., 2022), and there is no dropout.
 """
 
 import functools
@@ -9,13 +20,126 @@ import gzip
 import importlib.util
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
-__all__ = ["Images", "digits", "fashion_mnist", "patterns", "read_idx"]
+__all__ = [
+    "NORMS",
+    "Block",
+    "Images",
+    "Patches",
+    "Residual",
+    "digits",
+    "fashion_mnist",
+    "patterns",
+    "read_idx",
+    "resnet18",
+    "vit",
+]
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(max(1, channels // 16), channels),
+}
+BLOCKS = ((1, 1), (1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 1))  # widths in units of the first, strides
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut, which is a convolution where the shape changes."""
+
+    def __init__(self, channels: int, out: int, stride: int, norm: str) -> None:
+        super().__init__()
+        normed = NORMS[norm]
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, padding=1, bias=False),
+            normed(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, padding=1, bias=False),
+            normed(out),
+        )
+        same = channels == out and stride == 1
+        changed = [nn.Conv2d(channels, out, 1, stride, bias=False), normed(out)]
+        self.shortcut = nn.Identity() if same else nn.Sequential(*changed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        joined: Tensor = self.body(images) + self.shortcut(images)
+        return joined.relu()
+
+
+def resnet18(classes: int, width: int, norm: str) -> nn.Sequential:
+    """Images (images, 1, side, side) in, scores (images, classes) out. The paper's width is 64.
+
+    `norm` is "batch" or "group" (Wu & He, 2018: groups of 16 channels, free of the batch).
+    """
+    if norm not in NORMS:
+        raise ValueError(f"resnet18: no norm {norm!r}; there are {', '.join(NORMS)}")
+    stem = [nn.Conv2d(1, width, 3, padding=1, bias=False), NORMS[norm](width), nn.ReLU()]
+    widths = [width, *(width * times for times, _ in BLOCKS)]
+    blocks = [
+        Residual(before, after, stride, norm)
+        for before, after, (_, stride) in zip(widths[:-1], widths[1:], BLOCKS, strict=True)
+    ]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes)]
+    return nn.Sequential(*stem, *blocks, *head)
+
+
+class Patches(nn.Module):
+    """Images (images, 1, side, side) to patch vectors (images, patches, width) with learned positions."""
+
+    def __init__(self, side: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(1, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        vectors: Tensor = self.cut(images).flatten(2).transpose(1, 2)
+        return vectors + self.positions
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to its normed input's origin (pre-norm)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        images, patches, width = vectors.shape
+        split = self.queries_keys_values(self.norm_attention(vectors))
+        split = split.view(images, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*split.unbind(0)).transpose(1, 2).reshape(vectors.shape)
+        vectors = vectors + self.projection(attended)
+        out: Tensor = vectors + self.perceptron(self.norm_perceptron(vectors))
+        return out
+
+
+class Mean(nn.Module):
+    """The average over the patches."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return vectors.mean(1)
+
+
+def vit(side: int, classes: int, width: int, depth: int) -> nn.Sequential:
+    """Images (images, 1, side, side) in, scores (images, classes) out; heads of 16, 8 x 8 patches, or
+    fewer if they would be smaller than 2 x 2 pixels."""
+    patch = max(2, side // 8)
+    if side % patch or width % 16:
+        raise ValueError(f"vit: side {side} must be a multiple of {patch} and width {width} of 16")
+    blocks = [Block(width, width // 16) for _ in range(depth)]
+    return nn.Sequential(Patches(side, patch, width), *blocks, nn.LayerNorm(width), Mean(), nn.Linear(width, classes))
+
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 Pixels = NDArray[np.uint8]

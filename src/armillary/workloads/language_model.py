@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.workloads import bigram, shares
-from armillary.workloads.corpus import Corpus, load, synthetic
+from armillary.workloads import shares
+from armillary.workloads import text as bigram
+from armillary.workloads.text import Corpus, load, synthetic
 
 __all__ = ["SMALL", "LanguageModel", "SampledSoftmaxLSTM", "expected_counts", "log_uniform", "workload"]
 

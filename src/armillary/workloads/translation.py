@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.workloads import bleu, shares
+from armillary.workloads import parallel_text as bleu
+from armillary.workloads import shares
 from armillary.workloads.parallel_text import BEGIN, END, PAD, UNKNOWN, ParallelText, libreoffice, reversed_words
 
 __all__ = ["SMALL", "AttentionTranslator", "Translation", "workload"]

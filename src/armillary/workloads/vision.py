@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.workloads import shares
-from armillary.workloads.images import Images, digits, fashion_mnist, patterns
-from armillary.workloads.resnet import resnet18
-from armillary.workloads.vit import vit
+from armillary.workloads.images import Images, digits, fashion_mnist, patterns, resnet18, vit
 
 __all__ = ["SMALL", "Vision", "workload"]
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
+from armillary.cli.names import refusing
 from armillary.cli.options import AsJson, Imports
-from armillary.cli.refusal import refusing
-from armillary.session.folder import refuse_not_ended
-from armillary.session.foresight.band import Band
+from armillary.session.band import Band
+from armillary.session.run_folder import refuse_not_ended
 
 __all__ = ["compare_command"]
 

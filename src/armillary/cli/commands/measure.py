@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedWorkload
-from armillary.cli.find import built_in
+from armillary.cli.names import built_in, refusing
 from armillary.cli.options import OUTPUT, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, Workers
-from armillary.cli.refusal import refusing
-from armillary.session.folder import refuse_unwritable
+from armillary.cli.request import AskedWorkload
+from armillary.session.run_folder import refuse_unwritable
 
 __all__ = ["measure_command"]
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedPlan, AskedWorkload
+from armillary.cli.names import refusing
 from armillary.cli.options import (
     OUTPUT,
     Allow,
@@ -29,10 +29,10 @@ from armillary.cli.options import (
     Workers,
     WorkloadName,
 )
-from armillary.cli.refusal import refusing
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.planning.rule import PRICE
-from armillary.session.folder import refuse_unwritable
+from armillary.cli.request import AskedPlan, AskedWorkload
+from armillary.planning.demand import PRICE
+from armillary.plans.plan import SIMULTANEOUS
+from armillary.session.run_folder import refuse_unwritable
 
 __all__ = ["plan_command"]
 

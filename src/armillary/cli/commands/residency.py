@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedWorkload
+from armillary.cli.names import refusing
 from armillary.cli.options import PLAN, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, WorkloadName
-from armillary.cli.refusal import refusing
+from armillary.cli.request import AskedWorkload
 
 __all__ = ["residency_command"]
 

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload, read_plan
-from armillary.cli.find import built_in
+from armillary.cli.names import built_in, refusing
 from armillary.cli.options import (
     OUTPUT,
     RUN,
@@ -26,9 +25,9 @@ from armillary.cli.options import (
     TopologyFile,
     at_least_one,
 )
-from armillary.cli.refusal import refusing
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.session.folder import refuse_unwritable
+from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload, read_plan
+from armillary.plans.plan import SIMULTANEOUS
+from armillary.session.run_folder import refuse_unwritable
 
 __all__ = ["simulate_command"]
 

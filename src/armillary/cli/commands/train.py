@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedPlan, AskedRun, AskedWorkload
+from armillary.cli.names import refusing
 from armillary.cli.options import (
     OUTPUT,
     RUN,
@@ -33,9 +33,9 @@ from armillary.cli.options import (
     at_least_one,
     not_negative,
 )
-from armillary.cli.refusal import refusing
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.planning.rule import PRICE
+from armillary.cli.request import AskedPlan, AskedRun, AskedWorkload
+from armillary.planning.demand import PRICE
+from armillary.plans.plan import SIMULTANEOUS
 
 __all__ = ["train_command"]
 

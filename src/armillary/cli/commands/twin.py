@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedMachines, AskedPlan, AskedWorkload
+from armillary.cli.names import refusing
 from armillary.cli.options import (
     OUTPUT,
     RUN,
@@ -26,9 +26,9 @@ from armillary.cli.options import (
     WorkloadName,
     at_least_one,
 )
-from armillary.cli.refusal import refusing
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.session.folder import refuse_unwritable
+from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload
+from armillary.plans.plan import SIMULTANEOUS
+from armillary.session.run_folder import refuse_unwritable
 
 __all__ = ["twin_command"]
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.asked import AskedPlan, AskedWorkload
+from armillary.cli.names import refusing
 from armillary.cli.options import (
     RUN,
     Allow,
@@ -28,9 +28,9 @@ from armillary.cli.options import (
     WorkloadName,
     at_least_one,
 )
-from armillary.cli.refusal import refusing
-from armillary.facts.plan import SIMULTANEOUS
-from armillary.planning.rule import PRICE
+from armillary.cli.request import AskedPlan, AskedWorkload
+from armillary.planning.demand import PRICE
+from armillary.plans.plan import SIMULTANEOUS
 
 __all__ = ["verify_command"]
 

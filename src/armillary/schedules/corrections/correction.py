@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from armillary.facts.registry import Registry
+from armillary.plans.registry import Registry
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["CORRECTIONS", "Correction", "Options", "build_correction", "register_correction", "stale_share"]

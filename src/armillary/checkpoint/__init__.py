@@ -1,0 +1,1 @@
+"""State on disk and back."""

@@ -1,1 +1,0 @@
-"""What is the case: models, machines, plans, requests, traces. Imports nothing of ours."""

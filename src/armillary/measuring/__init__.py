@@ -1,0 +1,1 @@
+"""How fast links, processors and exchanges are, timed in the running job."""

@@ -1,0 +1,136 @@
+"""Exact schedules that own the loop, beside the plan for a loop of the user's own: priced, and taken or only noted.
+
+A pipeline or accumulation equals one process that takes the same micro-batches. So it may be taken by price only where
+the user gave the micro-batches, or where it was tried that a batch is the mean of its parts (`Profile.splits`); and
+only where the caller says that steps are taken by `run.step`. Otherwise the plan's note says what it would bring.
+
+Prices are seconds for as much data as one worker's batch: a step of N workers has N of them, a pipeline's may differ.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from armillary.planning.expected import all_reduce_seconds
+from armillary.planning.pricing import Case, dense_update_seconds
+from armillary.planning.simulator import simulate
+from armillary.planning.stage_plan import plan_staged
+from armillary.plans.choice import Choice
+from armillary.plans.plan import Plan
+from armillary.plans.profile import Profile
+from armillary.plans.units import seconds_text
+from armillary.schedules.registry import SCHEDULES, options_of
+
+__all__ = ["WORTH", "StepWay", "fitting", "may_cut", "noted", "quickest", "step_seconds"]
+
+PARTS = (1, 2, 4)  # of a batch, where it may be cut
+WORTH = 1.1  # a gain that is worth a note, and another way to step
+HOW = "attach(plan, model, optimizer, loss=loss, example=batch), then run.step(micro_batches)"
+
+
+@dataclass(frozen=True)
+class StepWay:
+    """A plan to be stepped by `run.step`. seconds: of as much data as one worker's batch, of which a step has so many
+    `batches`."""
+
+    plan: Plan
+    seconds: float
+    batches: float
+
+    def told(self, case: Case) -> Plan:
+        """The plan with what a step is expected to take."""
+        plain = self.batches / case.topology.workers * all_reduce_seconds(self.plan, case)
+        return replace(self.plan, step_seconds=self.batches * self.seconds, all_reduce_seconds=plain)
+
+
+def quickest(case: Case, micro_batches: int | None) -> StepWay | None:
+    """The exact schedule that takes least and fits; None where there is none.
+
+    Workers side by side are left out: they exchange what a loop of the user's own exchanges, and hide less of it.
+
+    Args:
+        micro_batches: of a step and data coordinate, as the user cuts them; None: parts of a batch may be tried.
+    """
+    ways = [way for way in fitting(case, micro_batches) if not options_of(way.plan).method.is_side_by_side]
+    return min(ways, key=lambda way: way.seconds, default=None)
+
+
+def fitting(case: Case, micro_batches: int | None) -> list[StepWay]:
+    """Every exact schedule that owns the loop and fits, the quickest first."""
+    ways = [way for way in _ways(case, micro_batches) if _held(way.plan) <= case.topology.memory_bytes]
+    return sorted(ways, key=lambda way: way.seconds)
+
+
+def noted(plain: Plan, case: Case, micro_batches: int | None) -> Plan:
+    """The plan with what an exact schedule that owns the loop would bring, if that is much."""
+    way, mine = quickest(case, micro_batches), step_seconds(plain, case)
+    if way is None or mine < WORTH * way.seconds:
+        return plain
+    gain = f"schedule {way.plan.schedule} would take {seconds_text(way.seconds)} a batch, not {seconds_text(mine)}"
+    splits, typed = case.profile.splits, f"train --schedule '{way.plan.schedule}'"
+    if micro_batches is None and splits != "exact":
+        why = "nobody tried whether a batch is the mean of its parts" if splits == "untried" else splits
+        said = f"{gain}, but not by price: {why}. Cut micro-batches yourself and name the schedule ({typed})"
+    else:
+        said = f"{gain} and equals one process with the same micro-batches: {HOW} ({typed})"
+    return replace(plain, notes=(*plain.notes, said))
+
+
+def step_seconds(plain: Plan, case: Case) -> float:
+    """Of one worker's batch under a plan for the user's own loop: all workers take theirs at the same time."""
+    return simulate(plain, case).step_seconds / case.topology.workers
+
+
+def may_cut(case: Case, micro_batches: int | None) -> bool:
+    """Whether an exact schedule may be taken by price."""
+    return micro_batches is not None or case.profile.splits == "exact"
+
+
+def _held(plan: Plan) -> float:
+    forecast = plan.forecast
+    return forecast.memory_bytes + forecast.peak_bytes
+
+
+def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
+    workers = case.topology.workers
+    for parts in PARTS if micro_batches is None else (1,):
+        cut = replace(case, profile=_cut(case.profile, parts))
+        for name, method in SCHEDULES.all().items():
+            if not (method.owns_loop and method.is_cut and "micro_batches" in method.knows):
+                continue
+            each = micro_batches or (parts if method.is_side_by_side else parts * workers)
+            if each == 1:  # nothing is cut
+                continue
+            try:
+                plan = plan_staged(cut, Choice(name, {"micro_batches": each}))
+            except ValueError:  # too few modules to cut between, or too few workers
+                continue
+            if plan.departures:
+                continue
+            batches = options_of(plan).total(workers) / parts
+            glue = _outside_seconds(case.profile) / (workers if method.is_side_by_side else 1)
+            update = dense_update_seconds(case.profile.parameter_bytes, case.profile.parameters, case)
+            update /= 1 if method.is_side_by_side else workers
+            yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue, batches)
+
+
+def _outside_seconds(profile: Profile) -> float:
+    """Of a batch, what runs outside every stage: the loss, the glue; a schedule's own pace does not count it."""
+    return sum(stage.forward_seconds + stage.backward_seconds for stage in profile.stages if not stage.name)
+
+
+def _cut(profile: Profile, parts: int) -> Profile:
+    """The same model on a part of each batch."""
+    stages = [
+        replace(
+            stage,
+            forward_flops=stage.forward_flops // parts,
+            activation_bytes=stage.activation_bytes // parts,
+            forward_seconds=stage.forward_seconds / parts,
+            backward_seconds=stage.backward_seconds / parts,
+            output_bytes=stage.output_bytes // parts,
+            output_numbers=tuple(one._replace(numel=one.numel // parts) for one in stage.output_numbers),
+        )
+        for stage in profile.stages
+    ]
+    each = {name: getattr(profile, name) // parts for name in ("step_bytes", "whole_step_bytes")}
+    return replace(profile, stages=tuple(stages), **each)

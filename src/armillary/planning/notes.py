@@ -1,0 +1,297 @@
+"""What exchanges that are not exact would bring: simulated and said in a note, taken only where that is allowed.
+
+No price says what a departure does to the loss. So a plan stays exact, and a note says what the other ways would save
+here, what they cost, and how to ask for one; or that none of them helps. Where the user allows a departure, the mildest
+way among those that are about the quickest is taken.
+
+Why a plan is what it is: a sentence for every parameter, and what became of every candidate.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.planning.candidates import Candidate, Question, allowed, candidates
+from armillary.planning.constraints import allows, why_not, why_not_by_row
+from armillary.planning.demand import MAY_BE_ALLOWED
+from armillary.planning.grouping import consensus_of, dense_group, is_ownerless
+from armillary.planning.memory import needed_bytes
+from armillary.planning.pricing import Case, dense_forecast, idle_round
+from armillary.planning.simulator import simulate
+from armillary.plans.choice import Choice
+from armillary.plans.group import Group
+from armillary.plans.parameter import ParameterFact
+from armillary.plans.plan import Plan
+from armillary.plans.units import bytes_text, seconds_text
+
+__all__ = ["Verdict", "reason", "verdicts", "with_edges_weighed", "with_named_weighed", "with_savings", "with_taken"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A candidate and what became of it. lost: why it was not taken, empty for the one that was."""
+
+    candidate: Candidate
+    lost: str
+
+    @property
+    def is_chosen(self) -> bool:
+        return not self.lost
+
+
+def reason(
+    fact: ParameterFact, free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question
+) -> str:
+    """One sentence: what decided, and the price of the runner-up.
+
+    Args:
+        free, chosen: the cheapest choice before and after everything was made to fit in memory.
+    """
+    one = chosen[fact.name]
+    if fact.name in question.wanted:
+        return f"by constraint {question.wanted[fact.name]}{_against(one, question, fact)}"
+    if fact.reads == "never":
+        return "never read"
+    if fact.reads == "dense":
+        return "read whole"
+    if not fact.shardable:
+        return f"not by row: {why_not_by_row(fact)}"
+    if question.case.topology.workers == 1:
+        return "one worker: nothing crosses"
+    said = f"a worker reads {100 * fact.alpha:.2g} % of its rows: {seconds_text(one.forecast.seconds)}"
+    if free[fact.name] != one:
+        cheaper = free[fact.name]
+        return f"{said}; {cheaper.choice}, {seconds_text(cheaper.forecast.seconds)}, does not fit in memory"
+    return f"{said}{_against(one, question, fact)}"
+
+
+def _against(one: Candidate, question: Question, fact: ParameterFact) -> str:
+    """The cheapest other exchange that the constraint allows; and why it lost, if by itself it is cheaper."""
+    others = [other for other in allowed(fact, question) if other.choice.name != one.choice.name]
+    if not others:
+        return ""
+    other = min(others, key=lambda way: way.forecast.seconds)
+    said, round_ = f"; next {other.choice}, {seconds_text(other.forecast.seconds)}", 0.0
+    if other.is_row_sharded != one.is_row_sharded:
+        round_ = idle_round(question.case.topology).seconds
+    saved = one.forecast.seconds - other.forecast.seconds
+    if other.is_row_sharded and saved > 0 and round_:
+        said += f" and {seconds_text(round_)} for the message that ends lookups"
+    saved += round_ if one.is_row_sharded else -round_
+    more = other.forecast.memory_bytes - one.forecast.memory_bytes
+    return f"{said}, not clearly faster and {bytes_text(more)} more memory" if saved > 0 and more > 0 else said
+
+
+def verdicts(free: Mapping[str, Candidate], chosen: Mapping[str, Candidate], question: Question) -> tuple[Verdict, ...]:
+    """Of every parameter that is read by row, in the model's order, candidates in the order they were listed."""
+    return tuple(
+        Verdict(way, _lost(way, free[fact.name], chosen[fact.name], question))
+        for fact in question.trained
+        if fact.reads == "rows"
+        for way in candidates(fact, question)
+    )
+
+
+def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question) -> str:
+    demanded = question.wanted.get(way.parameter)
+    if way == chosen:
+        return ""
+    if not allows(demanded, way.choice):
+        return f"constraint: {demanded}"
+    slower = way.forecast.seconds - chosen.forecast.seconds
+    if slower >= 0 and chosen == free:
+        return f"{seconds_text(slower)} slower"
+    more = way.forecast.memory_bytes - chosen.forecast.memory_bytes
+    if chosen == free and more > 0:
+        return f"{seconds_text(-slower)} faster, which is not clear, and {bytes_text(more)} more memory"
+    more += way.peak.crossing_bytes - chosen.peak.crossing_bytes
+    if more > 0 and chosen != free:
+        return f"needs {bytes_text(more)} more, which do not fit"
+    if slower >= 0:
+        return f"{seconds_text(slower)} slower"
+    return f"{seconds_text(-slower)} faster, but takes one message more, which ends lookups"
+
+
+WORTH_SAYING = 1.15
+WORTH_CHANGING = 0.02  # of a step: forecasts do not tell less apart
+NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
+CODED_ROWS = (
+    "rows are rounded or thinned where they travel; what a code leaves out is lost, the owner's row is as it was"
+)
+CLOSE = 1.05  # times the quickest step: what is milder is worth that much
+
+
+class _Way(NamedTuple):
+    """The plan with its free buckets by an exchange that departs, and its simulated step."""
+
+    choice: Choice
+    plan: Plan
+    seconds: float
+
+    @property
+    def departs(self) -> tuple[str, ...]:
+        return dense_exchanges()[self.choice.name].departs
+
+
+def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) -> Plan:
+    """The plan, or a milder-or-quicker one of the departures that are allowed; with what is not exact about it, and
+    what the ways that depart would save, or that they save nothing."""
+    ways = list(_ways(plan, question)) if question.case.topology.workers > 1 else []
+    now = simulate(plan, question.case).step_seconds if ways else 0.0
+    allowed = [way for way in ways if set(way.departs) <= set(allow) and _fits(way.plan, question)]
+    taken, said = _mildest(allowed, now), []
+    if taken is not None:
+        plan = taken.plan
+        said.append(f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}")
+    said += _said_of_taken(plan)
+    for departs in dict.fromkeys(way.departs for way in ways if taken is None):
+        note = _note([way for way in ways if way.departs == departs], now)
+        said.append(note if _is_timed(question) else f"{note} ({NOT_TIMED})")
+    return replace(plan, notes=(*plan.notes, *said)) if said else plan
+
+
+def with_taken(plan: Plan) -> Plan:
+    """The plan with what is not exact about its exchanges."""
+    return replace(plan, notes=(*plan.notes, *_said_of_taken(plan)))
+
+
+def with_edges_weighed(plan: Plan, uncoded: Plan) -> Plan:
+    """The plan with a note where its codes of edges make no step shorter.
+
+    Args:
+        uncoded: the same without them; both with what a step is expected to take, if a clock plays it.
+    """
+    coded, bare = plan.step_seconds, uncoded.step_seconds
+    if not coded or not bare or bare / coded >= WORTH_SAYING:
+        return plan
+    mine, plain = seconds_text(coded), seconds_text(bare)
+    steps = f"simulated step {mine}, without them {plain}, exactly"
+    if mine == plain:
+        steps = f"simulated step {mine}, and without them the same, exactly"
+    less = f"; less than {WORTH_SAYING - 1:.0%} is no help" if coded < bare and mine != plain else ""
+    return replace(plan, notes=(*plan.notes, f"coded edges do not help at these links: {steps}{less}"))
+
+
+def with_named_weighed(plan: Plan, exact: Plan) -> Plan:
+    """The plan with a note where it is slower than the exact one by what it names that departs.
+
+    Args:
+        exact: the same without what is named; both with what a step is expected to take.
+    """
+    saved = 1 - exact.step_seconds / plan.step_seconds if plan.step_seconds else 0.0
+    mine, other = seconds_text(plan.step_seconds), seconds_text(exact.step_seconds)
+    if saved < WORTH_CHANGING or mine == other:
+        return plan
+    named = [*_taken(plan), *_coded_rows(plan)]
+    departing = {name for group in plan.groups if group.exchange in named for name in group.parameters}
+    ways = dict.fromkeys(str(group.exchange) for group in exact.groups if departing.intersection(group.parameters))
+    note = (
+        f"quicker at these links, and exact: {', '.join(ways)}, simulated step {other} instead of {mine} ({saved:.0%} "
+        f"less). To take it, drop {', '.join(map(str, named))} from constraints (--exchange)"
+    )
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _said_of_taken(plan: Plan) -> list[str]:
+    taken = _taken(plan)
+    said = [f"NOT exact: {choice}: {_costs(choice)}" for choice in taken]
+    if taken and plan.workers == 1:
+        said = [f"one worker: nothing crosses, so nothing is coded by {', '.join(map(str, taken))}"]
+    return [*said, *(f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan))]
+
+
+def _is_timed(question: Question) -> bool:
+    processor = question.case.topology.processor
+    return processor is not None and bool(processor.coding)
+
+
+def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
+    """Of those that are about the quickest the mildest, ways being in that order; None where the exact plan is."""
+    limit = CLOSE * min([now, *(way.seconds for way in ways)])
+    return None if now <= limit else next(way for way in ways if way.seconds <= limit)
+
+
+def _fits(plan: Plan, question: Question) -> bool:
+    return needed_bytes(plan, question.case) <= question.case.topology.memory_bytes
+
+
+def _note(ways: Sequence[_Way], now: float) -> str:
+    """What the best of ways that depart alike would save, and how to ask for it."""
+    best = _mildest(ways, now) or min(ways, key=lambda way: way.seconds)
+    words, others = ", ".join(best.departs), [way for way in ways if way.seconds < best.seconds]
+    if now / best.seconds < WORTH_SAYING:
+        quickest = min(ways, key=lambda way: way.seconds)
+        return f"nothing {words} helps at these links: the quickest would be {quickest.choice}, {_steps(quickest, now)}"
+    ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
+    if set(best.departs) <= set(MAY_BE_ALLOWED):
+        ask = f"allow={best.departs!r} (--allow {' --allow '.join(best.departs)}), or {ask}"
+    more = "".join(
+        f"; {way.choice} {now / way.seconds:.1f}x" for way in sorted(others, key=lambda way: way.seconds)[:1]
+    )
+    return (
+        f"would save {now / best.seconds:.1f}x at this link, NOT exact: {best.choice}: {_steps(best, now)}; "
+        f"{_costs(best.choice)}{more}. To take it, {ask}"
+    )
+
+
+def _steps(way: _Way, now: float) -> str:
+    mine, before = seconds_text(way.seconds), seconds_text(now)
+    return "the simulated step as long" if mine == before else f"simulated step {mine} instead of {before}"
+
+
+def _taken(plan: Plan) -> list[Choice]:
+    """What departs, each once."""
+    entries, found = dense_exchanges(), list[Choice]()
+    for group in plan.groups:
+        choice = group.exchange
+        if choice is not None and choice.name in entries and entries[choice.name].departs and choice not in found:
+            found.append(choice)
+    return found
+
+
+def _coded_rows(plan: Plan) -> list[Choice]:
+    """Ways of tables whose rows or gradients are coded, each once."""
+    ways = [group.exchange for group in plan.groups if group.exchange and group.exchange.name in row_exchanges()]
+    coded = [way for way in ways if build_row(way.name, **way.options).codes.departs]
+    return [way for number, way in enumerate(coded) if way not in coded[:number]]
+
+
+def _costs(choice: Choice) -> str:
+    """What it does, and what its options come to."""
+    says = build_dense(choice.name, **choice.options).says
+    return f"{dense_exchanges()[choice.name].costs}{f' ({says})' if says else ''}"
+
+
+def _departing(question: Question) -> Iterator[Choice]:
+    """Every way that departs and is worth pricing, the mildest first."""
+    entries = dense_exchanges()
+    for name in sorted(entries, key=lambda name: entries[name].mildness):
+        ways = [way for fact in question.trained for way in entries[name].offers(fact, question.case.topology)]
+        if entries[name].departs:
+            yield from (Choice(name, way) for n, way in enumerate(ways) if way not in ways[:n])
+
+
+def _ways(plan: Plan, question: Question) -> Iterator[_Way]:
+    """Every way that departs and is not demanded, the mildest first."""
+    for choice in _departing(question):
+        other = _by(choice, plan, question)
+        if other != plan:
+            yield _Way(choice, other, simulate(other, question.case).step_seconds)
+
+
+def _by(choice: Choice, plan: Plan, question: Question) -> Plan:
+    """The plan with every bucket that nobody demanded otherwise by that exchange, where it can carry it."""
+    case: Case = question.case
+    groups = []
+    for group in plan.groups:
+        facts = [case.profile.parameter(name) for name in group.parameters]
+        if _is_free(group, question) and not any(why_not(fact, choice) for fact in facts):
+            group = dense_group(group.name, group.parameters, choice, dense_forecast(facts, choice, case), group.reason)
+        groups.append(group)
+    return replace(plan, groups=tuple(groups), consensus=consensus_of(groups))
+
+
+def _is_free(group: Group, question: Question) -> bool:
+    is_asked = any(name in question.wanted for name in group.parameters)
+    return is_ownerless(group.own_exchange) and not is_asked and not group.departures

@@ -1,0 +1,1 @@
+"""Rows asked for before the forward that reads them."""

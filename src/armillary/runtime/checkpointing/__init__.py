@@ -1,1 +1,0 @@
-"""State on disk and back, for any number of workers and any plan."""

@@ -1,1 +1,0 @@
-"""The schedules' runtimes: one device, pipeline, ring; versions of weights and delayed steps."""

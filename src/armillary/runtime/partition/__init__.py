@@ -1,1 +1,0 @@
-"""A model cut into stages, and what each stage costs."""

@@ -1,1 +1,0 @@
-"""A run under a schedule: building, training, saving and verifying it."""

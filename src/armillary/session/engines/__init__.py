@@ -1,1 +1,0 @@
-"""What carries a plan out, one file for each way."""

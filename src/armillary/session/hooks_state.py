@@ -1,0 +1,240 @@
+"""What a user's loop has learnt, besides rows, and how many bytes it holds.
+
+An optimizer's `zero_grad` that is heard of: torch has no hook for it.
+
+Gradients of spread rows that accumulate lie in look-ups, where no optimizer sees them.
+
+What carries out the groups of a plan on this rank, behind the user's own loop: made from a plain model and
+optimizer, at attach and whenever a run moves to another plan.
+
+What an optimizer may not come to hold, or to be told, while a run is open: found when it is about to step.
+"""
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.exchange import build_dense, row_exchanges
+from armillary.plans.plan import Plan
+from armillary.prefetch.kinds import prefetch_of
+from armillary.runtime.dense_unit import DenseUnit, dense_unit
+from armillary.runtime.executor import Executor, RowUnit
+from armillary.session.data_check import FirstBatches
+from armillary.session.job import TrainJob
+from armillary.session.replica_checks import FiniteCheck
+from armillary.tables.build import make_table, put_handle
+from armillary.tables.handle import TableHandle
+from armillary.tables.optimizer_state import Held, by_name, plain, table_state
+from armillary.tables.optimizer_trial import leaves_untouched_rows, takes_listed_rows
+from armillary.tables.optimizers import holder, options_of
+from armillary.tables.table import RowTable
+from armillary.transport.transport import Transport
+
+__all__ = [
+    "Heard",
+    "Units",
+    "WindowOptions",
+    "held_by_group",
+    "refuse_strangers",
+    "rest_of",
+    "tell_of_zero_grad",
+    "units_of",
+]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """`remove`: the optimizer has its own method again."""
+
+    optimizer: weakref.ref[Optimizer]
+    ours: Any
+    before: dict[str, Any]
+
+    def remove(self) -> None:
+        optimizer = self.optimizer()
+        if optimizer is not None and vars(optimizer).get("zero_grad") is self.ours:  # else somebody wrapped it since
+            del optimizer.zero_grad
+            vars(optimizer).update(self.before)
+
+
+def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Heard:
+    """Until it is removed, calls told(optimizer), a bound method, after each `zero_grad`. Whom it tells is known
+    weakly: the optimizer is the user's."""
+    known, listener = weakref.ref(optimizer), weakref.WeakMethod(told)
+    before = {name: value for name, value in vars(optimizer).items() if name == "zero_grad"}
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        one, heard = known(), listener()
+        assert one is not None
+        plain = before.get("zero_grad") or type(one).zero_grad.__get__(one)
+        plain(set_to_none)
+        if heard is not None:
+            heard(one)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    return Heard(known, zero_grad, before)
+
+
+NO_ROWS: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """
+    Args of note:
+        held: optimizer state of the tables of which the optimizer sees a window only, by name.
+        handles: the parameter objects that are the tables' handles, by name.
+    """
+
+    executor: Executor
+    held: dict[str, Held] = field(default_factory=dict)
+    handles: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+
+def units_of(
+    plan: Plan, job: TrainJob, transport: Transport, first: FirstBatches, shards: Mapping[str, Tensor] = NO_ROWS
+) -> Units:
+    """Model and optimizer hold tables from here on. No value is computed.
+
+    Args:
+        first: compares what ranks were given, when gradients are final.
+        shards: this rank's rows of the tables that have no values yet (meta device), by name.
+    """
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
+    units: list[DenseUnit | RowUnit] = []
+    rewritten = _rewritten(job)
+    held: dict[str, Held] = {}
+    handles: dict[str, nn.Parameter] = {}
+    for group in plan.groups:
+        if group.own_exchange.name in row_exchanges():
+            name = group.parameters[0]
+            handles[name] = trainable[name]
+            table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
+            put_handle(trainable[name], table)
+            units.append(RowUnit(group.name, table))
+        else:
+            members = {name: trainable[name] for name in group.parameters}
+            exchange = build_dense(group.own_exchange.name, **group.own_exchange.options)
+            listable = [name for name in group.parameters if exchange.takes_rows and _lists(job, trainable[name])]
+            unit = dense_unit(group.name, members, exchange, transport.place, listable)
+            unit.rewritten = rewritten.intersection(group.parameters)
+            units.append(unit)
+    scaler = job.scaler
+    scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
+    prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], transport)
+    executor = Executor(units, transport, plan.mean, first.compare, scale, prefetch)
+    if job.check_finite:
+        finite = FiniteCheck(transport)
+        executor.on_own, executor.on_settled = finite.look, finite.and_then(first.compare)
+    return Units(executor, held, handles)
+
+
+def _rewritten(job: TrainJob) -> frozenset[str]:
+    """Parameters into which forwards write, as modules say (max_norm), or as a profile saw."""
+    profiled = () if job.profile is None else job.profile.parameters
+    normed = {one.weight for one in job.model.modules() if getattr(one, "max_norm", None) and hasattr(one, "weight")}
+    names = {name for name, parameter in job.model.named_parameters() if parameter in normed}
+    return frozenset(names | {fact.name for fact in profiled if fact.is_rewritten})
+
+
+def _lists(job: TrainJob, parameter: nn.Parameter) -> bool:
+    """Whether its optimizer takes its gradient as rows."""
+    optimizer = holder(job.optimizer, parameter)
+    options = None if optimizer is None else options_of(optimizer, parameter)
+    return optimizer is not None and options is not None and takes_listed_rows(optimizer, options, parameter)
+
+
+def refuse_strangers(rank: int, model: nn.Module, optimizer: Optimizer, known: Container[Tensor]) -> None:
+    """Parameters that learn but are not in the plan would drift apart on the ranks.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in known:
+                name = next((name for name, p in model.named_parameters() if p is parameter), None)
+                raise ValueError(
+                    f"rank {rank}: {name or 'a parameter outside the model'} {tuple(parameter.shape)} has a gradient "
+                    "but is not in the plan (unfrozen after attach?); call run.close(), which makes the model plain, "
+                    "plan again and attach anew"
+                )
+
+
+@dataclass(eq=False)
+class WindowOptions:
+    """A window is exact as long as the optimizer leaves rows without gradient alone; options may change that.
+
+    Args:
+        lazy: names of tables where that may be.
+    """
+
+    rank: int
+    optimizer: Optimizer
+    lazy: Container[str]
+    _seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the optimizer for each window
+
+    def refuse_new(self, windows: Iterable[RowTable]) -> None:
+        """
+        Raises:
+            ValueError: rows would move that get no gradient.
+        """
+        for table in windows:
+            group = options_of(self.optimizer, table.parameter)
+            if group is None or table.name in self.lazy:
+                continue
+            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
+            if self._seen.setdefault(table.name, options) != options:
+                if not leaves_untouched_rows(holder(self.optimizer, table.parameter), group, table.parameter):
+                    raise ValueError(
+                        f"rank {self.rank}: {table.name}: the optimizer's options are now {options}, with which rows "
+                        "move that get no gradient; set them before attach, or plan the table as lazy"
+                    )
+                self._seen[table.name] = options
+
+
+def rest_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    names: list[str],
+    tables: Mapping[str, RowTable],
+    held: Mapping[str, Held],
+) -> dict[str, Any]:
+    """ "model": a state_dict without tables; "optimizer": by name, without rows."""
+    rest = by_name(optimizer.state_dict(), names)
+    for name, table in tables.items():
+        entries = table_state(table, optimizer, held.get(name, {})).rest
+        rest["state"].pop(name, None)
+        if entries:
+            rest["state"][name] = entries
+    rest["param_groups"] = [{key: plain(value) for key, value in group.items()} for group in rest["param_groups"]]
+    whole = {key: value for key, value in model.state_dict().items() if not isinstance(value, TableHandle)}
+    return {"model": whole, "optimizer": rest}
+
+
+def held_by_group(
+    units: Sequence[DenseUnit | RowUnit], optimizer: Optimizer, held: Mapping[str, Held]
+) -> dict[str, float]:
+    """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state. Where weights are sent,
+    gradients are kept beside what is sent."""
+    found: dict[str, float] = {}
+    for unit in units:
+        if isinstance(unit, DenseUnit):
+            tensors: list[Any] = [unit.bucket.flat, *unit.bucket.parameters, *unit.state.values()]
+            owners: list[Tensor] = list(unit.bucket.parameters)
+        else:
+            table = unit.table
+            tensors = [table.shard, table.parameter, table.gradient, *held[table.name].values()]
+            owners = [table.parameter]
+        for owner in owners:
+            tensors += optimizer.state.get(owner, {}).values()
+        kept = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
+        found[unit.name] = float(sum({one.data_ptr(): one.nbytes() for one in kept}.values()))
+        if isinstance(unit, DenseUnit) and unit.exchange.carries == "weights":
+            found[unit.name] += sum(one.nbytes for one in unit.parameters)
+    return found

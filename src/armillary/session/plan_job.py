@@ -1,0 +1,358 @@
+"""Measures the job, profiles a model on real batches and plans its training: on rank 0, for everyone.
+
+A workload whose model has what a schedule wants besides: heads, for stages that learn from losses of their own.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.exchanges.parcel import RankInfo
+from armillary.measuring.measure import measure_links as measure
+from armillary.measuring.measure import with_room_of, workers_per_node
+from armillary.measuring.row_exchanges import timed_owners
+from armillary.models.structure import passes_alike
+from armillary.models.untouched import LiveBytes
+from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
+from armillary.planning.demand import refuse_with_rule
+from armillary.planning.expected import with_expected
+from armillary.planning.link_costs import Upkeep
+from armillary.planning.partition_search import OwnerSearch
+from armillary.planning.planner import make_plan, notes_on_hosts
+from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.request import PlanRequest
+from armillary.plans.plan import Plan, Trainable, model_fingerprint
+from armillary.plans.profile import Profile
+from armillary.plans.topology import Topology
+from armillary.profiler.probe import Loss, timed_at_once
+from armillary.profiler.profiler import profile
+from armillary.profiler.unfit_model import makes_collectives
+from armillary.schedules.method import Prepare, ScheduleOptions
+from armillary.schedules.registry import options_of, owns_loop, read
+from armillary.session.autotune import fastest
+from armillary.session.events import Decided
+from armillary.session.schedule_validation import joins_parameters, unserved
+from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
+from armillary.session.workload import Batch, Workload
+from armillary.tables.optimizer_trial import (
+    SmallStep,
+    leaves_untouched_rows,
+    stepped_ones,
+    wants_listed_rows,
+    why_not_by_row,
+    why_whole,
+)
+from armillary.tables.optimizers import as_one, members, tried_alone
+from armillary.transport.agreement import by_rank_zero
+from armillary.transport.transport import Transport
+from armillary.transport.watchdog import PATIENCE, Patience
+
+__all__ = [
+    "JobRequest",
+    "Subject",
+    "assumptions_of",
+    "decide",
+    "first_batches",
+    "open_transport",
+    "prepared",
+    "subject_of",
+]
+
+PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What the user wants of the planning in a job.
+
+    Args of note:
+        wanted: of the plan to make; what a rule searches is timed in this job.
+        plan: take this one as it is. topology: take this one, measure nothing. profile: take this one, of the model.
+        autotune: how many of the best plans are timed in this job, on copies of the model; fewer than 2 is none. A plan
+            with a schedule that owns the loop is never timed.
+        times_prefetch: whether plans that prefetch are among those timed, the loop being one over `run.batches` then.
+    """
+
+    wanted: PlanRequest = field(default_factory=PlanRequest)
+    plan: Plan | None = None
+    topology: Topology | None = None
+    profile: Profile | None = None
+    autotune: int = 0
+    times_prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        priced = {"a plan that is given (--plan)": self.plan is not None, "autotune (--autotune)": self.autotune > 1}
+        refuse_with_rule(self.wanted.rule, priced)
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether the plan, given or to be made, has a schedule that owns the loop."""
+        return self.wanted.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
+
+
+def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> Transport:
+    """A transport that knows how ranks are packed into nodes; of these ranks, or of all."""
+    alone = Transport(patience=patience, process_group=process_group)
+    per_node = workers_per_node(alone)
+    if per_node == 1:
+        return alone
+    alone.close()
+    return Transport(per_node, patience=patience, process_group=process_group)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be trained. draw: workers -> some batches, at least one each, in the order of `profile`; rank 0 looks
+    at all of them, every rank is timed with its own. stages: modules that a cut may begin with; none: the children."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+    draw: Callable[[int], Iterable[Batch]]
+    stages: Sequence[str] = ()
+
+
+def subject_of(workload: Workload, seed: int) -> Subject:
+    """A new model of the workload, the same on every rank, with its optimizer."""
+    torch.manual_seed(seed)
+    model = workload.model()
+
+    def draw(workers: int) -> list[Batch]:
+        return first_batches(workload, workers, PROFILED_STEPS, seed)
+
+    return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
+
+
+def decide(subject: Subject, request: JobRequest, process_group: Any = None, patience: Patience = PATIENCE) -> Decided:
+    """Every rank must call it, and every rank gets what rank 0 decided.
+
+    Raises:
+        ValueError: what is asked cannot be granted, nothing fits, or ranks outside the group must pass as often.
+    """
+    if mark := passes_alike(subject.model):
+        raise ValueError(f"plan: the model {mark}")
+    transport = open_transport(process_group, patience)
+    with transport.within("the measuring and planning"):
+        refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
+        refuse_other_models("plan", subject.model, transport)
+        topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
+        found = request.profile or _profiled(subject, topology, transport)
+
+        def case() -> Case:
+            return Case(found, topology, assumptions_of(subject.optimizer, subject.model))
+
+        owners = timed_owners(transport, request.wanted, case)
+        told = by_rank_zero(transport, partial(_planned, subject, found, topology, request, owners))
+        plans = {name: Plan.from_json(text) for name, text in told.items()}
+        chosen = next(iter(plans.values()))
+        if len(plans) > 1:
+            model, optimizer, loss = subject.model, subject.optimizer, subject.loss
+            chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
+    transport.close()
+    return Decided(found, topology, chosen)
+
+
+def _planned(
+    subject: Subject, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
+) -> dict[str, str]:
+    """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
+    _refuse_other_model(found, subject.model)
+    if request.plan is not None:
+        return {CHOSEN: request.plan.to_json()}
+    case, wanted = Case(found, topology, assumptions_of(subject.optimizer, subject.model)), request.wanted
+    if request.autotune < 2 or request.owns_loop:
+        against = _against_by_run(subject, wanted)
+        is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
+        made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
+        notes = [f"no schedule that owns the loop is taken by price, as {against}"] if against else []
+        return {CHOSEN: replace(made, notes=(*made.notes, *notes)).to_json()}
+    plans = alternatives(case, wanted)
+    if request.times_prefetch or wanted.prefetch is not False:
+        plans = with_prefetch(plans, case)
+    timed = at_once(best(plans, case, request.autotune), case)
+    expected = {name: with_expected(plan, case) for name, plan in timed.items()}
+    notes = notes_on_hosts(topology)
+    return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
+
+
+def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
+    """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
+    is_by_price = wanted.steps_by_run and not wanted.owns_loop
+    if not is_by_price:
+        return ""
+    against = [*unserved(subject.model, subject.optimizer), *joins_parameters(subject.optimizer)]
+    return next(iter(against), "")
+
+
+def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
+    """What rank 0 sees of the model, with the stage times that the ranks of this job find together. All look at once
+    where the model makes collectives of its own."""
+
+    def look() -> str:
+        batches = subject.draw(topology.workers)
+        nodes = {"workers": topology.workers, "workers_per_node": topology.workers_per_node}
+        return profile(subject.model, batches, subject.loss, **nodes, stages=subject.stages).to_json()
+
+    def mine() -> Batch:
+        return _own(subject, transport.place)[0]
+
+    if transport.place.workers == 1:  # what is planned for are other machines
+        return Profile.from_json(by_rank_zero(transport, look))
+    if makes_collectives(subject.model, mine, subject.loss, transport):
+        found = Profile.from_json(transport.share(look())[0])
+    else:
+        found = Profile.from_json(by_rank_zero(transport, look))
+    return timed_at_once(found, subject.model, mine, subject.loss, transport)
+
+
+def _own(subject: Subject, place: RankInfo) -> list[Batch]:
+    """The batches of this rank; one of another's, where there are fewer than ranks."""
+    batches = list(subject.draw(place.workers))
+    if not batches:
+        raise ValueError("no batch to time a step with; give every rank at least one")
+    return batches[place.rank :: place.workers] or [batches[place.rank % len(batches)]]
+
+
+def _refuse_other_model(found: Profile, model: nn.Module) -> None:
+    mine = model_fingerprint(
+        Trainable(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+    if mine != found.model_fingerprint:
+        raise ValueError(
+            f"plan: the profile is of model {found.model_fingerprint}, this is {mine}; measure again with this "
+            "workload and the same options"
+        )
+
+
+def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> list[Batch]:
+    """What all workers draw in their first steps: step by step, worker by worker."""
+    drawn = [list(islice(workload.batches("train", worker, workers, seed), steps)) for worker in range(workers)]
+    if empty := [worker for worker, batches in enumerate(drawn) if not batches]:
+        raise ValueError(
+            f"{workload.name}: batches('train', worker, {workers}, seed) gives workers {empty} nothing; take fewer "
+            "workers, a smaller batch_size or more data"
+        )
+    return [batch for together in zip(*drawn, strict=False) for batch in together]
+
+
+def assumptions_of(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module | None = None) -> Assumptions:
+    """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
+    found by trying it out. One that steps by a closure alone cannot be tried, and counts as Adam.
+
+    Args:
+        optimizer: of several, and of groups with other options, the most is assumed of every parameter.
+        model: what they train. Each of its parameters is then assumed to be kept as its own group keeps it.
+
+    Raises:
+        ValueError: the model has none of the optimizer's parameters.
+    """
+    kinds = [
+        (options, like, _of_kind(one, options, like))
+        for one in members(as_one(optimizer))
+        for options in one.param_groups
+        for like in {parameter.dim(): parameter for parameter in options["params"]}.values()
+    ]
+    found = [upkeep for _, _, upkeep in kinds]
+    if not found:
+        raise ValueError("assumptions_of: the optimizer holds no parameter")
+    reasons = {(upkeep.mixes_rows, upkeep.stays_whole) for upkeep in found}
+    most = Upkeep(
+        optimizer_slots=max(one.optimizer_slots for one in found),
+        moves_quiet_rows=any(one.moves_quiet_rows for one in found),
+        step_slots=max(one.step_slots for one in found),
+        mixes_rows=max(reasons)[0] if model is None or len(reasons) == 1 else "",
+        lists_rows=all(one.lists_rows for one in found),
+        stays_whole=max(reasons)[1] if model is None or len(reasons) == 1 else "",
+    )
+    if model is None:
+        return Assumptions(**asdict(most))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kept = {
+        names[p]: upkeep
+        for options, like, upkeep in kinds
+        for p in options["params"]
+        if p in names and p.dim() == like.dim()
+    }
+    if not kept:
+        raise ValueError(
+            "assumptions_of: no tensor of the optimizer is a parameter of this model; give the model that it trains"
+        )
+    return Assumptions(**asdict(most), own={name: upkeep for name, upkeep in kept.items() if upkeep != most})
+
+
+def _of_kind(optimizer: Optimizer, options: dict[str, Any], like: Tensor) -> Upkeep:
+    """Of the parameters of a group that have as many dimensions as this one."""
+    mixes, whole = (ask(optimizer, options, like) for ask in (why_not_by_row, why_whole))
+    mixes, whole = (why and f"{type(optimizer).__name__} {why}" for why in (mixes, whole))
+    tried = stepped_ones(optimizer, options, like)
+    if tried is None:
+        return Upkeep(mixes_rows=mixes, stays_whole=whole)  # Adam's
+    temporary_bytes = _second_step_bytes(tried)
+    kept = ((p, optimizer.state[p]) for p in options["params"] if p.dim() and optimizer.state.get(p))
+    parameter, state = next(kept, (tried.parameter, tried.optimizer.state[tried.parameter]))
+    return Upkeep(
+        optimizer_slots=sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values()),
+        moves_quiet_rows=not leaves_untouched_rows(optimizer, options, like),
+        step_slots=float(temporary_bytes // tried.parameter.nbytes),
+        mixes_rows=mixes,
+        lists_rows=wants_listed_rows(optimizer, options, like),
+        stays_whole=whole,
+    )
+
+
+def _second_step_bytes(tried: SmallStep) -> int:
+    """The most bytes that were made in it and are no state."""
+    live = LiveBytes()
+    with tried_alone():
+        for _ in range(2):
+            tried.parameter.grad = tried.gradient.clone()
+            with live:
+                live.mark()
+                tried.optimizer.step()
+    return live.added_bytes
+
+
+def prepared(workload: Workload, request: JobRequest, workers: int) -> Workload:
+    """The workload itself, unless the schedule of the request changes models.
+
+    Args:
+        workers: of the job, where the request names no machines.
+
+    Raises:
+        ValueError: options of the schedule that do not go together.
+    """
+    plan, workers = request.plan, workers if request.topology is None else request.topology.workers
+    options = read(request.wanted.schedule, workers) if plan is None else options_of(plan)
+    prepare = options.method.prepare
+    return workload if prepare is None else cast(Workload, _Prepared(workload, options, prepare))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All but the model is the workload's own."""
+
+    workload: Workload
+    options: ScheduleOptions
+    prepare: Prepare
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.workload, name)
+
+    def model(self) -> nn.Module:
+        """Heads draw their first values behind the model's."""
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            model = self.workload.model()
+            with torch.random.fork_rng():
+                batch = next(iter(self.workload.batches("train", 0, 1, 0)))
+            return self.prepare(self.options, model, self.workload.loss, batch)

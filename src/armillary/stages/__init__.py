@@ -1,0 +1,1 @@
+"""A model cut in stages, and the interpreter of their lists of instructions."""

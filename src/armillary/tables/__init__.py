@@ -1,0 +1,1 @@
+"""Tables whose rows are spread over owners: look-ups, handles, gradients, steps."""

@@ -1,0 +1,250 @@
+"""A table whose rows are exchanged by row: this rank's shard, the look-ups waiting for gradients, what the optimizer
+holds.
+
+The optimizer holds a plain `nn.Parameter` (so foreach and fused optimizers work). That is either the shard itself,
+with a dense gradient: exact for every element-wise optimizer. Or it is a *window*: between backward and step it holds
+the rows that got a gradient, and nothing outside a step; exact when the optimizer leaves rows without gradient alone,
+lazy otherwise.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from armillary.exchanges.exchange import RowExchange
+from armillary.exchanges.look_up import LookupTable
+from armillary.exchanges.owned_rows import merge_rows
+from armillary.exchanges.parcel import RankInfo
+from armillary.tables.gradient import GradientHandle
+
+__all__ = ["LookUp", "RowTable", "listed"]
+
+SWAPPED_ROWS = 16_384  # at once, which needs memory for as many
+
+
+@dataclass(eq=False)
+class LookUp:
+    """One look-up of this step. rows: leaf of the autograd graph, or None where this rank only served others."""
+
+    rows: Tensor | None
+    route: Any
+    has_gradient: bool = False
+    is_pushed: bool = False  # its gradients have left; more of them could not follow
+
+    def drop_gradient(self) -> None:
+        """It was thrown away before it left; its owners count on this look-up, and are sent zeros for it."""
+        if self.rows is not None:
+            self.rows.grad, self.has_gradient = None, False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward under way will bring its gradient; it need not reach what did not reach the loss."""
+        if self.rows is None or self.has_gradient or torch._C._current_graph_task_id() == -1:
+            return False
+        will_run: bool = torch._C._will_engine_execute_node(get_gradient_edge(self.rows).node)
+        return will_run
+
+
+def listed(gradient: Tensor) -> Tensor:
+    """One that lists its rows, all of them."""
+    rows = torch.arange(len(gradient), device=gradient.device)
+    return torch.sparse_coo_tensor(rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
+def _nothing(*_: Any) -> None:
+    """Nothing is under way, and nobody asks."""
+
+
+def _untold(table: "RowTable", part: Tensor) -> NoReturn:
+    raise AssertionError(f"{table.name}: nobody tells every rank's part yet")
+
+
+@dataclass(eq=False)
+class RowTable:
+    """State of one table on one rank. Set by who runs it:
+
+    reads: answers look-ups. norms: computes the global gradient norms. tells: gives every rank's part of a reduction.
+    lists_rows: whether the optimizer is given a window's gradient as a list of its rows.
+    on_written: told when rows were written to, see `put_back` and `swap_rows`.
+    """
+
+    name: str
+    shape: torch.Size
+    exchange: RowExchange
+    place: RankInfo
+    has_window: bool
+    shard: Tensor  # (local rows, *row shape)
+    requires_grad: bool
+    reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
+    norms: Callable[["RowTable", float], Tensor]
+    tells: Callable[["RowTable", Tensor], Tensor] = _untold
+    on_written: Callable[["RowTable", Tensor | None, int], None] = _nothing
+    pending: list[LookUp] = field(default_factory=list)
+    lists_rows: bool = False
+    averages: dict[str, Tensor] = field(default_factory=dict)  # moving ones of the shard's rows, by their keys
+
+    def __post_init__(self) -> None:
+        self.ownership = self.exchange.ownership(self.shape[0], self.place)
+        held = self.shard.new_empty((0, *self.shape[1:])) if self.has_window else self.shard
+        self.parameter = nn.Parameter(held, requires_grad=self.requires_grad)
+        self.window_rows: Tensor | None = None  # local rows that the window holds
+        self.epoch = 0  # gradients there have been
+
+    @classmethod
+    def owning(cls, whole: Tensor, exchange: RowExchange, place: RankInfo, **fields: Any) -> "RowTable":
+        """Keeps the rows of `whole` that this rank owns."""
+        ownership = exchange.ownership(whole.shape[0], place)
+        if exchange.placement == "replicated":
+            shard = whole.detach().clone()
+        else:
+            shard = (
+                whole.detach()[ownership.ids(place.rank)]
+                if place.rank in ownership.owners
+                else whole.detach()[:0].clone()
+            )
+        return cls(shape=whole.shape, exchange=exchange, place=place, shard=shard, **fields)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether reading needs the other ranks."""
+        return self.exchange.placement == "row_sharded"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shard.element_size() * math.prod(self.shape[1:])
+
+    def as_served(self) -> LookupTable:
+        return LookupTable(self.name, self.exchange, self.ownership, self.shard)
+
+    # What the handle asks (see `handle.Reader`).
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (any shape) -> the distinct rows (u, *row shape), and where each id stands among them."""
+        return self.reads(self, ids)
+
+    @property
+    def rows(self) -> Tensor:
+        """The newest rows held here.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{self.name}: its values are asked for inside a backward; ask before it, or after it")
+        return self.shard.detach()
+
+    def everyones(self, part: Tensor) -> Tensor:
+        """Collective where the rows are spread: every rank's part, (ranks, *part.shape)."""
+        return self.tells(self, part) if self.is_pulled else part.unsqueeze(0)
+
+    def load(self, whole: Tensor) -> None:
+        self.shard.copy_(self.part_of(whole.detach().to(self.shard.dtype)))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The rows held here of a whole tensor, (rows, *row shape)."""
+        if not self.is_pulled:
+            return whole
+        is_owner = self.place.rank in self.ownership.owners
+        return whole[self.ownership.ids(self.place.rank)] if is_owner else whole[:0]
+
+    def gradient_norms(self, order: float) -> Tensor:
+        return self.norms(self, order)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Gradient of the rows the optimizer holds here, as a plain tensor."""
+        held = self.parameter.grad
+        return held.kept if isinstance(held, GradientHandle) else held
+
+    def show_gradient(self, local: Tensor) -> None:
+        """From here to the next step the gradient is seen as a global one (see `gradient_handle.py`)."""
+        self.parameter.grad = GradientHandle(self, self.parameter, local)
+
+    def hand_gradient_over(self) -> None:
+        """The optimizer's step begins: it reads the plain tensor."""
+        self.epoch += 1
+        self.parameter.grad = self.gradient if self.gradient is None or not self.lists_rows else listed(self.gradient)
+
+    def drop_gradient(self) -> None:
+        """Also what was accumulated here and has not left."""
+        self.parameter.grad = None
+        self.drop_accumulated()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of rows that this rank read have not left it."""
+        return any(look_up.has_gradient for look_up in self.pending)
+
+    def drop_accumulated(self) -> None:
+        for look_up in self.pending:
+            look_up.drop_gradient()
+
+    def leave_be(self) -> None:
+        """Whoever brought its gradients in is gone."""
+        self.on_written = _nothing
+
+    # What the executor does.
+    @property
+    def is_ready(self) -> bool:
+        """Every look-up of this rank has its gradient. That one gets none is known at the end of backward."""
+        return all(look_up.has_gradient for look_up in self.pending if look_up.rows is not None)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether this rank has, or will have in this backward, a gradient of rows it read."""
+        return any(look_up.has_gradient or look_up.is_awaited for look_up in self.pending)
+
+    def forget(self, look_ups: Iterable[LookUp]) -> None:
+        """Nothing will be pushed of these look-ups."""
+        for look_up in look_ups:
+            look_up.is_pushed = True
+            look_up.rows = None  # its hook refers to the look-up: a circle through C++ that no collector sees
+        self.pending = [look_up for look_up in self.pending if not look_up.is_pushed]
+
+    def take_gradients(self, scale: float) -> tuple[list[Tensor], list[Any]]:
+        """Gradients and routes of the waiting look-ups, in the order every rank made them; forgets them."""
+        empty = self.shard.new_empty((0, *self.shape[1:]))
+        gradients, routes = list[Tensor](), list[Any]()
+        for look_up in self.pending:
+            gradient = empty
+            if look_up.rows is not None:
+                grad = look_up.rows.grad
+                gradient = torch.zeros_like(look_up.rows) if grad is None else grad.mul_(scale) if scale != 1 else grad
+            gradients.append(gradient)
+            routes.append(look_up.route)
+        self.forget(self.pending)
+        return gradients, routes
+
+    def put_back(self, rows: Tensor, values: Tensor) -> None:
+        """A step has moved these local rows: (k,), (k, *row shape)."""
+        before = self.shard._version
+        self.shard.index_copy_(0, rows, values)
+        self.on_written(self, rows, before)
+
+    def swap_rows(self, rows: Tensor) -> None:
+        """The shard and `rows`, (local rows, *row shape), change values. Once they are back, none has moved."""
+        before = self.shard._version
+        for one, other in zip(self.shard.split(SWAPPED_ROWS), rows.split(SWAPPED_ROWS), strict=True):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        self.on_written(self, None, before)
+
+    def deposit(self, rows: Tensor, sums: Tensor) -> None:
+        """Adds merged gradients of local rows: (k,), (k, *row shape)."""
+        mine = self.gradient
+        self.epoch += mine is None  # handles of a gradient that was dropped are not of this one
+        if not self.has_window:
+            mine = torch.zeros_like(self.shard) if mine is None else mine
+            self.show_gradient(mine.index_add_(0, rows, sums))
+            return
+        if self.window_rows is not None and mine is not None:
+            rows, sums = merge_rows(torch.cat([self.window_rows, rows]), torch.cat([mine, sums]))
+        self.window_rows = rows
+        self.parameter.grad = None
+        self.parameter.data = self.shard.index_select(0, rows)
+        self.show_gradient(sums)

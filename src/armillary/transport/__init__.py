@@ -1,0 +1,1 @@
+"""The only room that calls collectives and holds groups."""
