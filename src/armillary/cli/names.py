@@ -1,4 +1,6 @@
-"""Finds a workload: one that comes with the package, by name, or one in a file of the user's, by path.
+"""Names that are typed on a command line, found or refused without torch: workloads, methods, files of your own.
+
+Finds a workload: one that comes with the package, by name, or one in a file of the user's, by path.
 
 Such a file is a plain module with a function `workload(**options)` (see `session/workload.py` for what it returns) and,
 for `--small` and `verify`, a dictionary SMALL of the options that make it small.

@@ -1,4 +1,6 @@
-"""Any nest of values taken apart into leaves, and put together again: torch's pytree, and dataclasses besides.
+"""The structure of values and of models: nests, marks, stages by path, and balanced cuts.
+
+Any nest of values taken apart into leaves, and put together again: torch's pytree, and dataclasses besides.
 
 Torch opens tuples, named tuples, lists, dicts and what libraries have registered. Many models return a dataclass that
 nobody registered; to register it here would change torch for the whole process.

@@ -1,4 +1,6 @@
-"""Runs a model for a look at it and leaves it as it was: weights, gradients, buffers, attributes, random
+"""A look at a model that leaves it as it was, and the bytes of the tensors made meanwhile.
+
+Runs a model for a look at it and leaves it as it was: weights, gradients, buffers, attributes, random
 streams.
 
 Profiling runs real training steps before training begins; the training that follows must not be able to tell.

@@ -1,4 +1,6 @@
-"""A profile on paper: tables with units.
+"""Tables and figures with units, as plans, profiles and reports print them.
+
+A profile on paper: tables with units.
 
 The reader wants to see which parameters are read by row, how many of their rows a step touches, whether
 owners would share the load, and which stages cost what.

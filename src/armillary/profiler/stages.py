@@ -1,4 +1,6 @@
-"""How long each stage of a model takes in one step, forward and backward.
+"""What a stage of a model takes, and how a table read by row stands in while it is timed.
+
+How long each stage of a model takes in one step, forward and backward.
 
 Kept apart from the counting of operations, because counting slows a pass down.
 

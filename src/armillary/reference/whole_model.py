@@ -1,4 +1,6 @@
-"""The truth of an exact schedule: `loss(model, batch)` of the user's own model, one micro-batch after the other.
+"""Truths that start from the user's whole model, and stages held beside it.
+
+The truth of an exact schedule: `loss(model, batch)` of the user's own model, one micro-batch after the other.
 
 It knows no stage: nothing of it can share a fault with what cuts a model. Running statistics are kept by replica, since
 replicas that have data of their own do not tell each other theirs.

@@ -1,4 +1,6 @@
-"""`run.ema(decay)`: an exponential moving average of all parameters, tables whose rows are spread among them.
+"""A run evaluated on held-out batches, and a moving average of its parameters.
+
+`run.ema(decay)`: an exponential moving average of all parameters, tables whose rows are spread among them.
 
 `torch.optim.swa_utils.AveragedModel` copies the model, which such a table does not allow; this averages where the
 values are, and gives the same numbers (`average.py`).

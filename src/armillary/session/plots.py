@@ -1,4 +1,6 @@
-"""A run at a glance: loss, held-out metric and throughput against steps, and each group's forecast beside measured.
+"""Pictures of a run and of twins; they need matplotlib.
+
+A run at a glance: loss, held-out metric and throughput against steps, and each group's forecast beside measured.
 
 Two trainings drawn: held-out loss against forecast seconds.
 """

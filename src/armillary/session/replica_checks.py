@@ -1,4 +1,6 @@
-"""Whether gradients are finite: each rank looks at its own before they leave, and all hear of it when they have landed.
+"""What is asked of all ranks about their values: finite gradients, health of exchanges, replicas alike.
+
+Whether gradients are finite: each rank looks at its own before they leave, and all hear of it when they have landed.
 
 After an exchange every rank holds a value that is not a number, the weights of all follow, and nobody can say any more
 whose it was. Costs one look at every gradient and one request of 8 bytes a backward.

@@ -1,4 +1,6 @@
-"""Saves a run.
+"""A run saved in a folder that opens under any plan, and exported as plain state_dicts.
+
+Saves a run.
 
 A checkpoint is one folder per step, written by all workers at once: each writes its contiguous block of the rows of
 every table and of its optimizer state, rank 0 all the rest. It does not know the plan: it opens on any number of

@@ -1,4 +1,6 @@
-"""How much memory this process has, as the system counts it.
+"""Settings of a training run, what it goes on with, and the figures of its process that it reports.
+
+How much memory this process has, as the system counts it.
 
 Which held-out batches a run looks at while it trains: a fixed random few, as the first may be unlike the rest.
 

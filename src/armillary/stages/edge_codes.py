@@ -1,4 +1,6 @@
-"""How the letters of a coded edge are written: numbers to codes on one side, and back on the other.
+"""Coded edges between stages: letters in codes, and what both sides remember of a sample.
+
+How the letters of a coded edge are written: numbers to codes on one side, and back on the other.
 
 Which tensors of an activation are coded its form says (`schedules/edges.py` has the rule); those of its gradient are
 the

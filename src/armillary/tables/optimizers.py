@@ -1,4 +1,6 @@
-"""Several optimizers of one model, seen as one: the groups of all, the state of all, each parameter in exactly one.
+"""Optimizers as the library sees them: several as one, and one of the same class over other tensors.
+
+Several optimizers of one model, seen as one: the groups of all, the state of all, each parameter in exactly one.
 
 Whoever asks what is kept of a parameter asks this as it would ask one optimizer of torch. Whoever wants to try or copy
 the optimizer that steps a parameter asks `holder`.

@@ -1,4 +1,6 @@
-"""The name under which torch.profiler shows a request; it costs nothing where no profiler is on.
+"""Requests under names, over scopes and channels, and joined into one message where they leave together.
+
+The name under which torch.profiler shows a request; it costs nothing where no profiler is on.
 
 Which of a transport's process groups carries a request, and where this rank stands in it.
 
