@@ -61,11 +61,7 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
         named = _optimizer_by_name(run, saved)
     trouble.agree(transport)
     assert saved is not None
-    digests = transport.share(saved.digest)
-    if len(set(digests)) > 1:
-        names = transport.share(saved.name)
-        listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
-        raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
+    _refuse_different(saved, transport)
     with torch.no_grad():
         _drop_gradients(run)
         _fill_model(run, saved.model, trouble)
@@ -274,6 +270,18 @@ def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
         return _reload(run, path)
 
 
+def _refuse_different(saved: SavedState, transport: Transport) -> None:
+    """
+    Raises:
+        ValueError: ranks opened different things. On every rank.
+    """
+    digests = transport.share(saved.digest)
+    if len(set(digests)) > 1:
+        names = transport.share(saved.name)
+        listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
+        raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
+
+
 def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
     transport, trouble = run.transport, FirstError("load")
     if is_nothing(path, transport):
@@ -286,11 +294,7 @@ def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
         _refuse_misfit(run, saved)
     trouble.agree(transport)
     assert saved is not None
-    digests = transport.share(saved.digest)
-    if len(set(digests)) > 1:
-        names = transport.share(saved.name)
-        listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
-        raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
+    _refuse_different(saved, transport)
     run.undo(gather=True)
     run.losses()  # of steps that are behind the training which is loaded now: nobody is told
     with trouble.kept(), torch.no_grad():

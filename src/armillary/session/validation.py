@@ -7,7 +7,7 @@ torch would write that part to a file without a word, and only a later job would
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -121,13 +121,20 @@ def _of_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         seen.add(parameter)
 
 
+class _Built(NamedTuple):
+    """A parameter as a rank built it: its name; shape, dtype and whether it is frozen."""
+
+    name: str
+    form: str
+
+
 def refuse_other_models(who: str, model: nn.Module, transport: Transport) -> None:
     """Collective, before anything is measured or planned: ranks must have built the same model.
 
     Raises:
         ValueError: they have not. On every rank; the message names the first parameter that differs.
     """
-    mine = [(name, _form(parameter)) for name, parameter in model.named_parameters()]
+    mine = [_Built(name, _form(parameter)) for name, parameter in model.named_parameters()]
     everyones = transport.share(hashlib.sha256(repr(mine).encode()).digest())
     if len(set(everyones)) == 1:
         return
@@ -146,8 +153,8 @@ def _form(parameter: Tensor) -> str:
     return f"{tuple(parameter.shape)} {_dtype(parameter)}{'' if parameter.requires_grad else ', frozen'}"
 
 
-def _said(held: tuple[str, str] | None) -> str:
-    return "nothing" if held is None else f"{held[0]} {held[1]}"
+def _said(held: _Built | None) -> str:
+    return "nothing" if held is None else f"{held.name} {held.form}"
 
 
 def _unlisted(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
