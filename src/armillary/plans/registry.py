@@ -25,7 +25,7 @@ class Registry(Generic[Entry]):
 
     Args:
         kind: what an entry is called in messages, as in "dense exchange".
-        package: whose modules register entries, as in "armillary.exchanges".
+        package: whose modules register entries, as in "armillary.exchanges"; or the one module that does.
     """
 
     def __init__(self, kind: str, package: str):
@@ -74,7 +74,7 @@ class Registry(Generic[Entry]):
         """Every entry by name, in the order of names."""
         if not self._is_complete:
             package = importlib.import_module(self.package)
-            for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
+            for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{self.package}."):
                 importlib.import_module(module.name)
             self._is_complete = True
         return MappingProxyType(dict(sorted(self._entries.items())))

@@ -28,7 +28,20 @@ from armillary.schedules.lowering import placed
 from armillary.schedules.routes import Message
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["DERIVED", "Method", "Objective", "Planned", "ScheduleOptions", "StageLoad", "Traffic"]
+__all__ = [
+    "DERIVED",
+    "OWNED_LOOP",
+    "USER_LOOP",
+    "Method",
+    "Objective",
+    "Planned",
+    "ScheduleOptions",
+    "StageLoad",
+    "Traffic",
+]
+
+USER_LOOP = "user_loop"  # drivers of steps: hooks behind a loop of the user's own
+OWNED_LOOP = "owned_loop"  # the schedule's list of instructions, by `run.step`
 
 
 @dataclass(frozen=True)
@@ -287,7 +300,8 @@ class Method:
         knows: options that a user may give.
         examples: sets of options for contract tests; "workers" among them.
         axis: what the processes are: data coordinates, each with data of its own, or the stages of one replica.
-        owns_loop: training steps are taken by `run.step`. is_cut: the model is cut into stages.
+        step_mode: the driver that takes training steps, by its name on `session.drivers.DRIVERS`. Under all but
+            `USER_LOOP` they are taken by `run.step`. is_cut: the model is cut into stages.
         is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
         across: (options, processes) -> how many processes carry out one table together.
         placement: which process runs what, where that changes with the step; else each worker of the table is one.
@@ -320,7 +334,7 @@ class Method:
     knows: frozenset[str]
     examples: tuple[Options, ...] = ({"workers": 2},)
     axis: str = STAGE
-    owns_loop: bool = True
+    step_mode: str = OWNED_LOOP
     is_cut: bool = True
     is_side_by_side: bool = False
     across: Callable[[ScheduleOptions, int], int] = _one_or_all
@@ -346,6 +360,11 @@ class Method:
     notes: Callable[[Planned], list[str]] = _no_notes
     draw: Callable[[ScheduleOptions], str] | None = None
     follows: tuple[str, ...] = ()
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether training steps are taken by `run.step`."""
+        return self.step_mode != USER_LOOP
 
     def picture(self, options: ScheduleOptions) -> str:
         """Who does what when, as text."""

@@ -8,7 +8,7 @@ from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.registry import Registry
 from armillary.schedules.edges import Edge
-from armillary.schedules.method import Method, ScheduleOptions
+from armillary.schedules.method import USER_LOOP, Method, ScheduleOptions
 
 __all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "tables_stay_whole", "why_not_carried"]
 
@@ -32,8 +32,8 @@ def why_not_carried(choice: Choice) -> str:
     if choice.name == SIMULTANEOUS.name or owns_loop(choice):
         return ""
     return (
-        f"schedule {choice} leaves the loop to the user (owns_loop=False), so nobody would carry its table out; let "
-        "its Method own the loop, or write what crosses in such a loop as an exchange"
+        f"schedule {choice} leaves the loop to the user (step_mode={USER_LOOP!r}), so nobody would carry its table "
+        "out; let its Method name another driver, or write what crosses in such a loop as an exchange"
     )
 
 

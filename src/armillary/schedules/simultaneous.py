@@ -1,7 +1,7 @@
 """Plain data parallelism: all workers run the same stage at the same tick, with the newest weights."""
 
 from armillary.plans.mesh import DATA
-from armillary.schedules.method import Method
+from armillary.schedules.method import USER_LOOP, Method
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, one_pass
 
@@ -21,7 +21,7 @@ SCHEDULES.register(
         knows=frozenset(),
         examples=({"workers": 3}, {"workers": 1}),
         axis=DATA,
-        owns_loop=False,
+        step_mode=USER_LOOP,
         is_cut=False,
         is_even=True,
         keeps_own_statistics=True,

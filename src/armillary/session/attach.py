@@ -2,18 +2,14 @@
 
 `attach` refuses what it cannot carry out, before the first step: a plan for another model or number of workers, ranks
 that hold different plans or models, an optimizer that mixes rows on a row-sharded table. What it refuses is left as it
-was.
-
-A change to a model and its optimizer that is made whole or not at all.
+was. Who takes the steps is the driver's that the plan's schedule names (`drivers.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from armillary.models.structure import passes_alike
@@ -23,54 +19,21 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.profiler.probe import Loss
 from armillary.profiler.unfit_model import AT_WORK
-from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.data_check import FirstBatches
-from armillary.session.hooks_engine import UserLoop
-from armillary.session.hooks_state import units_of
+from armillary.session.drivers import driver_of
 from armillary.session.job import TrainJob
-from armillary.session.replica_checks import agree_on_found_inf
 from armillary.session.run import Run
-from armillary.session.schedule_engine import OwnedLoop
-from armillary.session.schedule_validation import owned_misfit
 from armillary.session.validation import (
     handed_in,
     other_workers,
-    refuse_on_every_rank,
     refuse_other_models,
     refuse_unfit,
-    why_not_apart,
-    why_unfit,
 )
-from armillary.tables.handle import TableHandle, become
-from armillary.tables.meta_init import begin_optimizer_state, materialise
-from armillary.tables.optimizers import as_one, members
-from armillary.transport.agreement import begin_alike
+from armillary.tables.optimizers import as_one
 from armillary.transport.groups import workers_in
 from armillary.transport.transport import Transport
 from armillary.transport.watchdog import Patience
 
-__all__ = ["all_or_nothing", "attach", "attach_over", "begin_run"]
-
-
-@contextmanager
-def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """After an error inside, parameters are what they were, and the optimizer holds them and the state that it held.
-    Values that were written to in place stay written."""
-    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
-    held = [(parameter, parameter.data, parameter.requires_grad) for parameter in plain]
-    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
-    try:
-        yield
-    except BaseException:
-        for parameter, values, requires_grad in held:
-            if isinstance(parameter, TableHandle):
-                become(parameter, nn.Parameter(values, requires_grad))
-        for group, params in groups:
-            group["params"][:] = params
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        raise
+__all__ = ["attach", "attach_over", "begin_run"]
 
 
 @exact_keywords
@@ -173,26 +136,8 @@ def _scaled(job: TrainJob) -> str:
 
 
 def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool) -> Run:
-    if owns_loop(plan.schedule):
-        owned = _owned_loop(plan, job, transport)
-        return Run(owned, (_at_work(job.model),), owns_transport)
-    model, optimizer = job.model, job.optimizer
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    complaint = _other_nodes(plan, transport)
-    if not complaint:
-        for one in members(optimizer):
-            begin_optimizer_state(one)
-        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers) or why_not_apart(plan, job)
-    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    shards = materialise(model, optimizer, plan, transport)
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
-    with all_or_nothing(model, optimizer):
-        engine = _user_loop(plan, job, transport, shards)
-    undo = [_at_work(model)]
-    if job.scaler is not None:
-        undo.append(agree_on_found_inf(job.scaler, transport, partial(engine.serve, "idle")))
-    return Run(engine, undo, owns_transport)
+    opened = driver_of(plan).open(plan, job, transport)
+    return Run(opened.engine, (_at_work(job.model), *opened.undo), owns_transport)
 
 
 def _at_work(model: nn.Module) -> Callable[[], None]:
@@ -200,53 +145,3 @@ def _at_work(model: nn.Module) -> Callable[[], None]:
     modules = [module for module in model.modules() if module._parameters]
     AT_WORK.update(modules)
     return lambda: AT_WORK.difference_update(modules)
-
-
-def _owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> OwnedLoop:
-    complaint = _other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
-    complaint = complaint or _no_road(plan, job.model, transport)
-    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
-    if options_of(plan).method.is_cut:
-        transport.open_lanes()
-    with all_or_nothing(job.model, job.optimizer):
-        return OwnedLoop(plan, job, transport)
-
-
-def _no_road(plan: Plan, model: nn.Module, transport: Transport) -> str:
-    """That stages cannot send to one another from where they are, with the remedy; empty if they can."""
-    away = {parameter.device.type for parameter in model.parameters()} - {"cpu", "meta"}
-    if (
-        not options_of(plan).method.is_cut
-        or transport.place.workers == 1
-        or all(("world", device) in transport.groups for device in away)
-    ):
-        return ""
-    device = min(away)
-    return (
-        f"schedule: {plan.schedule.name} sends activations from rank to rank, and gloo carries no messages of {device}"
-        f" (it ends the process); start the process group with backend 'cpu:gloo,{device}:nccl' and a device for every"
-        " rank, or leave it to Armillary; or train on the CPU"
-    )
-
-
-def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
-    """shards: this rank's rows of the tables that have no values yet."""
-    first = FirstBatches(transport, job.check_data)
-    units = units_of(plan, job, transport, first, shards)
-    try:
-        return UserLoop(plan, job, units, first)
-    except BaseException:
-        units.executor.release()
-        raise
-
-
-def _other_nodes(plan: Plan, transport: Transport) -> str:
-    """That those connections are made for other nodes than the plan's, with the remedy; empty if they are not."""
-    wanted, there = plan.workers_per_node, transport.place.workers_per_node
-    if wanted == there:
-        return ""
-    return (
-        f"the transport given has nodes of {there}, the plan wants nodes of {wanted}; make it with "
-        f"Transport(workers_per_node={wanted})"
-    )

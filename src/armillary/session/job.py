@@ -200,6 +200,9 @@ class Job(Protocol):
     def tables(self) -> Mapping[str, RowTable]: ...
 
     @property
+    def coded(self) -> Sequence[tuple[bool, ...]]: ...
+
+    @property
     def held(self) -> Mapping[str, Held]: ...
 
     @property

@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from armillary.plans.plan import Plan
 from armillary.prefetch.batches import Shard
 from armillary.session.compare import kept_report
+from armillary.session.drivers import driver_of
 from armillary.session.ema import Ema, Measure, begin_ema, evaluated
-from armillary.session.hooks_engine import UserLoop
-from armillary.session.load import load, reload
+from armillary.session.job import Job
 from armillary.session.replica_checks import refuse_apart, unless_it_ends_an_error
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.save import export, save
-from armillary.session.schedule_engine import OwnedLoop
 from armillary.stages.train_spec import StepLosses
 from armillary.transport.transport import Transport
 
@@ -42,9 +41,7 @@ class Run:
         RuntimeError: the run is closed.
     """
 
-    def __init__(
-        self, engine: UserLoop | OwnedLoop, undo: Sequence[Callable[[], None]], owns_transport: bool = True
-    ) -> None:
+    def __init__(self, engine: Job, undo: Sequence[Callable[[], None]], owns_transport: bool = True) -> None:
         """undo: what else must be taken back at the end; asks nobody."""
         self._running, self._undo, self._owns_transport = engine, undo, owns_transport
         self._closed = ""  # why
@@ -64,7 +61,7 @@ class Run:
         return self._workers
 
     @property
-    def _engine(self) -> UserLoop | OwnedLoop:
+    def _engine(self) -> Job:
         if self._closed:
             raise RuntimeError(f"rank {self._rank}: the run {self._closed}; attach again to go on")
         return self._running
@@ -233,7 +230,7 @@ class Run:
             RuntimeError: a rank could not read it.
         """
         with self._aside("load") as engine:
-            return load(engine, path) if isinstance(engine, UserLoop) else reload(engine, path)
+            return driver_of(engine.plan).load(engine, path)
 
     def export(self) -> dict[str, Any] | None:
         """Between two steps.
@@ -298,7 +295,7 @@ class Run:
         self._closed = why
 
     @contextmanager
-    def _aside(self, call: str) -> Iterator[UserLoop | OwnedLoop]:
+    def _aside(self, call: str) -> Iterator[Job]:
         """Requests made inside belong to no step."""
         engine = self._engine
         self._refuse_shown(call)

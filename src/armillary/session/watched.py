@@ -34,7 +34,7 @@ from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
 from armillary.schedules.registry import owns_loop
-from armillary.session.attach import all_or_nothing
+from armillary.session.drivers import all_or_nothing
 from armillary.session.events import Decided
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of

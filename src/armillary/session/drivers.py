@@ -1,0 +1,170 @@
+"""Who takes a plan's steps: drivers, by the name that the entry of its schedule gives (`Method.step_mode`).
+
+A driver opens a plan: it makes the engine that a `Run` asks for everything, and refuses on every rank what it cannot
+carry out. A file on a shelf that brings a schedule may bring its driver with it, as it is imported:
+
+    DRIVERS.register("my_driver", Driver(open=..., load=...))
+    SCHEDULES.register("my_schedule", Method(..., step_mode="my_driver"))
+
+A change to a model and its optimizer that is made whole or not at all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from armillary.plans.plan import Plan
+from armillary.plans.registry import Registry
+from armillary.schedules.method import OWNED_LOOP, USER_LOOP
+from armillary.schedules.registry import SCHEDULES, options_of
+from armillary.session.data_check import FirstBatches
+from armillary.session.hooks_engine import UserLoop
+from armillary.session.hooks_state import units_of
+from armillary.session.job import Job, TrainJob
+from armillary.session.load import load, reload
+from armillary.session.replica_checks import agree_on_found_inf
+from armillary.session.schedule_engine import OwnedLoop
+from armillary.session.schedule_validation import owned_misfit
+from armillary.session.validation import refuse_on_every_rank, why_not_apart, why_unfit
+from armillary.tables.handle import TableHandle, become
+from armillary.tables.meta_init import begin_optimizer_state, materialise
+from armillary.tables.optimizers import members
+from armillary.transport.agreement import begin_alike
+from armillary.transport.transport import Transport
+
+__all__ = ["DRIVERS", "Driver", "Opened", "all_or_nothing", "driver_of", "other_nodes"]
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A plan at work. undo: what must be taken back at its end besides, which asks nobody."""
+
+    engine: Job
+    undo: Sequence[Undo] = ()
+
+
+@dataclass(frozen=True)
+class Driver:
+    """
+    Args:
+        open: (plan, job, transport) -> the plan at work. Collective; a ValueError where it does not fit, on every rank,
+            and model and optimizer are as they were.
+        load: (engine, path of a checkpoint or None) -> what this rank's loop had saved; see `Run.load`. Collective.
+    """
+
+    open: Callable[[Plan, TrainJob, Transport], Opened]
+    load: Callable[[Any, str | Path | None], dict[str, Any]]
+
+
+DRIVERS: Registry[Driver] = Registry("driver", __name__)
+
+
+def driver_of(plan: Plan) -> Driver:
+    """
+    Raises:
+        ValueError: nobody registered the driver that the plan's schedule names.
+    """
+    return DRIVERS[SCHEDULES[plan.schedule.name].step_mode]
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """After an error inside, parameters are what they were, and the optimizer holds them and the state that it held.
+    Values that were written to in place stay written."""
+    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
+    held = [(parameter, parameter.data, parameter.requires_grad) for parameter in plain]
+    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    try:
+        yield
+    except BaseException:
+        for parameter, values, requires_grad in held:
+            if isinstance(parameter, TableHandle):
+                become(parameter, nn.Parameter(values, requires_grad))
+        for group, params in groups:
+            group["params"][:] = params
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+
+
+def _open_user_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
+    model, optimizer = job.model, job.optimizer
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    complaint = other_nodes(plan, transport)
+    if not complaint:
+        for one in members(optimizer):
+            begin_optimizer_state(one)
+        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers) or why_not_apart(plan, job)
+    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
+    shards = materialise(model, optimizer, plan, transport)
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
+    with all_or_nothing(model, optimizer):
+        engine = _user_loop(plan, job, transport, shards)
+    undo: list[Undo] = []
+    if job.scaler is not None:
+        undo.append(agree_on_found_inf(job.scaler, transport, partial(engine.serve, "idle")))
+    return Opened(engine, undo)
+
+
+def _open_owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
+    complaint = other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
+    complaint = complaint or _no_road(plan, job.model, transport)
+    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
+    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
+    if options_of(plan).method.is_cut:
+        transport.open_lanes()
+    with all_or_nothing(job.model, job.optimizer):
+        return Opened(OwnedLoop(plan, job, transport))
+
+
+def _no_road(plan: Plan, model: nn.Module, transport: Transport) -> str:
+    """That stages cannot send to one another from where they are, with the remedy; empty if they can."""
+    away = {parameter.device.type for parameter in model.parameters()} - {"cpu", "meta"}
+    if (
+        not options_of(plan).method.is_cut
+        or transport.place.workers == 1
+        or all(("world", device) in transport.groups for device in away)
+    ):
+        return ""
+    device = min(away)
+    return (
+        f"schedule: {plan.schedule.name} sends activations from rank to rank, and gloo carries no messages of {device}"
+        f" (it ends the process); start the process group with backend 'cpu:gloo,{device}:nccl' and a device for every"
+        " rank, or leave it to Armillary; or train on the CPU"
+    )
+
+
+def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
+    """shards: this rank's rows of the tables that have no values yet."""
+    first = FirstBatches(transport, job.check_data)
+    units = units_of(plan, job, transport, first, shards)
+    try:
+        return UserLoop(plan, job, units, first)
+    except BaseException:
+        units.executor.release()
+        raise
+
+
+def other_nodes(plan: Plan, transport: Transport) -> str:
+    """That those connections are made for other nodes than the plan's, with the remedy; empty if they are not."""
+    wanted, there = plan.workers_per_node, transport.place.workers_per_node
+    if wanted == there:
+        return ""
+    return (
+        f"the transport given has nodes of {there}, the plan wants nodes of {wanted}; make it with "
+        f"Transport(workers_per_node={wanted})"
+    )
+
+
+DRIVERS.register(USER_LOOP, Driver(_open_user_loop, load))
+DRIVERS.register(OWNED_LOOP, Driver(_open_owned_loop, reload))

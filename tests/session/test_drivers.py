@@ -1,0 +1,70 @@
+"""A schedule brings the driver that takes its steps: it is found by name, and asked to open a plan and to load."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import armillary
+from armillary.planning.planner import plan
+from armillary.plans.choice import Choice
+from armillary.plans.topology import Link, Topology
+from armillary.profiler.profiler import profile
+from armillary.schedules.registry import SCHEDULES
+from armillary.session.drivers import DRIVERS, Driver, driver_of
+
+BATCH = torch.ones(2, 3)
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+@contextmanager
+def shelf(**drivers):
+    """Inside, a schedule "mine" names the driver "my_driver", which is one of these or nobody's."""
+    before = dict(SCHEDULES.all()), dict(DRIVERS.all())
+    SCHEDULES.register("mine", replace(SCHEDULES["accumulation"], step_mode="my_driver", examples=()))
+    for name, driver in drivers.items():
+        DRIVERS.register(name, driver)
+    try:
+        yield
+    finally:
+        SCHEDULES._entries, DRIVERS._entries = before
+
+
+def made():
+    found = profile(model_of(), [BATCH], loss)
+    return plan(found, Topology(1, 1, Link(1e-4, 1e8), Link(1e-4, 1e8), 1 << 30), schedule="mine(micro_batches=1)")
+
+
+def test_steps_are_taken_by_the_driver_that_the_schedule_names(tmp_path):
+    asked, owned = [], DRIVERS["owned_loop"]
+
+    def opened(*given):
+        asked.append("open")
+        return owned.open(*given)
+
+    def load(engine, path):
+        asked.append("load")
+        return owned.load(engine, path)
+
+    with shelf(my_driver=Driver(opened, load)):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with armillary.attach(made(), model, optimizer, loss=loss, example=BATCH) as run:
+            run.step([BATCH])
+            run.load(run.save(tmp_path))
+    assert asked == ["open", "load"]
+
+
+def test_a_driver_that_nobody_registered_is_told_of():
+    with shelf(), pytest.raises(ValueError, match="no driver 'my_driver'; there are owned_loop"):
+        driver_of(replace(made(), schedule=Choice("mine", {"micro_batches": 1})))
