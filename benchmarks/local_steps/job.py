@@ -44,7 +44,9 @@ def _built(name: str, period: int, is_small: bool) -> Step:
     if name == "ours":
         _ours(model, optimizer, period, is_small)
         return partial(_step, model, optimizer)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # PowerSGD in one bucket: its hook asks for sums as others end, and over gloo two buckets may pair them wrongly.
+    one_bucket = {"bucket_cap_mb": 1000} if name == "PowerSGD" else {}
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **one_bucket)
     if name == "PowerSGD":
         wrapped.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=10), powerSGD_hook)
     if name == "PostLocalSGD":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from armillary.residency.tier import Tier
+from armillary.residency.tier import FileTier
 
 __all__ = ["Files", "checkpointed", "tutorials_files", "tutorials_hooks"]
 
@@ -52,18 +52,18 @@ def checkpointed(model: nn.Module, is_selective: bool = False) -> Iterator[None]
 class _Carried:
     """A saved tensor in the tier, as the tutorial has it: each alone, whatever storage it shares."""
 
-    def __init__(self, tensor: Tensor, tier: Tier) -> None:
+    def __init__(self, tensor: Tensor, tier: FileTier) -> None:
         self._tier, self._dtype, self._size = tier, tensor.dtype, tensor.size()
         self._flat: Tensor | None = tensor.detach().contiguous().view(-1).view(torch.uint8)
         self._nbytes = len(self._flat)
-        self._offset = tier.take_place(self._nbytes)
+        self._place = tier.take_place(self._nbytes)
         self.gone, self._back = threading.Event(), threading.Event()
         self._is_asked = False
         tier.writes.put(self._write)
 
-    def _write(self, buffer: Any, view: Tensor) -> None:
+    def _write(self) -> None:
         assert self._flat is not None
-        self._tier.write(self._flat, self._offset, buffer, view)
+        self._tier.write(self._flat, self._place)
         self._flat = None
         self.gone.set()
 
@@ -74,15 +74,15 @@ class _Carried:
             self._flat = torch.empty(self._nbytes, dtype=torch.uint8)
             self._tier.reads.put(self._read)
 
-    def _read(self, buffer: Any, view: Tensor) -> None:
+    def _read(self) -> None:
         assert self._flat is not None
-        self._tier.read(self._flat, self._offset, buffer, view)
+        self._tier.read(self._flat, self._place)
         self._back.set()
 
     def take(self) -> Tensor:
         self.fetch()
         self._back.wait()
-        self._tier.give_place(self._offset, self._nbytes)
+        self._tier.give_place(self._place, self._nbytes)
         flat, self._flat = self._flat, None
         assert flat is not None
         return flat.view(self._dtype).view(self._size)
@@ -130,7 +130,7 @@ def tutorials_hooks(model: nn.Module, folder: str, rate: float, has_read_ahead: 
     if has_read_ahead:
         handles = [blocks[0].register_forward_pre_hook(begins), *[b.register_forward_hook(left) for b in blocks]]
     try:
-        with Tier(folder, rate) as tier, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with FileTier(folder, rate) as tier, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         for handle in handles:

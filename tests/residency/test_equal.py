@@ -3,14 +3,15 @@
 import os
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
-from held_models import KINDS, adam, different, held_by, steps
 
 from armillary import residency
 from armillary.residency import optimizer_state, recompute, swap, tier
 from armillary.residency.stage_costs import SWAP
+from held_models import KINDS, adam, different, held_by, steps
 
 WORDS = ("keep", "recompute", "swap")
 
@@ -68,12 +69,12 @@ def random_state_not_restored(monkeypatch):
 
 def bytes_of_another_pass(monkeypatch):
     """What is read back lies where the pass before had put its own."""
-    offsets, plain = {}, tier.Tier.read
+    places, plain = {}, tier.FileTier.read
 
-    def read(self, flat, offset, buffer, view):
-        plain(self, flat, offsets.setdefault(len(flat), offset), buffer, view)
+    def read(self, flat, place):
+        plain(self, flat, places.setdefault(len(flat), place))
 
-    monkeypatch.setattr(tier.Tier, "read", read)
+    monkeypatch.setattr(tier.FileTier, "read", read)
 
 
 def a_view_as_its_base(monkeypatch):
@@ -84,9 +85,9 @@ def a_view_as_its_base(monkeypatch):
 def a_slot_given_early(monkeypatch):
     """A storage is let go before it was written, and its memory used again."""
 
-    def write(self, buffer, view):
+    def write(self, moment):
         self._flat.zero_()
-        plain(self, buffer, view)
+        plain(self, moment)
 
     plain = swap.Stored._write
     monkeypatch.setattr(swap.Stored, "_write", write)
@@ -156,6 +157,16 @@ def test_forward_waits_for_a_slot(disk, monkeypatch):
         with held_by(plan, [SWAP] * 6, slots, model, disk, tier_bytes_per_second=30e6):
             kind.loss(model, kind.batch(0)).backward()
         assert most[0] == slots + 1, slots
+
+
+@pytest.mark.parametrize("name", ["transformer", "convolution"])
+def test_the_hosts_memory_as_a_tier(kept, name):
+    kind, (plan, expected) = KINDS[name], kept[name]
+    model = kind.model()
+    optimizer = adam(model)
+    held = residency.Held(model, replace(plan, residencies=tuple(MIXED)), tier.PinnedTier, optimizer)
+    assert not different(steps(kind, model, optimizer, held), expected)
+    assert held.measured.moved_bytes > 0
 
 
 def test_hooks_are_gone_afterwards(disk):

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 import torch
-from held_models import KINDS, adam, held_by, steps
 
 from armillary import residency
 from forked import forkserver
+from held_models import KINDS, adam, held_by, steps
 
 KIND = KINDS["convolution"]
 

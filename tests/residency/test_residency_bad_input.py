@@ -5,13 +5,13 @@ import os
 
 import pytest
 import torch
-from held_models import CONVOLUTION, TRANSFORMER, adam, held_by, steps
 from torch import nn
 
 import armillary
 from armillary import residency
 from armillary.residency import tier as tier_file
 from forked import command
+from held_models import CONVOLUTION, TRANSFORMER, adam, held_by, steps
 
 
 def held(model=None, kind=TRANSFORMER, **more):
@@ -34,6 +34,8 @@ def test_a_tier_must_be_a_folder_on_a_disk(disk):
         held(memory_bytes=1 << 30, tier="/nowhere")
     with pytest.raises(ValueError, match="lies on tmpfs, which is memory itself"):
         held(memory_bytes=1 << 30, tier="/dev/shm")
+    with pytest.raises(ValueError, match="'pinned' is the host's memory, where a model on cpu lies itself"):
+        held(memory_bytes=1 << 30, tier="pinned")
 
 
 def test_a_tier_that_cannot_be_written(disk, monkeypatch):
@@ -47,7 +49,7 @@ def test_a_tier_that_cannot_be_written(disk, monkeypatch):
 
 def test_a_full_tier_is_refused_up_front_or_told_where_it_happens(disk, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("armillary.residency.held.free_bytes", lambda folder: 1000)
+        patch.setattr(tier_file.FileTier, "free_bytes", lambda tier: 1000)
         with pytest.raises(ValueError, match=r"has 0.001 MiB free, .* are swapped; free some"):
             held(tier=disk, constraints={"*": "swap"})
     one = held(tier=disk, constraints={"*": "swap"})

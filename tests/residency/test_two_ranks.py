@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from held_models import TRANSFORMER, adam, different, held_by, steps
 from torch import nn
 
 import armillary
 from armillary import residency
+from held_models import TRANSFORMER, adam, different, held_by, steps
 
 RESIDENCIES = ["swap", "recompute", "keep", "swap", "recompute", "swap"]
 

@@ -10,9 +10,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,7 @@ from armillary.residency.planner import Solution, least_bytes, search
 from armillary.residency.recompute import warm_up
 from armillary.residency.stage_costs import KEEP, RECOMPUTE, SWAP, StageChain, TierSpeed
 from armillary.residency.swap import Waits
-from armillary.residency.tier import Tier, free_bytes, measure_tier
+from armillary.residency.tier import Tier, measure_tier, open_tier
 
 __all__ = ["Held", "for_budgets", "hold"]
 
@@ -65,7 +66,7 @@ def hold(
         batches: the first is taken to measure by.
         loss: loss(model, batch) -> scalar tensor.
         memory_bytes: for all tensors together: weights, gradients, optimizer state and activations; None: no limit.
-        tier: a folder on a disk; None: nothing is swapped.
+        tier: a folder on a disk, or "pinned": the host's memory, for a model on CUDA; None: nothing is swapped.
         optimizer: with a tier, its state lives there too, and a step goes stage by stage; without one, it is counted.
         stages: paths of modules, or patterns such as "blocks.*"; the model's children if none are given.
         constraints: residencies by path or pattern, such as {"blocks.3": "swap"}.
@@ -80,11 +81,12 @@ def hold(
     _refuse_unfit(model)
     if optimizer is not None and tier is not None:
         refuse_optimizer(optimizer)
-    with nullcontext() if tier is None else Tier(tier, tier_bytes_per_second) as lane:  # also tells whether it can be
+    opened = None if tier is None else partial(open_tier, tier, tier_bytes_per_second, _device(model))
+    with nullcontext() if opened is None else closing(opened()) as lane:  # also tells whether it can be
         if plan is None:
             asked = _Asked(memory_bytes, optimizer, stages, constraints or {}, keeps_gradients)
             plan = _planned(model, batches, loss, asked, lane)
-    return Held(model, plan, None if tier is None else lambda: Tier(tier, tier_bytes_per_second), optimizer)
+    return Held(model, plan, opened, optimizer)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _planned(model: nn.Module, batches: Iterable[Any], loss: Loss, asked: _Asked
             f"residency: constraints want {wanted} for {stage.path!r}, but {stage.only_keep or stage.no_recompute}; "
             f"it can be kept{'' if stage.only_keep else ' or swapped'}"
         )
-    speed = None if tier is None else measure_tier(tier)
+    speed = None if tier is None else measure_tier(tier, _device(model))
     if SWAP in fixed.values() and speed is None:
         raise ValueError("residency: constraints swap a stage, but there is no tier; give tier=, a folder on a disk")
     if memory_bytes is None:  # nothing is scarce: what is not asked for is kept
@@ -134,9 +136,9 @@ def _planned(model: nn.Module, batches: Iterable[Any], loss: Loss, asked: _Asked
         found = search(chain, memory_bytes, speed, fixed)
         plan = ResidencyPlan(chain, found.residencies, found.slots, memory_bytes, speed, found.gap)
     away = sum(stage.moved_bytes for stage, how in zip(chain.stages, plan.residencies, strict=True) if how == SWAP)
-    if tier is not None and away > (room := free_bytes(tier.folder)):
+    if tier is not None and away > (room := tier.free_bytes()):
         raise ValueError(
-            f"residency: tier {tier.folder!r} has {mib(room)} MiB free, {mib(away)} MiB are swapped; free some, name "
+            f"residency: tier {tier.where} has {mib(room)} MiB free, {mib(away)} MiB are swapped; free some, name "
             "another folder, or keep stages by constraints="
         )
     return plan
@@ -314,6 +316,10 @@ def _refuse_unfit(model: nn.Module) -> None:
                 f"residency: {it} is sharded by FSDP, whose weights come and go; use FSDP2's CPUOffloadPolicy, or hold "
                 "the plain model"
             )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((one.device for one in model.parameters()), torch.device("cpu"))
 
 
 def _ranks() -> int:

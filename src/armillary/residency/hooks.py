@@ -45,6 +45,9 @@ class Hooks:
     ) -> None:
         self._slots, self._tier, self._waits = slots, tier, waits
         self._ended, self._last = ended, len(stages) - 1
+        self._device = next(
+            (one.device for stage in stages.values() for one in stage.parameters()), torch.device("cpu")
+        )
         self._pass = _Pass()
         self._open: list[StageSaves] = []
         self._undo: list[Callable[[], None]] = []
@@ -101,11 +104,16 @@ class Hooks:
         if number == self._last and not here.is_timed:
             here.is_timed = True
             end: Any = torch.autograd.Variable._execution_engine  # as DDP and FSDP learn that a backward has ended
-            end.queue_callback(lambda: self._ended(time.perf_counter() - here.began))
+            end.queue_callback(lambda: self._end(here))
         for stage in sorted(here.away, reverse=True):
             if stage > number - self._slots:
                 for one in reversed(here.away.pop(stage)):
                     one.fetch(self._waits)
+
+    def _end(self, here: _Pass) -> None:
+        if self._device.type == "cuda":  # a wait of launches only: reads were waited for all along
+            torch.cuda.synchronize(self._device)
+        self._ended(time.perf_counter() - here.began)
 
 
 def _storages(tree: Any) -> frozenset[int]:

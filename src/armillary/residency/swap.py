@@ -5,7 +5,6 @@ buffers, the stage's input and output, and what is small stay. A storage is held
 address that was let go is used again.
 """
 
-import mmap
 import threading
 import time
 from collections.abc import Collection
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.residency.tier import Tier
+from armillary.residency.tier import Tier, carry_behind, moment_of
 
 __all__ = ["SMALL_BYTES", "StageSaves", "Stored", "Waits", "storage_of"]
 
@@ -48,7 +47,7 @@ class Stored:
         self._version = tensor._version
         self.takes_left = 0
         self._tier: Tier | None = None
-        self._offset = 0
+        self._place = 0
         self._lock = threading.Lock()
         self._gone, self._back = threading.Event(), threading.Event()
         self._is_wanted = self._is_dropped = False
@@ -56,26 +55,27 @@ class Stored:
 
     def leave(self, tier: Tier, waits: Waits) -> None:
         """To the tier, from now on."""
-        self._tier, self._offset, self._waits = tier, tier.take_place(self.nbytes), waits
-        tier.writes.put(self._write)
+        self._tier, self._place, self._waits = tier, tier.take_place(self.nbytes), waits
+        moment = moment_of(self.device)
+        tier.writes.put(lambda: self._write(moment))
 
-    def _write(self, buffer: mmap.mmap, view: Tensor) -> None:
+    def _write(self, moment: torch.cuda.Event | None) -> None:
         assert self._tier is not None
         flat = self._flat
         if self._is_wanted or self._is_dropped or flat is None:
             self._waits.spared_bytes += self.nbytes
         else:
             try:
-                self._tier.write(flat, self._offset, buffer, view)
+                carry_behind(moment, self._tier.write, flat, self._place)
                 self._waits.moved_bytes += self.nbytes
             except OSError as error:
                 self._error = OSError(
                     error.errno,
-                    f"residency: {self.stage!r} could not be swapped out to {self._tier.folder!r}: {error.strerror}",
+                    f"residency: {self.stage!r} could not be swapped out to {self._tier.where}: {error.strerror}",
                 )
         with self._lock:
             if self._is_dropped or self._is_wanted:  # nothing will be read from there
-                self._tier.give_place(self._offset, self.nbytes)
+                self._tier.give_place(self._place, self.nbytes)
             elif self._error is None:
                 self._refuse_written()
                 self._flat = None
@@ -115,20 +115,21 @@ class Stored:
                 self._back.set()
                 return
             self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        self._tier.reads.put(self._read)
+            moment = moment_of(self.device)
+        self._tier.reads.put(lambda: self._read(moment))
 
-    def _read(self, buffer: mmap.mmap, view: Tensor) -> None:
+    def _read(self, moment: torch.cuda.Event | None) -> None:
         assert self._tier is not None
         flat = self._flat
         if flat is not None:
             try:
-                self._tier.read(flat, self._offset, buffer, view)
+                carry_behind(moment, self._tier.read, flat, self._place)
                 self._waits.moved_bytes += self.nbytes
             except OSError as error:
                 self._error = OSError(
                     error.errno, f"residency: {self.stage!r} could not be read back: {error.strerror}"
                 )
-        self._tier.give_place(self._offset, self.nbytes)
+        self._tier.give_place(self._place, self.nbytes)
         self._back.set()
 
     def take(self, waits: Waits) -> Tensor:
@@ -168,7 +169,7 @@ class Stored:
             self._is_dropped = True
             self._flat = None
             if self._gone.is_set():
-                self._tier.give_place(self._offset, self.nbytes)
+                self._tier.give_place(self._place, self.nbytes)
 
 
 def _written(stage: str) -> RuntimeError:
