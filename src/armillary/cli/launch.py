@@ -1,15 +1,11 @@
 """Starts the workers of a command on this machine, by torch's elastic launcher, and reports how they ended.
 
-The workers run the very command line the user typed; that they are workers they see by RANK in their environment, as
-they do under an outer torchrun, where nothing is launched here. Of several failing workers the one that failed first is
-shown, once; Ctrl-C stops them all with one message.
+The workers run the very command line the user typed. That they are workers they see by RANK in their environment, as
+they do under an outer torchrun, where nothing is launched here. What needs no worker is looked at first (`prepare`), so
+that what is wrong with it is said before any is started. Of several failing workers the one that failed first is shown,
+once; Ctrl-C stops them all with one message.
 
 This is the one file that imports torch.distributed.launcher.
-
-Runs the body of a command where it belongs: here, in workers started here, or as one worker among others.
-
-What needs no worker is looked at first (`prepare`), so that what is wrong with it is said before any is started.
-Whatever goes wrong is said once: by the process the user started.
 """
 
 import json

@@ -1,9 +1,7 @@
 """What `armillary measure` does: times this cluster's links, processors and a model's stages, into files.
 
-Looks at the job it runs in for longer than a start of training does: links, processor, memory, and a model's stages.
-
-Gloo and NCCL are different machines, so a job that has both gets a topology for each. The stages are timed on all
-ranks at once, because ranks that share cores share them in training too.
+It looks longer than a start of training does. Gloo and NCCL are different machines, so a job that has both gets a
+topology for each. Stages are timed on all ranks at once, because ranks that share cores share them in training too.
 """
 
 from collections.abc import Callable

@@ -1,24 +1,11 @@
 """Names that are typed on a command line, found or refused without torch: workloads, methods, files of your own.
 
-Finds a workload: one that comes with the package, by name, or one in a file of the user's, by path.
+Help and refusals must not wait for torch, so names are read off the source as text: a file registers a method of its
+name. A refusal is one line, with exit code 2.
 
-Such a file is a plain module with a function `workload(**options)` (see `session/workload.py` for what it returns) and,
-for `--small` and `verify`, a dictionary SMALL of the options that make it small.
-
-What source files say when read as text: names of workloads and schedules, options of a workload.
-
-To import them takes torch and seconds; help and refusals must not wait for it.
-
-Names of the methods that come with the package, by shelf, read off the source: a file registers one of its name.
-
-The shelves themselves (`plans/registry`) import torch, which takes a second that no refusal of a name should wait for.
-
-Files of the user's own that a command imports first: codecs, exchanges and schedules that register themselves.
-
-They are imported while the command line is read. Workers are given the same command line, so each of them imports the
-same files, before anything is planned.
-
-A command line that cannot be carried out: said in one line, with exit code 2.
+A workload is built in, or a file with a function `workload(**options)` (see `session/workload.py`). For `--small` and
+`verify` it has a dictionary SMALL of options. Files of the user's own that register codecs, exchanges and schedules are
+imported while the command line is read. Workers get the same command line, so each imports the same files.
 """
 
 import ast
@@ -128,7 +115,7 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 PACKAGES = ("armillary.schedules", "armillary.codecs", "armillary.exchanges")
 
-EDGES_ONLY = ("aq_sgd", "same")  # what an edge may be besides a codec (`schedules/edge`)
+EDGES_ONLY = ("aq_sgd", "same")  # what an edge may be besides a codec (`schedules/edges.py`)
 
 
 def schedules() -> tuple[str, ...]:

@@ -1,17 +1,11 @@
-"""Numbers in tiles of one length, and small whole numbers packed into bytes: what several codecs stand on.
+"""What several codecs stand on: tiles of one length, numbers packed into bytes, a choice of a few in every chunk.
 
-A tile never takes part of its scale from another: so pieces cut between tiles are coded as the whole is, bit for bit.
-Scales of 16-bit numbers are taken in float32, or they would be as coarse as the numbers.
+A tile never takes part of its scale from another, so pieces cut between tiles are coded as the whole is, bit for bit.
+Scales of 16-bit numbers are taken in float32, or they would be as coarse as the numbers. Choosing in chunks instead of
+over all numbers keeps the size fixed, and takes a fifth of the time.
 
-So many numbers of every chunk: where they stand, and how long their code is. Codecs that keep a share stand on it.
-
-Chunks instead of one choice over all numbers: the size is fixed, pieces are coded as the whole is, and finding a few
-among a hundred takes a fifth of the time.
-
-Whether all numbers of a tensor are finite: what is not must move no state, so every push and every letter asks.
-
-By the smallest and the largest, both of which are not a number where any is: one pass. `isfinite().all()` took fifteen
-times as long, 6 ms of two million numbers, a sixth of a low-rank push.
+Whether all numbers are finite is seen from the smallest and the largest, in one pass. `isfinite().all()` took fifteen
+times as long, a sixth of a low-rank push.
 """
 
 import math

@@ -1,37 +1,17 @@
-"""Times the requests there are on the links of a job, and fits latency and bandwidth to each.
+"""Times the requests there are on the links of a job, fits latency and bandwidth, and measures how much compute hides.
 
 Requests differ: an all-reduce waits for 2 (N - 1) messages one after another, an all-to-all posts all its pieces at
-once, and backends differ in what they make of either. So each is timed and fitted by itself.
+once. So each is timed and fitted by itself, as training makes them: several in a row after a little compute, without a
+barrier. The first of a row does not count, since ranks come to it one by one. The mean counts, without the slowest
+twentieth: quick requests scatter, and a step makes many. By medians, steps with rows at their owners were forecast at
+half of what they took. Links are timed in use, because many let a burst pass faster than they go on.
 
-Requests are timed as training makes them: several in a row (a look-up's header, ids and rows) after a little compute,
-without a barrier before it. Right after a barrier every rank is awake and waits; after compute ranks come one by one,
-and where they share cores some still wait for one. That wait is compute's, so the first request of a row does not
-count: of 8 ranks on 2 cores a short all-to-all right after compute seemed to take 5 to 7 ms, and one more in a row 3.
-
-Of quick requests one in four takes five times as long as the others (threads that wait for a core). A step makes many
-and pays for these too, so the mean counts, without the slowest twentieth, of as many as pass in some tens of
-milliseconds: of 2 ranks on 2 cores a short all-to-all takes 0.2 ms in the median and 0.6 in the mean. By medians, steps
-with rows at their owners were forecast at half of what they took. Links are timed in use: many (clouds', and every
-token bucket) let a burst pass faster than they go on, and training sends a burst's bytes over and over.
+A request needs a processor too. Where ranks share cores, overlap hides only what the link itself is slow. So what hides
+is measured with all ranks at once (`hidden_share`): the time that compute and requests take together less than one
+after the other, over requests of 20 ms. What a small request costs compute is timed beside compute alone
+(`beside_seconds`). The quicker half of the trials counts: what else a machine does makes one longer and never shorter.
 
 Source: Thakur, Rabenseifner and Gropp (2005) for the messages of a ring.
-
-Times how much of its requests compute can hide in this job, and what a request takes of compute however small it is.
-
-A request needs a processor too: bytes are copied, summed and checked by somebody. Where ranks have cores to spare it
-flies for nothing; eight ranks on two cores get from overlap only what the link itself is slow. What hides is measured,
-with all ranks at once, as the time that compute and requests take together less than one after the other. There are as
-many requests, and as large, as take 20 ms: of one alone that takes one (loopback), the share measured was anything from
-0 to 1. Before each, what a link lets pass faster for a moment is used up: it recovers while ranks compute.
-
-A small request has hardly any bytes to hide, but it is called, it wakes threads, and ranks that share cores wait for
-each other: two ranks on two cores lost 0.3 to 1 ms of compute to each. So compute with small requests in it, each taken
-when the next one starts, is timed beside compute alone.
-
-Of each the quicker half of the trials counts: what else a machine does makes one longer and never shorter. By medians
-of differences the share came out as anything from 0 to 0.8 in one job (two ranks on two cores, loopback), so at most
-0.2; and what a small request takes as 0.4 to 1.5 ms, so 0.5 to 1.0. Every trial delays the start of a training, so
-there are no more than it takes: kinds of requests share the trials of compute alone.
 """
 
 import math

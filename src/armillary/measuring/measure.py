@@ -1,15 +1,10 @@
-"""Measures what this job runs on: which ranks share a node, how fast the links between them are, how fast a rank's
-processor handles rows, how much memory each may hold.
+"""Measures what a job runs on: which ranks share a node, its links, how fast rows are handled, how much memory is free.
 
-It takes a second or two at the start of a job, because a plan is only as good as the links it was priced with; a guess
-is never put in their place. `armillary measure` looks longer.
+It takes a second or two at the start of a job, because a plan is only as good as the links it was priced with.
+`armillary measure` looks longer. Rank 0 says how far it is, since a start of some seconds in silence looks stuck.
 
-The memory that a plan may count on: what is free beside the model that it is made for, and what that holds itself.
-
-A plan is for the model as a whole, so what its weights, gradients and optimizer state take already is no memory lost.
-Buffers are: no forecast counts them.
-
-Measures the links of a job as it starts, and says how far it is: a start of some seconds in silence looks stuck.
+A plan is for the model as a whole, so what its weights, gradients and optimizer state take already counts as free.
+Buffers do not: no forecast counts them.
 """
 
 import itertools

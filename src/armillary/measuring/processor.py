@@ -1,25 +1,15 @@
-"""Times index work on this device: rows gathered out of a table, equal rows merged, rows added into a table.
+"""Times work of this device: rows gathered, merged and added, small tensors in an optimizer's step, and coding.
 
-What `exchanges/owned_rows` does with rows is timed with its own functions, on drawn ids, so that the figures are those
-of the code that will run. All ranks do the same work at once: they share cores, caches and memory in training too.
+The functions of `exchanges/owned_rows.py` and the exchanges' own programs are timed, on drawn ids and with answers that
+come at once. All ranks work at once: they share cores, caches and memory in training too. Where ranks are more than
+cores, a call that is shorter than a turn looks as fast as on an idle machine. So calls are timed in blocks that take
+many turns, and their mean counts.
 
-Where ranks are more than cores they take turns, and a call that is shorter than a turn looks as fast as on an idle
-machine. So calls are timed in blocks that take many turns, and it is their mean that counts, not their median.
+A tensor costs time however small it is: what a transformer stage's bytes take was a third of the optimizer's step, and
+the rest were calls, 40 a tensor with Adam.
 
-Times what a tensor costs however small it is: in an optimizer's step, and as a gradient that a schedule collects.
-
-A stage of a transformer has dozens of parameters of a few kilobytes. What their bytes take at the speed of memory was a
-third of the optimizer's step; the rest were calls, 40 of them a tensor with Adam.
-
-Times what exchanges that are not exact ask of a processor: their own programs, with answers that come at once.
-
-Every other rank is taken to send what this one sends, so that nothing crosses a link and what is left is coding, adding
-and choosing. All ranks do it at once, as in training.
-
-A straight line through measured times: what each of a few amounts costs, none of them less than nothing.
-
-Amounts differ by orders of magnitude (a kilobyte, ten megabytes), so errors are weighed relative to the time itself: a
-plain least squares would hardly see the latency.
+Measured times are fitted by a line without negative costs. Amounts differ by orders of magnitude, so errors are
+relative: plain least squares would hardly see the latency.
 """
 
 import time

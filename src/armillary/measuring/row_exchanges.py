@@ -1,11 +1,8 @@
 """How many workers own each table, found by timing its exchange in this job before the plan is made.
 
-Parallax relaunches the whole job for every number of partitions it tries (EuroSys 2019, partitioning); here a trial is
-a few look-ups and pushes. Rows are drawn evenly, so a trial does not know that some are read more often than others.
-
-Times one pull and push of a table's rows in the running job, for a number of owners that is being considered.
-
-Rows are drawn at random, as many distinct ones per rank as the profile counted; values do not matter to the time.
+Parallax relaunches the whole job for every number of partitions it tries (EuroSys 2019, partitioning). Here a trial is
+a few look-ups and pushes of as many distinct rows per rank as the profile counted. Rows are drawn evenly, so a trial
+does not know that some are read more often than others.
 """
 
 import statistics

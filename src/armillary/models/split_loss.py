@@ -4,11 +4,9 @@ A schedule runs the model stage by stage, so nobody calls `loss(model, batch)` w
 stand-in for the model: one that notes what it is given and stops there, and one that returns the last stage's output.
 What cannot be taken apart like this (a loss that calls the model twice, or reads its weights) is refused beforehand.
 
-The user's autocast, entered again: a micro-batch's forward may run after the step that handed it in has returned.
-
-Forward and loss of a step run under the autocast that was on when it was handed in, whoever calls the runtime when they
-are due; backward and the optimizer run without, as torch recommends. Casts of weights are kept within one stage's
-forward only: torch keeps them until the outermost region ends, which here might be the whole training.
+Forward and loss run under the autocast that was on when the step was handed in, whoever calls the runtime when they are
+due. Backward and the optimizer run without, as torch recommends. Casts of weights are kept within one stage's forward
+only: torch keeps them until the outermost region ends, which here might be the whole training.
 """
 
 import copy

@@ -1,18 +1,11 @@
 """The structure of values and of models: nests, marks, stages by path, and balanced cuts.
 
-Any nest of values taken apart into leaves, and put together again: torch's pytree, and dataclasses besides.
+Nests are torch's pytree, and dataclasses besides: many models return one that nobody registered, and to register it
+here would change torch for the whole process. A mark says what is being done to a model, so that what does not go with
+it can refuse by name.
 
-Torch opens tuples, named tuples, lists, dicts and what libraries have registered. Many models return a dataclass that
-nobody registered; to register it here would change torch for the whole process.
-
-What is being done to a model, marked on it, so that what does not go with it can refuse by name.
-
-The stages of a model: modules given by their paths, and when a forward pass is inside which.
-
-Parameters belong to stages, and costs are counted by stage, so both must agree on what a stage is. Work done
-outside every stage (the loss, the glue) belongs to the stage "".
-
-Where to cut a chain into stages so that the dearest stage is as cheap as can be.
+Stages are modules given by their paths. Parameters belong to stages and costs are counted by stage, so both use
+`stage_of`. Work outside every stage (the loss, the glue) belongs to the stage "".
 
 Source: the balanced cut is torchgpipe's (Kim et al., 2020), by exact search instead of heuristic.
 """

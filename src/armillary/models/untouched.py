@@ -1,14 +1,10 @@
 """A look at a model that leaves it as it was, and the bytes of the tensors made meanwhile.
 
-Runs a model for a look at it and leaves it as it was: weights, gradients, buffers, attributes, random
-streams.
+Profiling runs real training steps before training begins. The training that follows must not be able to tell: weights,
+gradients, buffers, attributes and random streams are put back.
 
-Profiling runs real training steps before training begins; the training that follows must not be able to tell.
-
-Bytes of the tensors that are made inside and still alive: now, and the most there were.
-
-Every operation's results are seen, in backward too. What a kernel needs for itself while it runs is not (im2col of a
-convolution, a library's scratch), nor what another thread makes. Works alike for every device and allocator.
+Bytes count every operation's results, in backward too. What a kernel needs for itself is not seen (im2col of a
+convolution, a library's scratch), nor what another thread makes. It works alike for every device and allocator.
 
 Source: torch.distributed._tools.mem_tracker, which is private, does the same by module.
 """

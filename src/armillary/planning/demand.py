@@ -3,7 +3,7 @@
 Names are looked at before anything is run: the command line does so before torch is imported, from lists of its own.
 Whether a demand can be honoured is for `constraints` to say.
 
-By which rule a plan is made: of what can be priced the cheapest, or Parallax's own (`parallax.py`).
+By which rule a plan is made: of what can be priced the cheapest, or Parallax's own (`partition_search.py`).
 
 Source: Kim et al., Parallax (EuroSys 2019).
 """

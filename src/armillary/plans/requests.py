@@ -1,7 +1,7 @@
 """The requests an exchange may make of the other workers. Each is a value; none of them communicates.
 
 An exchange is written once, as a program that yields these (`exchanges/exchange.py`). Three readers give them
-meaning: `runtime/transport` carries them over torch.distributed, `reference/lockstep` answers them for N ranks in one
+meaning: `transport/` carries them over torch.distributed, `reference/lockstep` answers them for N ranks in one
 process, and `planning/pricing` turns them into seconds.
 
 Every request names its *scope*, the set of ranks it concerns: all of them (`world`), the ranks of one node (`node`),

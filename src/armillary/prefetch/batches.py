@@ -1,18 +1,14 @@
 """The batches of a loader, of which a few may be drawn before their turn, so that prefetch knows what comes.
 
-Drawing early must change nothing, and a loader can be anything. So the first draws are made at their turn and watched:
-a loader that moves a global random state, or writes into the batch it gave before, is never drawn early. Nor is one
+Drawing early must change nothing, and a loader can be anything. So the first draws are made at their turn and watched.
+A loader that moves a global random state, or writes into the batch it gave before, is never drawn early. Nor is one
 that tells its place (`state_dict`): a loop that saved it would skip a batch after a resume.
 
-Whether a loader is torch's own over data that are there: then a batch does not hang on when it is drawn.
+Prefetch may be taken by price over torch's own loader of a map-style dataset (`is_plain_loader`). A user's own
+iterable, sampler or subclass may look at what the loop did between two batches, which no watch sees.
 
-Over such a loader prefetch may be taken by price. A user's own iterable, sampler or subclass may look at what the loop
-did between two batches, which no watch sees; over those prefetch has to be asked for.
-
-This worker's share of a loader that gives the same batches on every worker, epoch after epoch.
-
-It is as long as a loader is, and begins anew as one does, so that progress bars and learning-rate schedules find their
-length. The loader may shuffle, from one seed on all workers.
+A `Shard` is a worker's share of a loader that gives the same batches on every worker. It has the length of its epochs,
+so that progress bars and learning-rate schedules find it. The loader may shuffle, from one seed on all workers.
 """
 
 import random

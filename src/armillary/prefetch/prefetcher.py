@@ -1,7 +1,7 @@
 """Prefetch: what the next batches will look up is asked for beforehand, so that a forward finds its rows there.
 
 Requests are made only right after a round in which every rank said it is idle, so their order is the same everywhere
-(design law 8) whatever ranks do in between. Such a moment is when the loop gets a batch. For a batch b:
+(design law 8). Such a moment is when the loop gets a batch. For a batch b:
 
     b - 3 begins      what the rank will look up in b is predicted, while rows are on their way
     b - 2 begins      counts have come with the round itself; ids leave
@@ -9,30 +9,20 @@ Requests are made only right after a round in which every rank said it is idle, 
     b - 1 begins      those rows leave                                                           (tables that send rows)
     b begins          all other rows leave; they arrive while the forward runs
 
-What leaves at one moment, of whatever tables, is one message to each rank (`coalesced.py`): ids, early rows; masks go
-with the headers of the round. So are late rows with the ids where they are few; else each table's go by themselves, in
-the order in which a forward reads, since it waits for them, and the ids go with the first.
+What leaves at one moment, of whatever tables, is one message to each rank (`transport/scopes.py`). Masks go with the
+headers of the round. Late rows go with the ids where they are few; else each table's go by themselves, in the order in
+which a forward reads.
 
-A look-up that finds its rows here costs no round. The next idle round says which were found (`seal`), since only
-their gradients may be pushed; one that some ranks predicted in vain is asked for anew by those that made it. Nothing
-depends on a prediction being right: a look-up that was not predicted is made as ever (`look_ups.py`); rows that moved
-after they were sent, because of such a look-up, are sent again, and the table sends none before the step any more.
+A look-up that finds its rows here costs no round. The next idle round says which were found (`seal`), since only their
+gradients may be pushed. One that some ranks predicted in vain is asked for anew. Nothing depends on a prediction being
+right: a look-up that was not predicted is made as ever (`tables/lookups.py`). Rows that moved after they were sent are
+sent again, and the table sends none before the step any more.
 
 Bitwise equality with no prefetch rests on this: a row is read after the last step that moves it and before the next,
 and gradients of one rank and table stand in the order of the program. So rows are used only while neither a step nor a
-load has moved the table, and a look-up is served from here only if none of its table was made elsewhere before it in
-this batch.
+load has moved the table, and only if no look-up of their table was made elsewhere before in this batch.
 
 Source: the idea is BagPipe's (Agarwal et al., SOSP 2023) and EmbRace's (Li et al., ICPP 2022).
-
-What this rank predicts to look up a few batches from now, worked out beforehand and announced to the others.
-
-It is worked out while rows of the batch at hand are on their way and nothing else is to be done. When the next batch
-begins, and every rank waits for every other, it lies ready.
-
-One predicted look-up on its way, on every rank: those that predict to make it and those that only serve.
-
-Which rows of a table moved since rows of it were sent before a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,15 +1,10 @@
 """One training step of a model under watch, and a few by the clock: what a profile takes from running it.
 
-Every reader and every gradient of the step is seen here; what they add up to is the profiler's business.
-
-Times a model's stages on all ranks at once, because ranks that share cores share them in training too.
-
-A rank alone on a machine finds all of its cores and caches idle. Every rank steps on a batch of its own, in rounds that
-all begin together, so long that ranks that are more than cores are seen to take turns. A round has as many steps on
-every rank, so that a model with collectives of its own makes as many everywhere: it is as long as the rank
-that took longest in it, as every step of training is: two ranks that were held up now and then, by turns, took 302 ms
-in the median each, and 321 when the slower one of each step was counted. The middle half of the rounds counts: what
-else the machine did in some of them is no part of a step.
+Stages are timed on all ranks at once, because ranks that share cores share them in training too. Every rank steps on a
+batch of its own, in rounds that begin together and are long enough that ranks take turns on the cores. A round has as
+many steps on every rank, for models with collectives of their own. It is as long as its slowest rank took: two ranks
+that were held up by turns took 302 ms in the median each, and 321 so counted. The middle half of the rounds counts:
+what else the machine did is no part of a step.
 """
 
 import math
@@ -164,7 +159,7 @@ def timed_step(model: nn.Module, batch: Any, loss: Loss, paths: Sequence[str], t
     """One step by the clock: (forward, backward) seconds by stage; what is outside all stages is one, too.
 
     Args:
-        tables: names of parameters that owners could hold; their look-ups end at rows (`gathered_rows.py`), unless the
+        tables: names of parameters that owners could hold; their look-ups end at rows (`stages.py`), unless the
             model asks more of one than an owned table answers: then the step is timed as it is.
     """
     return _gathering(model, tables, lambda: _timed_step(model, batch, loss, paths))

@@ -1,22 +1,14 @@
-"""Profiles a model: runs a few real batches through it and writes down what training it on many workers
-depends on.
+"""Profiles a model: runs a few real batches through it and writes down what training it on many workers depends on.
 
-The first batch is run forward and backward under watch; the others forward only, because they can add reads
-and look-ups but not stages. Nothing the training could notice is left behind.
+The first batch is run forward and backward under watch, the others forward only: they add reads and look-ups, but no
+stages. Nothing that training could notice is left behind.
 
-Source: Parallax (Kim et al., EuroSys 2019), whose graph transformation reads the sparsity off the gradient's
-type.
+`split_trial` tries on a float64 copy whether loss and gradients are the means over a batch's parts, which schedules
+with micro-batches need. `watched_profile` is made from steps of a loop's own training instead. There one stage stands
+for the whole model, its times include the watching, and parts of a batch were not tried.
+
+Source: Parallax (Kim et al., EuroSys 2019), whose graph transformation reads the sparsity off the gradient's type.
 Departure: alpha is measured on batches given by the user, where the paper leaves open how it is obtained.
-
-Whether a batch may be cut into micro-batches: tried on a float64 copy of the model, not assumed.
-
-Schedules that cut a batch are exact only if its loss and gradients are the means over its parts. A sum over tokens,
-batch statistics or a term that compares samples break that, and no reading of the code would show it.
-
-The profile of a model from steps of its own training: what all ranks saw, put together.
-
-One stage stands for the whole model, as nobody may hang hooks on the user's modules for long; its times include the
-watching. What a batch's parts would do was not tried.
 """
 
 import copy

@@ -1,16 +1,12 @@
 """Watches every tensor operation of a step and says how each parameter is read: by row, whole, or never.
 
-What module a parameter sits in, and whether it says `sparse=True`, is not trusted: only the operations that
-touch its storage are. So bare parameters, sampled softmax and tied weights are named rightly without the
-user's help. Values never make a parameter sparse.
+Only operations that touch a parameter's storage count, not its module or `sparse=True`. So bare parameters, sampled
+softmax and tied weights are named rightly. Values never make a parameter sparse. Rows are counted from ids, and repeats
+inside a worker's batch are merged first, as the exchanges do.
 
-Source: Parallax (Kim et al., EuroSys 2019) tells sparse from dense by the type of the gradient in a static
-graph; eager PyTorch has neither, hence a dispatch mode. Departure: a tied table that is also read whole
-counts as "both", where the type of the gradient would call it sparse.
-
-How often real batches ask for which rows of a table: alpha, the hottest rows, the load of each owner.
-
-Counts come from ids alone. Repeats inside a worker's batch are merged first, as the exchanges do.
+Source: Parallax (Kim et al., EuroSys 2019) tells sparse from dense by the type of the gradient in a static graph. Eager
+PyTorch has neither, hence a dispatch mode. Departure: a tied table that is also read whole counts as "both", where the
+type of the gradient would call it sparse.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,23 +1,11 @@
-"""What a stage of a model takes, and how a table read by row stands in while it is timed.
+"""What a stage of a model takes in one step: seconds, operations, and activations kept for backward.
 
-How long each stage of a model takes in one step, forward and backward.
+Seconds are taken apart from operations, because counting slows a pass down. Schedules weigh stages by their operations,
+and their memory is the activations that wait for a backward.
 
-Kept apart from the counting of operations, because counting slows a pass down.
-
-What a forward pass of each stage costs: floating point operations, and activations kept for the backward
-pass.
-
-Schedules weigh stages by their operations, and their memory is the activations that wait for a backward pass.
-
-A table that is still whole, behind a handle that can only be read by row.
-
-Stands in for the rows of owners before there are any, while a step is timed.
-
-Tables whose look-ups end at the rows they bring, as when owners hold them: for a step by the clock.
-
-The gradient of a whole table costs a pass over all of it, and fresh memory of its size: of two tables of 400 MB ten
-times the rest of the step. Only plans that keep such a table whole pay that (`planning/pricing.py`), so a stage's time
-is without.
+A table read by row is timed behind a handle whose look-ups end at the rows they bring, as when owners hold them. The
+gradient of a whole table costs a pass over all of it: of two tables of 400 MB ten times the rest of the step. Only
+plans that keep such a table whole pay that (`planning/pricing.py`).
 """
 
 import time

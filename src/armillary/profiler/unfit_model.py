@@ -1,11 +1,10 @@
 """What speaks against a model as it is handed in, whatever the plan: wrapped, compiled, or at work in another run.
 
-A wrapper exchanges gradients itself, or keeps weights elsewhere; it would wait for ranks that do not come, or train
+A wrapper exchanges gradients itself, or keeps weights elsewhere. It would wait for ranks that do not come, or train
 twice on what another exchange has touched. Wrappers are known by the names of their classes, so that none is imported.
 
-Whether a model makes collectives of its own in its forward (batch statistics over ranks, say).
-
-Such a model must make as many forwards on every rank: where one rank looked at it alone, it would wait for ever.
+A model that makes collectives in its forward (batch statistics over ranks, say) must make as many forwards on every
+rank, or one would wait for ever (`makes_collectives`).
 """
 
 import weakref

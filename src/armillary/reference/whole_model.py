@@ -1,19 +1,13 @@
 """Truths that start from the user's whole model, and stages held beside it.
 
-The truth of an exact schedule: `loss(model, batch)` of the user's own model, one micro-batch after the other.
+`WholeModel` is `loss(model, batch)` of the user's own model, one micro-batch after the other. It knows no stage, so it
+shares no fault with what cuts a model. Running statistics are kept by replica, since replicas with data of their own do
+not tell each other theirs.
 
-It knows no stage: nothing of it can share a fault with what cuts a model. Running statistics are kept by replica, since
-replicas that have data of their own do not tell each other theirs.
-
-A stage that learns from a loss of its own, at weights of a given version: its output, and that loss.
-
-The loss may have weights in the stage, those of a head. So both are made in one call, which reads the same version.
-
-Stages beside the model that they were cut from: what both return, their loss, every gradient and every buffer.
-
-Where a meaning exists only at a cut (coded edges, weights of several ages, losses of a stage's own), the truth is a
-loop over stages. It counts only where those stages, one after the other in one process, without codes and staleness,
-do what `loss(model, batch)` does. Both draw the same random numbers, in the order of their operations.
+Where a meaning exists only at a cut (coded edges, old weights, losses of a stage's own), the truth is a loop over
+stages. It counts only where those stages, without codes and staleness, do what `loss(model, batch)` does:
+`beside_whole` compares output, loss, every gradient and every buffer. Both draw the same random numbers, in the order
+of their operations.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

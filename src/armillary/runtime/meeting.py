@@ -1,15 +1,13 @@
-"""Weights that cross the ranks: groups whose replicas differ meet, before the optimizer's step or after it.
+"""Weights that cross the ranks where replicas differ: meetings, and the mean that the model is meanwhile.
 
-Nothing else is asked of the ranks then, so that an exchange with neighbours only waits for no one else. A rank looks at
-its own weights before they leave: what is not finite would reach everybody's.
+Groups meet before the optimizer's step or after it. Nothing else is asked of the ranks then, so an exchange with
+neighbours waits for no one else. A rank looks at its own weights before they leave: what is not finite would reach
+everybody's.
 
-What the model is while replicas differ: the mean of all ranks' weights, and of what the optimizer keeps for them.
-
-Replicas differ where an exchange carries weights or does not push in every step. Training goes on from each rank's own;
-whoever looks from outside (a checkpoint opened elsewhere, an export, an evaluation) sees the mean, summed in the order
-of ranks, so that every rank computes the same bits. Where all ranks have one number, that is the mean, whatever a sum
-of three would be rounded to. Each rank's buffers are of its own weights: those that float are averaged too; of whole
-numbers (batches seen) there is the largest.
+Training goes on from each rank's own weights. Whoever looks from outside (a checkpoint, an export, an evaluation) sees
+the mean, summed in the order of ranks, so that every rank computes the same bits. Where all ranks have one number, that
+is the mean, whatever a sum would be rounded to. Buffers that float are averaged too; of whole numbers (batches seen)
+the largest is taken.
 """
 
 import math

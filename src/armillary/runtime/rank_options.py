@@ -3,13 +3,11 @@
 Ranks whose loops go different ways pair the wrong exchanges, and nothing else would show it. It is three whole numbers
 to every other rank, asked for before the first group leaves and read when all have landed, so nobody waits for it.
 
-A rank whose backward reaches no parameter takes part in its `optimizer.step()` only. What the others do to their
-gradients in between, clipping, say, it cannot do. So before such a step ranks tell whether they did anything.
+A rank whose backward reaches no parameter takes part in its `optimizer.step()` only, and cannot clip, say, as the
+others do. So before such a step ranks tell whether they changed their gradients.
 
-Options of an optimizer's groups (learning rate, weight decay), as ranks compare them: by a number, then in words.
-
-Ranks that step by other options come apart, and nothing else would say so. Schedulers on unlike processors may round
-otherwise, so the number is of what is left after rounding, and the words judge by how far options are apart.
+Ranks that step by other options come apart. Schedulers on unlike processors may round differently. So options are
+compared by a number after rounding, and where that differs by how far they are apart.
 """
 
 import zlib

@@ -1,14 +1,11 @@
 """Whether what every rank should hold alike still is alike: checksums of parameters, then values where these differ.
 
 After an exchange every rank holds the same gradient, takes the same step and so has the same weights. Nothing else
-would show that this has ended: each rank would train on, away from the others. So it is looked at now and then in a
-loop, and whenever weights leave a run. What a plan lets differ is not among what is compared.
+would show that this has ended. So it is looked at now and then in a loop, and whenever weights leave a run. What a plan
+lets differ is not compared.
 
-A model's buffers (running statistics, counters): rank 0's reach all ranks once a step, as DDP's do.
-
-Each rank's own batches move them, so without this ranks would evaluate differently, and rank 0's would be saved. Where
-rank 0 has run out of data they are those of the first rank that has some. They travel as bytes that one rank fills, so
-that whole numbers and the sign of zero arrive as they are.
+Buffers (running statistics, counters) are rank 0's on all ranks once a step, as in DDP, or those of the first rank that
+still has data. They travel as bytes that one rank fills, so that whole numbers and the sign of zero arrive as they are.
 """
 
 import warnings

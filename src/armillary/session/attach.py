@@ -1,8 +1,8 @@
 """Puts a plan to work on a model and its optimizer; the user's training loop stays as it was.
 
-`attach` refuses what it cannot carry out, before the first step: a plan for another model or number of workers, ranks
-that hold different plans or models, an optimizer that mixes rows on a row-sharded table. What it refuses is left as it
-was. Who takes the steps is the driver's that the plan's schedule names (`drivers.py`).
+`attach` refuses what it cannot carry out before the first step, and leaves model and optimizer as they were. Refused
+are a plan for another model or number of workers, ranks with different plans or models, and an optimizer that mixes
+rows of a row-sharded table. The driver that the plan's schedule names takes the steps (`drivers.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,8 @@
-"""What a schedule took over of a model and its optimizer, as it was then: a step reads it as long as the run is open.
+"""What a user changed between two steps of a run whose schedule owns the loop, refused before the step begins.
 
-Stages, groups and messages were built for it. So what a user changes between two steps no step would hear of, or only
-some of it. It is compared before a step begins, so a refused step leaves the run as it was: it can be saved and closed.
-
-Micro-batches that ranks of one replica hand in: each is given all of them, and all the same.
+Stages, groups and messages were built for model and optimizer as they were. A step would miss a later change, or see
+only some of it. A refused step leaves the run as it was: it can be saved and closed. Micro-batches are compared too:
+all ranks of a replica must be given the same.
 """
 
 import warnings

@@ -1,26 +1,19 @@
 """A run's forecast beside what was measured, group by group, and whether the two agree within a band.
 
-Bytes and memory of a group are the run's means over workers. Seconds of a group are those its requests were in flight,
-which depends on what hides them: so the forecast plays the plan against a clock (`planning/simulator`), on which all
-ranks ask at once, and the measured ones count from when the last rank had asked (`Trace.joint_seconds`).
+Bytes and memory of a group are the run's means over workers. Seconds of a group are those in which its requests were in
+flight, which depends on what hides them. So the plan is played against a clock (`planning/simulator.py`), and measured
+seconds count from when the last rank had asked (`Trace.joint_seconds`).
 
-Under a schedule whose instructions are played (`planning/staged_clock`) each edge has a line too, letters both ways:
-bytes and seconds from the trace. They are a part of the group that is charged with what its stage sends. Memory of such
-a group is shown without a band, since the plan counts its gradient, which is gone between two steps.
+Steps of a run are not alike. So a group's seconds are the *middle half* of its steps, first to third quartile. They are
+inside where the forecast lies within the band of that stretch. The whole step is held to its median, or to the median
+of means over a period.
 
-Steps of a run are not alike: what crosses competes with compute for processors, and a group takes 5 ms in one step and
-7 in the next while the step's own time holds. So a group's seconds are a stretch, the *middle half* of its steps (first
-to third quartile): they are inside where the forecast lies within the band of that stretch. The whole step is held to
-its median; where something happens every so many steps, to the median of means over that many.
+Edges of a schedule have lines of their own, messages both ways. They are a part of the group that is charged with what
+the stage sends. Memory of such a group has no band: the plan counts its gradient, which is gone between two steps.
 
-Memory of the step is that of its tensors in its fullest moment: forecast from a plain step that the profile watched in
-one process, measured in a step of the run. What the process needs beside tensors (scratch memory of libraries, gloo's
-buffers, what the allocator keeps) nobody forecasts; it is shown without a band. Of a script's run both are unknown.
-
-What a script leaves for `armillary compare`: its plan, what that was made from, a trace, the figures of a report.
-
-The most that tensors take in a step is not among it: to count that, every operation of a step is looked at, which is
-done in the steps of `armillary train` and not in those of somebody else's loop.
+Memory of the step is the peak of its tensors, forecast from a plain step in one process. What the process needs beside
+tensors has no forecast and no band. A script's run (`kept_report`) measures neither, since every operation of a step
+would have to be looked at.
 """
 
 import json

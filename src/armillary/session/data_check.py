@@ -3,13 +3,9 @@
 Ranks that see the same data learn as much as one of them. Ranks whose loaders shuffle apart see some samples twice and
 others never. The loss falls all the same, so nothing else would tell.
 
-Compared at the end of a backward, a moment that all ranks share: what the first steps were given, and at steps 1, 2, 4,
-8, ... how every pass of a shard over its loader began. The verdict is the same on all ranks. Sums stand for values.
-
-As many batches on every rank: one whose data have run out repeats its last batch, which counts for nothing.
-
-Where weights meet, a rank without data would count all the same, and to ask every step who has some would make ranks
-wait that are meant to train alone. So there all must have as many, which is asked once.
+The first batches, and the beginning of each pass of a shard over its loader, are compared at the end of the backwards
+1, 2, 4, 8, ... Sums stand for values, and the verdict is the same on all ranks. Loaders of different lengths are evened
+out, or refused where weights meet (`even_batches`).
 """
 
 import warnings

@@ -1,23 +1,21 @@
-"""A loop of the user's own, one step late: autograd and the optimizer say what happens, instead of a list.
+"""A user's own loop whose updates are one step late, driven by autograd and the optimizer instead of a list.
 
     for batch in batches:                                    # this worker's own
         loss(model(batch.inputs), batch.target).backward()   # .grad is now the mean gradient of the step before
         optimizer.step()                                     # applies it, with the learning rate of the step before
         scheduler.step()
 
-It carries out what the interpreter does for a schedule of one stage whose every update is a step late: a backward is
-`REDUCE` and `B`, `optimizer.step()` the `UPDATE` of the step before. The groups are the same `Reducer`'s. The first
-step has nothing to apply. Weights are read at one age only, so there is one version.
+It does what the interpreter does for a schedule of one stage whose every update is a step late. A backward is `REDUCE`
+and `B`, `optimizer.step()` the `UPDATE` of the step before, and the groups are the same `Reducer`'s. The first step has
+nothing to apply.
 
 Note [Order]. A wait is always for what every rank launched in its last step, so nobody waits in a circle.
 
-No GradScaler: its scale would be another step's. No change of `.grad` in the loop: the last step's gradients are
-applied where there is no loop (a checkpoint, the end), so what is done to them is said beforehand.
+A GradScaler is refused: its scale would be another step's. So is a changed `.grad`, since the last gradients are
+applied where there is no loop (a checkpoint, the end).
 
 Source: Pipe-SGD (Li et al., 2018) with width two; delayed parameter update (ZeRO-Offload, Ren et al., 2021). Departure:
-the rate is that of the gradient's step.
-
-What carries out a schedule that leaves the model whole behind the user's own loop, where nobody gave the loss.
+the learning rate is that of the gradient's step.
 """
 
 import copy

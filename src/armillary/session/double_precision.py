@@ -1,19 +1,10 @@
-"""A workload in float64, where rounding cannot hide a fault.
+"""A workload in float64 on MKL's reproducible mode, under plans that force one exchange: what `verify` compares.
 
-MKL's reproducible mode, in which a matrix product does not hang on where in memory its operands begin.
-
-Without it a product of the same values may round otherwise at another address (of 120 matrix-vector products in float64
-73 did, torch 2.13 on AVX-512), so two runs of one rule may differ in a bit, and no fault is there. With it no product
-did. COMPATIBLE, since it is the mode that every x86 processor has. More threads still add up in another order: whoever
-compares bits gives both sides as many.
-
-MKL reads the variable at a process's first product and never again.
+In float64 rounding cannot hide a fault. Without MKL's reproducible mode a product of the same values may round
+differently at another address: 73 of 120 matrix-vector products did (torch 2.13, AVX-512), and none with it. More
+threads still sum in another order, so both sides of a comparison need as many.
 
 Source: Intel oneMKL Developer Guide, Obtaining Numerically Reproducible Results.
-
-Plans that nobody chose by price: every parameter by one given exchange, wherever that exchange can carry it.
-
-`verify` holds each exchange against one process with them, and they are what a priced plan is compared with.
 """
 
 import math

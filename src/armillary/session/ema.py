@@ -1,20 +1,14 @@
-"""A run evaluated on held-out batches, and a moving average of its parameters.
+"""Evaluation on held-out batches, and `run.ema(decay)`, a moving average of all parameters.
 
-`run.ema(decay)`: an exponential moving average of all parameters, tables whose rows are spread among them.
+Every rank evaluates its share, and the sums are added up over ranks. What ranks of one replica say of the same batches
+counts once. Batches are compared by their bytes, since a user may divide them otherwise than `run.shard` does.
 
-`torch.optim.swa_utils.AveragedModel` copies the model, which such a table does not allow; this averages where the
-values are, and gives the same numbers (`average.py`).
+The model is evaluated whole. Where edges are coded, a stage's first module reads what decoding would give
+(`Codec.meaning`). Of a traced model, what skips that module is not coded. Which values training codes is found before
+training begins, since evaluation has no gradients.
 
-Evaluates a model on held-out data: every rank takes its share, the sums are added up over ranks.
-
-Ranks that hold stages of one replica train on the same batches, so `run.shard` gives them the same held-out ones, too.
-What they say of those counts once. Whether data is the same is seen in its bytes, as a user may divide it otherwise.
-
-Evaluation under coded edges: what the first module of a stage reads has crossed its edge, as in training.
-
-The model is evaluated whole, so nothing crosses; what decoding would give stands in its place (`Codec.meaning`). A
-stage's first module shows its edge: of a chain of modules all of it, of a traced model all but what skips that module.
-Without gradients nobody sees which values are coded in training, so that is looked at before training begins.
+`torch.optim.swa_utils.AveragedModel` copies the model, which a row-sharded table does not allow. The average here has
+the same values, computed where the parameters are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

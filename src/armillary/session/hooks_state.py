@@ -1,13 +1,9 @@
-"""What a user's loop has learnt, besides rows, and how many bytes it holds.
+"""The state of a plan behind the user's own loop: its groups on this rank, and what is checked at each optimizer step.
 
-An optimizer's `zero_grad` that is heard of: torch has no hook for it.
-
-Gradients of spread rows that accumulate lie in look-ups, where no optimizer sees them.
-
-What carries out the groups of a plan on this rank, behind the user's own loop: made from a plain model and
-optimizer, at attach and whenever a run moves to another plan.
-
-What an optimizer may not come to hold, or to be told, while a run is open: found when it is about to step.
+`units_of` makes the groups from a plain model and optimizer, at attach and whenever a run moves to another plan. An
+optimizer that is about to step is refused parameters that the plan does not know, and options under which a window is
+no longer exact. `zero_grad` is listened to, because gradients of row-sharded tables accumulate in look-ups that no
+optimizer sees.
 """
 
 import weakref

@@ -1,12 +1,8 @@
-"""What carries out every schedule's list of instructions: pipelines, rings, stages on one device or on several.
+"""Carries out every schedule's list of instructions: pipelines, rings, stages on one device or on several.
 
-Losses that one process knows, told to all: a small message a step, taken some steps later, so that nobody waits.
-
-In a pipeline the last stage alone sees the losses of a step, mostly a step after it was handed in. It sends them as
-they come; the others post a receive before each step and look at it `lag` steps later, when it has long been there. The
-one that knows gives them out no sooner: a loop that stops by its losses must stop at the same step on every process.
-
-What a process holds between two steps under a schedule that owns the loop, by group of the plan.
+In a pipeline only the last stage knows the losses of a step (`ToldLosses`). It sends them as they come. Every rank, the
+last stage included, returns them `lag` steps later, so a loop that stops by its losses stops at the same step
+everywhere, and nobody waits.
 """
 
 from collections import deque

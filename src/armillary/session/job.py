@@ -1,12 +1,8 @@
-"""What carries a plan out, whatever its schedule: what a `Run` and all that it calls ask of it.
+"""What a `Run` asks of whatever carries a plan out, and what is to be trained, as data.
 
-What is to be trained, as the user gave it to `attach`.
-
-A moving average of a run's parameters, as data: what this rank holds of it.
-
-The rule is that of `torch.optim.swa_utils.get_ema_multi_avg_fn`: the first update copies, every later one moves the
-average by 1 - decay towards the parameter. It is element-wise, so an owner averages its rows and asks nobody. Rows of
-averages stand with their table (`RowTable.averages`), and are moved, saved and loaded as its own rows are.
+A moving average (`Average`) follows `torch.optim.swa_utils.get_ema_multi_avg_fn`: the first update copies, each later
+one moves the average by 1 - decay towards the parameter. It is element-wise, so an owner averages its rows and asks
+nobody. Those rows stand with their table (`RowTable.averages`), and are saved and loaded as its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,10 +1,8 @@
 """Puts what was saved into a run, whatever plan and number of workers it was saved under.
 
-Everything is opened, checked against the model and the optimizer, and agreed on by all ranks before the first value
-is overwritten: a checkpoint that does not fit leaves the run as it was.
-
-Puts what was saved into a run whose schedule owns the loop: model and optimizer become plain, take it in, and the
-engine is built anew on the same connections.
+Everything is opened, checked against model and optimizer, and agreed on by all ranks before the first value is
+overwritten. A checkpoint that does not fit leaves the run as it was. Where the schedule owns the loop, model and
+optimizer become plain first, and the engine is built anew on the same connections.
 """
 
 import warnings

@@ -1,18 +1,12 @@
-"""How long what crossed in the steps of a trace was in flight, by group and by edge: since the last rank had asked.
+"""Seconds in flight and bytes, by group and by edge: expected of a plan, and measured in a trace.
 
-Steps of a run are not alike: what crosses competes with compute for processors. So of a group there is the middle half
-of its steps; of one that is not pushed in every step, the mean over each stretch from one push to the next.
+Measured seconds count from when the last rank had asked. Of a group there is the middle half of its steps. Of one that
+is not pushed in every step there is the mean over each stretch from one push to the next. A message of an edge is in
+flight from when both sides had asked to when one saw that it was over. Each replica is a pipeline of its own, and
+seconds are the mean over pipelines.
 
-What crossed the edges of a schedule in the steps of a trace, step by step.
-
-A letter is in flight from when both sides had asked to when one of them saw that it was over, as the clock has it
-(`planning/staged_clock`). Ranks of different replicas exchange letters of the same names: each replica is a pipeline
-of its own, and seconds are the mean over pipelines.
-
-What a run of a plan is expected to send and hold, and how long that is in flight: by group, by edge, and of a step.
-
-Seconds are those of the plan played against a clock, since they depend on what hides them. Bytes and memory are the
-plan's own. A report in the run and a comparison of its folder afterwards both take these.
+Expected seconds are those of the plan played against a clock, since they depend on what hides them. Bytes and memory
+are the plan's own.
 """
 
 import math

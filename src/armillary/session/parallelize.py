@@ -1,9 +1,7 @@
 """The short way: measure, profile, plan and attach in one call, for a script that has its own loop; and its parts.
 
-The random state of a script, which planning draws from and leaves as it found it.
-
-A model's dropout and a loader's shuffling draw from generators that the whole script shares. A training that follows
-must draw what it would have drawn without a plan.
+Planning draws from the script's random state and puts it back (`unmoved`). So dropout and shuffling draw what they
+would have drawn without a plan.
 """
 
 import random

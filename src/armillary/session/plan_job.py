@@ -1,6 +1,7 @@
 """Measures the job, profiles a model on real batches and plans its training: on rank 0, for everyone.
 
-A workload whose model has what a schedule wants besides: heads, for stages that learn from losses of their own.
+A workload gets what its schedule wants besides, such as heads for stages that learn from losses of their own
+(`prepared`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

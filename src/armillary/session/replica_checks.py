@@ -1,20 +1,14 @@
 """What is asked of all ranks about their values: finite gradients, health of exchanges, replicas alike.
 
-Whether gradients are finite: each rank looks at its own before they leave, and all hear of it when they have landed.
+Each rank looks for values that are not finite before gradients leave. After an exchange every rank holds them, and
+nobody could say whose they were. It costs one look at every gradient and one request of 8 bytes a backward. A
+GradScaler skips a step on every rank where any rank's gradients are not finite.
 
-After an exchange every rank holds a value that is not a number, the weights of all follow, and nobody can say any more
-whose it was. Costs one look at every gradient and one request of 8 bytes a backward.
+Health of a group that is not exact: the share that is sent, the residual beside the weights, and exchanges in vain. It
+tells that a method suits a group badly long before the loss does.
 
-A GradScaler whose ranks agree: every rank skips a step that any rank's gradients (or owned rows) made non-finite.
-
-How a group that is not exact fares: how much of it is sent, how much waits, and how often it was sent in vain.
-
-What waits for long is old when it arrives. A residual that grows beside the weights, or a density that does not come
-down, says that a method suits a group badly, long before the loss does.
-
-Whether ranks hold alike what a plan keeps alike, asked where weights leave a run: save, export, evaluate, close.
-
-Complete there, at the cost of one pass over the parameters; a loop's own steps cannot pay for that (`in_step.py`).
+Replicas are compared where weights leave a run (save, export, evaluate, close), at the cost of one pass over the
+parameters.
 """
 
 import math

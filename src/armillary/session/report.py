@@ -1,5 +1,4 @@
-"""What the groups of a plan really sent, held and took, beside the forecast: the same type, so that the two can be
-subtracted."""
+"""What the groups of a plan sent, held and took, beside the forecast, in one type that can be subtracted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

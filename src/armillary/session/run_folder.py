@@ -1,6 +1,6 @@
 """The folder a run leaves behind: plan, profile, topology, metrics, trace, plot and checkpoints. Rank 0 writes it.
 
-Whether pictures can be drawn here: matplotlib is an extra of its own, and its absence costs a picture and no run.
+A missing matplotlib costs the plot and no run.
 """
 
 import fcntl

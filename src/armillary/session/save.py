@@ -1,18 +1,11 @@
-"""A run saved in a folder that opens under any plan, and exported as plain state_dicts.
+"""Saves a run in a folder that opens under any plan, and exports it as plain state_dicts.
 
-Saves a run.
+A checkpoint is one folder per step, written by all workers at once. Each writes its contiguous block of the rows of
+every table and of its optimizer state, rank 0 all the rest. `state_dict()` never communicates. Everything here does, so
+every rank must call it.
 
-A checkpoint is one folder per step, written by all workers at once: each writes its contiguous block of the rows of
-every table and of its optimizer state, rank 0 all the rest. It does not know the plan: it opens on any number of
-workers and under any other plan. `state_dict()` never communicates; everything here does, so every rank must call it.
-
-When the next checkpoint is due: every so many steps or seconds, by rank 0's clock.
-
-Clocks of workers differ, and a rank that saves alone waits for ever; so rank 0's decides and the others are told.
-
-The plain single-device layout of a run, for plain PyTorch: an explicit collective call.
-
-Rows go back to where one process has them, in blocks; only rank 0 needs memory for whole tables.
+`CheckpointEvery` goes by rank 0's clock: clocks differ, and a rank that saved alone would wait for ever. `export`
+collects rows in blocks, so only rank 0 needs memory for whole tables.
 """
 
 import copy

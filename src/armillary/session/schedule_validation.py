@@ -1,9 +1,8 @@
 """What speaks against carrying out a plan whose schedule owns the loop, found before anything is touched.
 
-Habits of a loop that a schedule which owns it cannot serve, in the words in which they are refused.
-
-Its gradients are made on copies of the parameters that the stages read, of several ages, and no parameter's own hook
-hears of them. Its stages are stepped at different times, each with the options of its gradients' step.
+Refused are habits of a loop that it cannot serve. Its gradients are computed on copies of the parameters, so no
+parameter's own hook hears of them. Its stages are stepped at different times, each with the options of its gradients'
+step.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence

@@ -1,9 +1,7 @@
-"""A step of a plan played for a script: printed, and kept as a trace, as `armillary simulate` does.
+"""Plays a step of a plan for a script, and shows how a workload would scale, as `armillary simulate` does.
 
-How a workload would scale: planned and played against a clock for every number of workers, in one process.
-
-The model is profiled here, once; what a step computes stays the same for every number of workers, so the curves say
-what the exchanges make of it. More merged rows for more workers follow from Heaps' law (`planning/traffic`).
+The model is profiled once, in this process. What a step computes stays the same for every number of workers, so the
+curves show what the exchanges make of it. Rows that more workers read follow Heaps' law.
 """
 
 import json

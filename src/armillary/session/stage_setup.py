@@ -1,14 +1,8 @@
-"""What an engine of a schedule that owns the loop is made of, and what it can do.
+"""What an engine of a schedule that owns the loop is made of: stages, loss, replicas, weights that are kept or lent.
 
-What an engine is built from: the model cut where the plan says, the loss taken apart.
-
-The ranks that hold what this one holds, with data of their own, and what crosses between them by exchanges.
-
-A model and its loss in parts, for loops over stages in one process.
-
-The stages that a process keeps; the parameters of the others are empty, but for looks at the whole model.
-
-Stages whose weights are lent to this process: looks at the whole model; what reads it out of turn is refused.
+The model is cut where the plan says, and the loss taken apart. A process keeps its own stages; parameters of the others
+are empty, except in looks at the whole model. Weights that are lent to this process are refused to whatever reads them
+out of turn. Ranks that hold the same stages exchange what the plan says.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

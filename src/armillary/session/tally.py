@@ -1,11 +1,7 @@
-"""What this rank sent and how long it took, by the groups of a plan.
+"""What this rank sent and how long it took, by the groups of a plan and the edges of its schedule.
 
-Which edge of a schedule a message is of, and which group of the plan is charged with it.
-
-A plan charges the first group of a stage with all that the stage passes on (`planning/staged_plan`). So bytes of an
-edge are a part of that group's, and are shown apart.
-
-The last steps of a run on all of its ranks, as one trace.
+A plan charges the first group of a stage with all that the stage passes on. So bytes of an edge are a part of that
+group's, and are shown apart. `everyones_trace` joins the last steps of all ranks into one trace.
 """
 
 import re

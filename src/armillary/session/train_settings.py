@@ -1,21 +1,11 @@
-"""Settings of a training run, what it goes on with, and the figures of its process that it reports.
+"""Settings of a training run, what a resumed run goes on with, and the memory that its process takes.
 
-How much memory this process has, as the system counts it.
+A resumed run keeps plan and profile of its folder, unless another plan is asked for. To profile and price again takes
+time, and could come out differently on a busier machine. On the same hosts with the same torch it keeps the measured
+links too.
 
-Which held-out batches a run looks at while it trains: a fixed random few, as the first may be unlike the rest.
-
-Source: Vitter, 1985 (reservoir sampling, algorithm R): a stream need not say how long it is, and only the sample is
-held.
-
-Options of an optimizer's groups (learning rate, weight decay): what a run began with, and what is asked anew.
-
-What a training run is told before it begins: how long to train, when to save and when to look around.
-
-Under which plan a run goes on: the one it was under, with the profile it was made from, unless another is asked for.
-
-Both stand in the run's folder, as its last checkpoint left them. To profile and price again would take its time, and
-could come out otherwise on a busier machine. So do the links; on the same hosts, with the same torch, nothing is
-measured again.
+Held-out batches that are looked at while training are a random sample (`sampled`: Vitter, 1985, algorithm R), since the
+first ones may be unlike the rest.
 """
 
 import random

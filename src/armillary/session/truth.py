@@ -1,15 +1,14 @@
-"""What one process makes of a workload: the truth that a plan is held to, chosen by the plan's departures.
+"""What one process makes of a workload: the truth that a plan is compared with, chosen by the plan's departures.
 
-A plan that departs from nothing is held to `reference/serial`, which knows no exchange. One whose exchanges depart is
-held to what they say of themselves: replicas in one process, joined by the exchanges' oracles.
+| the plan | its truth |
+| --- | --- |
+| is exact | the user's own `loss(model, batch)`, whole (`reference/serial.py`, `reference/whole_model.py`) |
+| has exchanges that depart | replicas in one process, joined by the exchanges' oracles |
+| means something at its cuts only | loops over stages |
 
-A model trained by the truth of a schedule whose meaning exists only at its cuts: loops over stages, in one process.
-
-Weights of several ages, coded edges, losses of a stage's own and random numbers that a stage draws are such. `verify`
-holds runs to it once the stages were seen to be the whole model (`reference/beside_whole`). `twin` trains it, since
-what crosses between stages is coded there as codecs mean it. It is given the stages, and knows no runtime.
-
-A model trained by the truth of an exact schedule: the user's own `loss(model, batch)`, whole, in one process.
+Weights of several ages, coded edges, losses of a stage's own and random numbers of a stage exist at cuts only. `verify`
+uses loops over stages once these were seen to be the whole model. `twin` trains them, since edges are coded there as
+codecs mean it. None of them knows the runtime.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,16 +1,10 @@
-"""What a plan that is not exact would do to a script's own training, for whoever has no workload: `armillary.twin`.
+"""What a plan that is not exact would do to a script's own training: `armillary.twin`.
 
-Trains one model twice on the same batches in this process: exactly, and as a plan that is not exact would.
-
-The workers are simulated. Exchanges that depart run the programs that ranks would run, in lockstep, so their bytes are
-counted. Rows that travel in code are encoded and decoded, as ranks would. What is exact is averaged exactly, on both
-sides by the same sums. Under a schedule that owns the loop both sides are that schedule's truth. So two exact plans
-come out alike bit for bit, and a gap in the loss is the doing of what is coded.
-
-One of two models that are trained side by side: what a step does to it, and what evaluation would show of it.
-
-Under a schedule that owns the loop it is trained as that schedule's truth is. There coded edges are what their codecs
-mean inside one graph, and nothing is sent.
+Trains one model twice on the same batches in this process, exactly and as the other plan would. The workers are
+simulated. Exchanges that depart run the programs that ranks would run, in lockstep, so their bytes are counted. Coded
+rows are encoded and decoded, coded edges are what their codecs mean inside one graph. What is exact is averaged by the
+same sums on both sides, so two exact plans come out alike bit for bit. Under a schedule that owns the loop both sides
+are that schedule's truth.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """What speaks against carrying out a plan on this model with this optimizer: found before anything is changed.
 
-An optimizer that is asked for its state while it has a part of it only, as a run is open: refused, with a remedy.
-
-torch would write that part to a file without a word, and only a later job would find out.
+An open run's optimizer that has a part of its state only is refused where somebody asks for it (`refuse_state`). torch
+would write that part without a word, and only a later job would find out.
 """
 
 import hashlib

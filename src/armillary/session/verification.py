@@ -1,10 +1,8 @@
-"""What came of a comparison with one process: a difference for every parameter, and the verdict.
+"""What came of a comparison with one process: a difference for every parameter, the verdict, and what was tried.
 
-How often each mechanism of a plan acted while it was verified: what never did was not held to anything.
-
-An exchange says in words what it does, and tells of a push what of that it did (`DenseExchange.mechanisms`,
-`RowExchange.mechanisms`). Here it is added up, over groups of one exchange and over ranks. Coded edges count the
-tensors that they sent (`TrainSpec.counted`).
+An exchange says in words what it does (`DenseExchange.mechanisms`, `RowExchange.mechanisms`), and how often each push
+did it. Counts are summed over groups of one exchange and over ranks. Coded edges count the tensors that they sent. What
+never acted was compared with nothing.
 """
 
 from collections import Counter

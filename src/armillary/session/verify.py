@@ -1,13 +1,11 @@
 """Trains a workload twice, in one process and on all workers under a plan, and compares every tensor.
 
-The one process is plain PyTorch over the same per-worker batches (`reference/serial`), which knows no exchange and no
-runtime. In float64 the two must agree to rounding. Every exchange is forced in turn, so that not only the one a plan
-happens to choose is held to it. What departs from exact is held to its own oracle instead (see `truths.py`).
+The one process is plain PyTorch over the same per-worker batches (`reference/serial.py`), which knows no exchange and
+no runtime. In float64 the two must agree to rounding. Every exchange is forced in turn, not only the one that a plan
+chooses. What departs from exact is compared with its own oracle (`session/truth.py`).
 
-What an exchange puts off (a warm start, a lifespan) is lowered, and a plan is trained until all that its exchanges do
-was done twice, or for `LONGER` times the steps: what never happened was compared with nothing (see `mechanisms.py`).
-
-Whether a script's own model trains on many workers as in one process: `verify` for whoever has no workload.
+What an exchange puts off (a warm start, a lifespan) is lowered. A plan is trained until all that its exchanges do was
+done twice, or for `LONGER` times the steps. `verify` does it for a script's own model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,14 +1,12 @@
 """Trains a workload under a schedule that owns the loop and in one process, and compares every bit.
 
-The one process runs `loss(model, batch)` of the whole model (`reference/whole_model`). What has a meaning at the cuts
-only (weights of several ages, coded edges, losses of a stage's own, random numbers) is held to loops over stages, which
-count once they did all that the whole model does (`reference/beside_whole`); that is a row of its own.
+The one process runs `loss(model, batch)` of the whole model (`reference/whole_model.py`). What has a meaning at the
+cuts only is compared with loops over stages. They count once they did all that the whole model does, which is a row of
+its own.
 
-The learning rate falls half-way, which replicas that apply late gradients at the wrong rate do not survive; the newest
-weights are looked at in between, and the run is drained once, which the one process is told. Where gloo sums three or
-more workers' gradients in an order of its own, and where stages add up in another order than the whole model, the two
-are compared to rounding instead; so they are where a process does not round alike whatever the address
-(`session/double_precision.py`).
+The learning rate falls half-way, to catch late gradients that are applied at the wrong rate. The newest weights are
+looked at in between, and the run is drained once. Where sums have another order (gloo's of three or more workers, tied
+stages), or a process rounds by address, the two are compared to rounding.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,12 +1,8 @@
-"""What a workload is: a model, its data and what is said of both, whether built in or the user's own.
+"""What a workload is: a model, its data and what is said of both, built in or a script's own.
 
-`train`, `plan` and `verify` need nothing else of a task. A workload is ordinary PyTorch and imports nothing of ours.
-
-A script's model, optimizer, batches and loss as a workload, so that scripts get what workloads get.
-
-Models and optimizers handed out are copies: the script's own stay as they are.
-
-Which batches a worker draws: its own share of the data, which a workload cuts itself.
+`train`, `plan` and `verify` need nothing else of a task. A built-in workload is ordinary PyTorch and imports nothing of
+the library. A `Script` hands out copies, so the script's own model and optimizer stay as they are. `Feed` is a worker's
+share of the data.
 """
 
 import copy

@@ -1,14 +1,10 @@
-"""Makes the tables of a plan: rows owned here, what the optimizer holds of them, and the handle in the model.
+"""Makes the tables of a plan, and takes them out of the model and the optimizer again.
 
-Takes tables out of the model and the optimizer again: the same parameter objects are plain, as before attach.
+A table is the rows owned here, what the optimizer holds of them, and the handle in the model. Taken out, the same
+parameter objects are plain: rows are gathered whole on every rank, or the handles stay and refuse to be read.
 
-Rows are gathered whole on every rank. Where they are not to be, the handles stay in the model and say, when they are
-read, that nobody serves them any more.
-
-Every tensor of a run that is cut by row: tables, and what the optimizer keeps for each of their rows.
-
-The list is the same on every rank, in the same order, though a rank whose rows were never touched may not have a
-state yet that others have: such rows count as zero, as they would begin.
+`row_tensors` lists what is cut by row, the same on every rank. A rank whose rows were never touched may lack a state
+that others have: such rows count as zero, as they would begin.
 """
 
 from collections.abc import Iterable, Mapping
@@ -64,7 +60,7 @@ def average_tensors(tables: Mapping[str, RowTable]) -> list[RowTensor]:
 def row_tensors(
     tables: Mapping[str, RowTable], held: Mapping[str, Held], optimizer: Optimizer, transport: Transport
 ) -> list[RowTensor]:
-    """Collective. Widest dtype first, which keeps files aligned. held: see `row_update.py`."""
+    """Collective. Widest dtype first, which keeps files aligned. held: see `optimizer_state.py`."""
     found = []
     states = {name: table_state(table, optimizer, held.get(name, {})) for name, table in tables.items()}
     mine = {name: {entry: rows.dtype for entry, rows in state.rows.items()} for name, state in states.items()}

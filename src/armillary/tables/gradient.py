@@ -1,13 +1,12 @@
 """The gradient of a row-sharded table as everyone but the optimizer's step sees it.
 
-Norms are global (one small all-reduce for all tables, so every rank must ask for them), scaling acts on the rows owned
-here: that is what clipping, unscaling and logging ask of a gradient. It stands both in `handle.grad` (global shape) and
-in `.grad` of the parameter the optimizer holds (local shape), so clipping over `model.parameters()` and over
-`optimizer.param_groups` give the same, one-process result. Only inside the optimizer's step is the plain tensor there.
+Norms are global (one small all-reduce for all tables, so every rank must ask for them), and scaling acts on the rows
+owned here. It stands both in `handle.grad` (global shape) and in `.grad` of the parameter that the optimizer holds
+(local shape). So clipping over `model.parameters()` and over `optimizer.param_groups` give the same, one-process
+result. Only inside the optimizer's step is the plain tensor there.
 
-What stands for the gradient of a row-sharded table while it accumulates: there is one, and it can be thrown away.
-
-It waits in the look-ups of this rank (`table.py`), so nothing else can be asked of it.
+While gradients accumulate they wait in the look-ups of this rank (`tables/table.py`). Then `handle.grad` is there and
+can be dropped, and nothing else can be asked of it.
 """
 
 import weakref

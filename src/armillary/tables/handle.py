@@ -1,17 +1,12 @@
 """What stands in the model where a row-sharded table was: a tensor of the global shape that can only be read by row.
 
-The module keeps its parameter's name, shape and place; `F.embedding`, `F.embedding_bag`, `table[ids]` and
-`table.index_select(0, ids)` fetch the rows they need; anything else raises and names the table. `handle.grad` answers
-what clipping asks of it (norms are global: one small all-reduce for all tables) and scales in place, so
+The parameter object stays the same (`torch.utils.swap_tensors`), since lists for clipping, an optimizer's groups and
+tied modules hold it. `F.embedding`, `F.embedding_bag`, `table[ids]` and `table.index_select(0, ids)` fetch the rows
+they need. Anything else raises and names the table. `handle.grad` answers what clipping asks of it, so
 `torch.nn.utils.clip_grad_norm_` over `model.parameters()` gives the one-process result.
 
 Without gradients, `F.linear(x, table, bias)` reads the table in blocks of rows (evaluation by full softmax). Norms,
-sums, extremes and histograms of the whole table are collectives (`row_values.py`).
-
-What is behind a parameter object: an ordinary parameter or the handle of a table; the object stays the same.
-
-Lists of parameters that a script made before (to clip, to average), an optimizer's groups, its state, tied modules: all
-hold the object, so it is the object that changes (`torch.utils.swap_tensors`).
+sums, extremes and histograms of the whole table are collectives (`tables/row_values.py`).
 """
 
 import weakref

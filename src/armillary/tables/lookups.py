@@ -1,16 +1,11 @@
 """Answers every read of a row-sharded table, this rank's own and the other ranks'.
 
-A read repeats rounds (`exchanges/look_up.py`) until its table was served; a rank that has no read to make serves the
-others until all are idle. The rows a read brings are a leaf of the autograd graph, so their gradient arrives merged:
-torch's own backward of the gather adds up duplicates, in any mode of any of the row-gather operations.
+A read repeats rounds (`exchanges/look_up.py`) until its table was served. A rank that has no read to make serves the
+others until all are idle. The rows that a read brings are a leaf of the autograd graph, so their gradient arrives
+merged: torch's own backward of the gather adds up duplicates, in any mode.
 
-Norms of the whole gradients of tables, of which every rank holds its rows: clipping asks for them.
-
-The norms of all tables cost one small all-reduce together, once per step however often they are asked for.
-
-The door to prefetch: what loops, look-ups, backwards and steps tell it, whether it is on or not.
-
-Nobody outside `prefetch/` knows which. Where no table of a plan prefetches, `NoPrefetch` answers.
+`TableNorms` takes the norms of all tables in one small all-reduce, once per step. `Prefetch` is what loops, look-ups,
+backwards and steps tell of themselves; `NoPrefetch` answers where no table of a plan prefetches.
 """
 
 import weakref
@@ -273,7 +268,7 @@ class LookUps:
     def _await_gradient(self, table: RowTable, waiting: LookUp) -> Tensor:
         rows = waiting.rows
         assert rows is not None
-        place, known = self.tables.index(table), weakref.ref(waiting)  # both hold the rows, see `when_final.py`
+        place, known = self.tables.index(table), weakref.ref(waiting)  # both hold the rows: see `when_final`
         when_final(rows.requires_grad_(), self, lambda here, _: here._arrived(here.tables[place], known()))
         return rows
 

@@ -1,16 +1,13 @@
-"""A table while it is being initialised: of the global shape, holding only the rows this worker owns.
-
-One process fills a table from one random stream. To begin with the same values, every worker draws that stream in
-full, a block of rows at a time, and keeps its own rows; so a table may be larger than any worker's memory. The stream
-of torch's CPU generator can be drawn in blocks bit for bit (measured on torch 2.13, every floating dtype): `uniform_`
-in any blocks; `normal_` draws 16 numbers at a time and draws the last 16 of a tensor anew if its size is no multiple
-of 16, so blocks are multiples of 16 numbers and the last one has at least 16.
-
-Gives values to a model that was built on the meta device, where tables may be larger than a worker's memory.
+"""Gives values to a model that was built on the meta device, where tables may be larger than a worker's memory.
 
 The truth is plain PyTorch in one process: `model.to_empty(device="cpu")`, then `reset_parameters()` of every module in
-the order of `modules()`, from the random stream of rank 0. Every worker replays it bit for bit; of the tables it is to
-own by row it keeps its rows only. Departure from `to_empty`: parameters that are tied stay tied.
+the order of `modules()`, from the random stream of rank 0. Every worker draws that stream in full, a block of rows at a
+time. Of tables it owns by row it keeps its own rows only (`BlankTable`). Departure from `to_empty`: parameters that are
+tied stay tied.
+
+The stream of torch's CPU generator can be drawn in blocks bit for bit (measured on torch 2.13, every floating dtype).
+`uniform_` allows any blocks. `normal_` draws 16 numbers at a time, and draws the last 16 of a tensor anew if its size
+is no multiple of 16. So blocks are multiples of 16 numbers, and the last one has at least 16.
 """
 
 import inspect

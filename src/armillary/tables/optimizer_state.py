@@ -1,14 +1,11 @@
-"""An optimizer's state by parameter name, whether a table's rows are in the optimizer, beside it, or spread out.
-
-`torch.optim` numbers parameters in the order they were given; plans change none of that order, but what the optimizer
-holds for a table is this rank's shard, or a window (`row_update.py`). Here a table's state is told apart into what is
-shaped like its rows and the rest (Adam's step count), which is the same on every rank.
-
-Runs the user's optimizer on some rows of a table: where the row lives, and exactly as in one process where that is
-said.
+"""The user's optimizer on some rows of a table, and its state by parameter name wherever rows are kept.
 
 A window update gathers the touched rows of weight and optimizer state, lets the optimizer step on them, and puts them
-back. That is exact when rows without gradient would not have moved, which a trial tells (`optimizer_trial.py`).
+back. That is exact where rows without gradient would not have moved (`tables/optimizer_trial.py`).
+
+`torch.optim` numbers parameters in the order they were given. Plans leave that order, but what the optimizer holds for
+a table is this rank's shard or a window. So state is told apart into what is shaped like rows, and the rest (Adam's
+step count), which is the same on every rank.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,12 @@
 """Finds out what an optimizer does to the rows of a matrix by trying it on small tensors, never by its type.
 
-A rank that owns rows steps them with an optimizer of its own, which sees neither the other rows nor their gradients. So
-that is exact only if stepping a matrix whole and stepping its pieces apart give the same (`row_trial.py` says on what
-that is tried). Whatever a trial raises is an answer: such an optimizer is not known to step by row.
+A rank that owns rows steps them with an optimizer of its own, which sees neither the other rows nor their gradients.
+That is exact only if stepping a matrix whole and stepping its pieces apart give the same. Whatever a trial raises is an
+answer: such an optimizer is not known to step by row.
 
-What is tried on an optimizer: matrices of several signs, sizes and scales, stepped whole and in parts.
-
-An optimizer may mix rows for some values only. That may be where a gradient is nearly orthogonal to its matrix (AdamP),
-where a norm exceeds a threshold (clipping inside), where a matrix is large (factored or quantised state), or from some
-step on. So each matrix is there for one of these, and gradients grow by a factor of ten from step to step.
+An optimizer may mix rows for some values only: where a gradient is nearly orthogonal to its matrix (AdamP), where a
+norm exceeds a threshold, where a matrix is large (factored or quantised state), or from some step on. So each matrix is
+there for one of these, and gradients grow by a factor of ten from step to step.
 """
 
 import math

@@ -1,19 +1,14 @@
-"""Optimizers as the library sees them: several as one, and one of the same class over other tensors.
+"""Optimizers as the library sees them: several as one, one of the same class to try, and what they keep elsewhere.
 
-Several optimizers of one model, seen as one: the groups of all, the state of all, each parameter in exactly one.
+`Optimizers` has the groups and the state of all, each parameter in exactly one. `holder` is the one that steps a
+parameter.
 
-Whoever asks what is kept of a parameter asks this as it would ask one optimizer of torch. Whoever wants to try or copy
-the optimizer that steps a parameter asks `holder`.
+`twin_to_try` is of the same class over other tensors: nothing of the user's is stepped by it. Some optimizers step
+others, or keep tensors in attributes, so attributes are copied with what stands for their parameters. A trial is of one
+rank alone, and a request to others is refused.
 
-An optimizer of the same class over other tensors, to see what it does: nothing of the user's is stepped by it.
-
-Some optimizers step others, or keep tensors in attributes. So attributes are copied, and wherever they hold a parameter
-of the optimizer's, the copy holds what stands for it. A trial is of one rank alone: a request to others is refused.
-
-Where an optimizer keeps a parameter, or numbers for each of its values, besides its groups and its state.
-
-What is exchanged by row is another tensor for the optimizer: this rank's rows, or those that got a gradient. Groups and
-state are moved to it. Nobody could move a list of parameters, an inner optimizer, or a dict by parameter of its own.
+`kept_elsewhere` finds parameters, or numbers for each of their values, beside groups and state. An exchange by row
+moves groups and state to another tensor. It could not move a list of parameters or an inner optimizer.
 """
 
 import copy

@@ -161,7 +161,7 @@ class RowTable:
         return held.kept if isinstance(held, GradientHandle) else held
 
     def show_gradient(self, local: Tensor) -> None:
-        """From here to the next step the gradient is seen as a global one (see `gradient_handle.py`)."""
+        """From here to the next step the gradient is seen as a global one (see `gradient.py`)."""
         self.parameter.grad = GradientHandle(self, self.parameter, local)
 
     def hand_gradient_over(self) -> None:

@@ -1,11 +1,8 @@
-"""An error of one rank that must not stop it before the others have heard of it.
+"""Work that ranks must do or fail together: errors that are kept until all hear, rank 0's work, the same first values.
 
 A rank that leaves a collective conversation half-way leaves the others waiting for ever. Inside `kept` an error is
 remembered and the rank goes on taking part; `agree` then raises on every rank, naming the one that failed.
-
-Makes every rank begin from the same model: rank 0's, sent only where the ranks differ.
-
-Work that rank 0 does for everyone: the others get its result, or fail with it instead of waiting for ever.
+`begin_alike` sends rank 0's model only where ranks differ.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,13 +1,9 @@
 """The process groups of one transport: opened for it, given back with it, and given up where nobody can be waited for.
 
 Gloo frees a group only when its collectives are over, however long a peer takes. A group that is given up in the middle
-of one is therefore never freed: it costs its few threads until the process ends.
+of one is never freed: it costs its few threads until the process ends.
 
-This process in its job: joined as torchrun describes it, and left.
-
-Requests are `transport.py`'s; its groups are its own, so what is started here may as well be the user's.
-
-Where a rank stands among those that hold the same parameters, each with data of its own.
+Joining and leaving a job as torchrun describes it, and a rank's place among those with data of their own, are here too.
 """
 
 import atexit

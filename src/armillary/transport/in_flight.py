@@ -57,7 +57,7 @@ class InFlight:
 
 
 def start_coalesced(flights: Sequence[InFlight], transport: Transport) -> None:
-    """Each of these makes its first or next request; those that can be joined travel as one (see `coalesced.py`)."""
+    """Each of these makes its first or next request; those that can be joined travel as one (see `scopes.py`)."""
     if not flights:
         return
     asked = [(flight, request) for flight in flights if (request := flight.ask()) is not None]

@@ -1,14 +1,9 @@
 """Whether what the ranks ask for fits together: the same requests in the same order, splits that add up.
 
-A job that goes wrong here hangs, mixes up answers, or is aborted by the backend without a helpful word; in debug mode
-(`check_order`) every request is compared before it is made (design law 8). Numbers are compared; words only travel when
-those differ.
-
-Messages of one rank on the groups that transport gives them; in debug mode each is compared by its receiver.
-
-With `check_order` a note goes ahead of every message: what it is, which in its row, its dtype and shape. The receiver
-makes room for the message itself only when the note says what it expects, since one of another size would bring the
-connection down without a word.
+A job that goes wrong here hangs, mixes up answers, or is aborted by the backend without a helpful word. With
+`check_order` every request is compared before it is made (design law 8). Numbers are compared; words only travel when
+those differ. A note goes ahead of every message: what it is, which in its row, its dtype and shape. The receiver makes
+room only when the note says what it expects, since a message of another size would bring the connection down.
 """
 
 import zlib

@@ -3,27 +3,18 @@
 In turn s a rank sends to the s-th rank after it and receives from the s-th before it: every link carries one message
 each way, and none is shared. Gloo's own all-to-all sends to all at once, so in front of every receiver all senders wait
 for one another. Half as many turns as there are ranks are under way at a time: with fewer, a rank that comes late
-leaves the others' links idle, and they do not find their step again. Small pieces do not wait for their turn. Between
-two ranks there are no turns, nor beside another long all-to-all: what one has to send then fills the gaps of the other,
-and whoever waits for a turn leaves one. Under prefetch there are turns all the same (`keeps_order`): rows for a later
-step would else take the link from those that a forward waits for.
+leaves the others' links idle. Each request has its own tags and all receives are posted at once, so ranks need not be
+at the same turn.
 
-An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has
-2 (n - 1) hops, each of which waits behind whatever else is on its way; it keeps the long ones, where that hardly shows
-and adding up is hidden by it.
+There are no turns for small pieces, between two ranks, and beside another long all-to-all, whose gaps it fills. Under
+prefetch there are turns all the same (`keeps_order`): rows for a later step would else take the link from those that a
+forward waits for. A piece is small where it crosses in less than `TURN_SECONDS` (`Topology.turn_bytes`).
 
-How long a piece may be that does not wait is the link's to say (`Topology.turn_bytes`): where it crosses in less than
-`TURN_SECONDS`, seeing to turns costs more than they save.
+An all-reduce is two of these: every rank adds up its piece, in rank order, and gives the sum to all. Gloo's ring has 2
+(n - 1) hops, each of which waits behind whatever else is on its way. It keeps the long ones, where that hardly shows.
 
-Measured on the network lab, 100 Mbit/s, 2 MB a rank (`benchmarks/turns`): all-to-all of 8 workers 203 ms by gloo, 174
-here, where the link alone takes 147; of 4 workers 166, 131 and 126. With ranks up to 20 ms late 8 workers take 269 ms
-with one turn under way, 232 with two, 195 with four and 216 with all seven; four requests in a row, of 4 MB, 540 ms
-each with two and 376 with four. A step of the language model on 8, that prefetches rows and delays gradients, takes
-387 ms in order and 442 without. 4 workers take 150 with two and 159 with all three. Two requests at a time, of 1 MB
-among 4 workers, take 91 to 94 ms each in turns and 73 to 78 without, where the link alone takes 65. Each request has
-its own tags and all receives are posted at once, so ranks need not be at the same turn.
-
-Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long messages.
+Figures: `benchmarks/turns`. Source: pairwise exchange (Thakur, Rabenseifner and Gropp, 2005), as MPICH does it for long
+messages.
 """
 
 import contextlib

@@ -1,18 +1,11 @@
 """Nests of tensors between this process and its peers, in the one order that sender and receiver agree on.
 
 What is to come is said beforehand (`expect`, in the order of the sends), so that room is made early and a message can
-move while this process computes. The first letter of an edge brings its form along; after that only numbers travel. One
-of another form is refused on the sending side.
+move while this process computes. The first message of an edge brings its form along, as JSON, so that what arrives is
+data and is never executed. After that only numbers travel, and one of another form is refused on the sending side.
 
-How the tensors of a letter are written is said with it (`Writing`). Where the data decide how long that is, the lengths
-go ahead. Nothing can be expected of a peer behind a letter whose form or lengths are not known yet: the receives of its
-tensors come first.
-
-The form of a nest of tensors, as text: structure, shapes, dtypes, which tensors ask for a gradient, constants.
-
-A receiver makes room by it. It travels as JSON, so that what arrives is data and is never carried out.
-
-The transport's messages and requests, with what they sent and how long this process waited for them, by label.
+How the tensors of a message are written is said with it (`Writing`). Where the data decide how long that is, the
+lengths go ahead. Nothing can be expected of a peer behind a message whose form or lengths are not known yet.
 """
 
 import json

@@ -1,27 +1,15 @@
 """Requests under names, over scopes and channels, and joined into one message where they leave together.
 
-The name under which torch.profiler shows a request; it costs nothing where no profiler is on.
+A scope is the ranks that a request concerns. Nodes of one rank open no groups: a node is then this rank alone, a rail
+is the whole world. Along an axis that nobody has opened a rank is alone.
 
-Which of a transport's process groups carries a request, and where this rank stands in it.
+Messages of one sender, receiver and route arrive in order. Gloo needs (torch 2.13) that a receive is posted before it
+is needed, and that a sent tensor is not changed before its wait. A send is waited for only when the receive is certain
+to have been posted, and nothing is ever polled.
 
-Nodes of one rank open no groups: a node is then this rank alone, a rail is the whole world. Along an axis that nobody
-has opened a rank is alone.
-
-Messages and requests, as schedules want them: started now, waited for later.
-
-What an implementation promises: messages of one sender, receiver and route arrive in order. What its users promise,
-because gloo needs it (torch 2.13): a receive is posted before it is needed, a sent tensor is not changed before its
-wait, a send is waited for only when the receive is certain to have been posted, and nothing is ever polled.
-
-What the thread that trains does by itself between the answers it waits for, while somebody wants to know.
-
-Several all-to-alls made as one: what goes to a rank travels together, as bytes.
-
-A message costs a processor as much as many kilobytes do (a notice that the receiver is ready, the send, threads that
-wake on both sides), so what leaves at the same moment shares one. The price is a copy of the payload on either side.
-Sizes are known to both ends, since those of every part are; nothing is added to the bytes.
-
-Source: Parallax (EuroSys 2019) fuses small dense gradients so; here the rows of several tables.
+Several all-to-alls that leave at the same moment travel as one (`coalesced`): a message costs a processor as much as
+many kilobytes do. The price is a copy of the payload on either side. Source: Parallax (EuroSys 2019) fuses small dense
+gradients so; here the rows of several tables.
 """
 
 import math

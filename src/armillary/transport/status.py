@@ -1,11 +1,8 @@
 """What the ranks of one transport tell one another beside their requests: where they stand, and the first error.
 
-It is in the job's store, so it reaches ranks that wait for a collective. Whoever asks is answered in time or not
-at all: the store may be in a process that has stopped.
-
-Where a rank stands: the call it is in, what it waits for there, its step; or since when it has been outside.
-
-To say so costs its rank two attributes; who wants to know reads them from another thread.
+A rank says which call it is in, what it waits for there and its step, or since when it has been outside. It is in the
+job's store, so it reaches ranks that wait for a collective. Whoever asks is answered in time or not at all: the store
+may be in a process that has stopped.
 """
 
 import json

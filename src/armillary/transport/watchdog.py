@@ -1,24 +1,13 @@
 """Sees to it that nobody waits in silence: says where this rank stands, and who keeps it waiting.
 
 The thread that trains may be held in a wait of gloo's, which lets other threads run. One of ours writes every second
-where this rank stands, and looks at the others only while it waits long: a rank that stops writing has stopped, or is
-in a call that lets no thread run. Horovod's stall inspector is the model; it needs a coordinator, which we have not.
+where this rank stands, and looks at the others only while it waits long. A rank that stops writing has stopped, or is
+in a call that lets no thread run. Horovod's stall inspector is the model; it needs a coordinator, which there is none
+of here.
 
-Nothing here ends a wait: that is the timeout of the groups.
-
-What to do where a wait failed, by the calls that the ranks are in; whether the transport's own words say more.
-
-The error that ends this rank's program, told to the others before Python prints it: sys.excepthook, handed on.
-
-What a launcher wants to know (TORCHELASTIC_ERROR_FILE) is torch's `record` to write, which the user's main function
-may have: two writers of one file would contradict each other.
-
-A wait that several threads may enter: one of them waits, all get its answer or its error.
-
-A second wait for one of gloo's receives never ends. Of requests that travel as one, one may be let go, which another
-thread then waits for, while the rank itself waits for the next.
-
-How long a rank waits for the others: before it says so, and before that is an error.
+Nothing here ends a wait: that is the timeout of the groups. Where a wait failed, `remedy` says what to do, by the calls
+that the ranks are in. `LastWords` tells the others of the error that ends this rank's program. `shared_wait` lets
+several threads have one answer, since a second wait for one of gloo's receives never ends.
 """
 
 import math

@@ -1,18 +1,12 @@
-"""Labelled grey images: Fashion-MNIST, small scanned digits, or made-up patterns.
+"""Labelled grey images (Fashion-MNIST, scanned digits, made-up patterns), a ResNet-18 and a vision transformer.
 
-Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017; MIT licence) is read from Debian's package, the digits (Alpaydin &
-Kaynak, 1998) from inside an installed scikit-learn, which need not be imported.
+Fashion-MNIST (Xiao, Rasul & Vollgraf, 2017; MIT licence) is read from Debian's package. The digits (Alpaydin & Kaynak,
+1998) come from inside an installed scikit-learn, which need not be imported. Both models are sequences of their parts,
+so whoever cuts them into stages need not read them.
 
-ResNet-18 for small images, as a sequence of its parts.
-
-A sequence rather than one module with a long `forward`: whoever cuts it into stages need not read it.
-
-Source: He et al., CVPR 2016, with the stem usual for 32 x 32 images (one 3 x 3 convolution, no pooling).
-
-A small vision transformer, as a sequence of its parts.
-
-Source: Dosovitskiy et al., ICLR 2021. Departures: patches are averaged at the end instead of read off a class
-token (Beyer et al., 2022), and there is no dropout.
+Source: He et al., CVPR 2016, with the stem usual for 32 x 32 images (one 3 x 3 convolution, no pooling). Dosovitskiy et
+al., ICLR 2021. Departures: patches are averaged at the end instead of read off a class token (Beyer et al., 2022), and
+there is no dropout.
 """
 
 import functools

@@ -1,12 +1,11 @@
-"""Pairs of sentences that say the same in two languages, as ids.
+"""Pairs of sentences that say the same in two languages, as ids, and the corpus BLEU of a translation.
 
-The real pairs are the paragraphs of LibreOffice's help, which carry the same ids in every language; Debian
-packages it per language. Some 36,000 pairs English-German are left once untranslated and repeated ones go.
+The real pairs are the paragraphs of LibreOffice's help, which carry the same ids in every language; Debian packages it
+per language. Some 36,000 pairs English-German are left once untranslated and repeated ones go.
 
-Corpus BLEU from sums, so that it can be added up over batches and workers.
-
-Source: Papineni et al., ACL 2002, n-grams up to 4 with the brevity penalty, one reference. It is taken over
-the workload's own tokens, so its values compare between runs of one workload only.
+Source: BLEU of Papineni et al., ACL 2002, n-grams up to 4 with the brevity penalty, one reference, from sums that add
+up over batches and workers. It is taken over the workload's own tokens, so its values compare between runs of one
+workload only.
 """
 
 import html

@@ -1,13 +1,9 @@
 """Who rated what, and the hashed features a rating is predicted from.
 
-The ratings are MovieLens', from a path (`movielens.py`); its 100k set is also inside the wheel of recbole, which is
-read as it is. Single attributes and crosses of them (user x genre, user x hour, ...) are hashed into one wide table,
-of which a batch touches few rows.
-
-MovieLens data sets as GroupLens hands them out: ratings, and what is told of users and films beside them.
-
-Three layouts are read, told apart by the name of the file with the ratings. GroupLens allows research use but no
-redistribution, so the files are the user's: https://grouplens.org/datasets/movielens.
+The ratings are MovieLens', from a path, or the 100k set inside the wheel of recbole. Three layouts of GroupLens are
+read, told apart by the name of the file with the ratings. GroupLens allows research use but no redistribution, so the
+files are the user's: https://grouplens.org/datasets/movielens. Single attributes and crosses of them (user x genre,
+user x hour, ...) are hashed into one wide table, of which a batch touches few rows.
 
 Source: Harper & Konstan, The MovieLens Datasets, 2015.
 """

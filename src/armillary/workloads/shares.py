@@ -1,10 +1,8 @@
-"""Which examples each worker draws at each step.
+"""Which examples each worker draws at each step, and arrays that workers which start together compute only once.
 
-One order of the examples is cut into global batches of `batch_size * workers`, and a worker takes its
-slice of each. The union over the workers of step t thus depends on the global batch alone: four workers
-of 8 see what one worker of 32 sees, which is what lets one process replay many.
-
-Arrays computed once and kept in a file, so that workers which start together compute them only once.
+One order of the examples is cut into global batches of `batch_size * workers`, and a worker takes its slice of each. So
+the union over the workers of step t depends on the global batch alone: four workers of 8 see what one worker of 32
+sees. That lets one process replay many.
 """
 
 import fcntl

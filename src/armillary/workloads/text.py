@@ -1,16 +1,12 @@
 """Text as ids: files are read, cut into tokens, numbered by frequency and split into train and held-out.
 
-The default text is the Python standard library's own source: some thirty megabytes that every machine
-running this already has, with a long-tailed vocabulary. Any file or folder of text (plain or .gz) serves too.
-The ids are kept in a cache folder, so that several workers which start at once tokenise only once.
+The default text is the Python standard library's own source: some thirty megabytes that every machine running this
+already has, with a long-tailed vocabulary. Any file or folder of text (plain or .gz) serves too. The ids are kept in a
+cache folder, so several workers which start at once tokenise only once.
 
-A smoothed bigram model: the yardstick any neural language model must beat.
-
-Counting pairs takes seconds, so a model that has trained for minutes and is no better has not learned.
-
-Source: Kneser & Ney, 1995, interpolated form of Chen & Goodman, 1999 (one discount, n1 / (n1 + 2 n2)).
-Departure: the unigram level is itself interpolated with the uniform distribution, so every word has a
-probability.
+A smoothed bigram model is the yardstick that a neural language model must beat. Source: Kneser & Ney, 1995,
+interpolated form of Chen & Goodman, 1999 (one discount, n1 / (n1 + 2 n2)). Departure: the unigram level is itself
+interpolated with the uniform distribution, so every word has a probability.
 """
 
 import gzip
