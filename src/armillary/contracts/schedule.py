@@ -1,11 +1,8 @@
-"""The contract of a schedule, held against its own examples: which of its rules are broken, in words.
+"""The contract of a schedule, and `check`, which holds a method of one's own to the contract of its shelf.
 
-Its table refuses by itself what cannot be computed. What is looked at here is what ranks make of it: that none waits
-for ever, under the rules of gloo and of NCCL, and that the entry says of its table what is so.
-
-Whether a method of one's own keeps the rules that the rest relies on: a codec, an exchange or a schedule, by name.
-
-The tests of the package hold its own methods to the same rules (`reference/..._contract.py`).
+A table refuses by itself what cannot be computed. What is looked at here is what ranks make of it: that none waits for
+ever, under the rules of gloo and of NCCL, and that the entry says of its table what is so. Rules that are broken are
+said in words. The tests of the package hold its own methods to the same rules.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

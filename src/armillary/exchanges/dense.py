@@ -1,12 +1,10 @@
 """What a dense exchange is: how one group of whole tensors crosses the workers, every step or when it is due.
 
-A program asks, and holds nothing: state comes in with the parcel and goes out with the result, so the runtime decides
+A program asks, and holds nothing: state comes in with the parcel and goes out with the result. So the runtime decides
 whether it counts, a checkpoint keeps it, and the oracle moves it for all workers in one process.
 
-One stretch of an exchange as the links see it: what pricing needs to know, said by the exchange itself.
-
-A leg tells what passes the busiest rank's link and how many messages wait for one another there. It has no seconds:
-those are made of it and a topology (`planning/link_costs.py`), so an exchange is priced without being known by name.
+A `Leg` tells pricing what passes the busiest rank's link, and how many messages wait for one another there. Seconds are
+made of it and a topology (`planning/link_costs.py`), so an exchange is priced without being known by name.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,22 +1,19 @@
 """One round of look-ups: every rank says which table it wants to read, one table is served, everyone takes part.
 
-Ranks need not look up the same tables, nor equally often: a look-up repeats rounds until its own table was served,
-and a rank that has none to make (it reached its backward, or has finished) takes part with an idle request until all
-are idle. So a rank that never reads a table never blocks the rest, and a rank that reads more is served by the others.
+Ranks need not look up the same tables, nor equally often. A look-up repeats rounds until its own table was served. A
+rank that has none to make (it reached its backward, or has finished) takes part with an idle request until all are
+idle. So a rank that never reads a table never blocks the rest.
 
-The header every rank sends to every other carries the request, how many rows it wants of the receiver, whether their
-gradients will come back, the sender's step and the weight of its batch. An idle rank, which wants no rows, says in
-their place to which tables its backward will bring a gradient: so all ranks know, before anything is pushed, which
-tables nobody learns from, and leave them alone as one process does. In place of whether gradients come back it says a
-number of the caller's. More columns may ride on the headers, as many in every round and on every rank; a round does not
-read them.
+The header that every rank sends to every other has the request, how many rows it wants of the receiver, whether their
+gradients will come back, the sender's step and the weight of its batch. An idle rank says instead to which tables its
+backward will bring a gradient. So all ranks know before a push which tables nobody learns from, and leave them alone as
+one process does.
 
-The columns that ride on the headers of a round of look-ups where tables prefetch: what a sender tells each rank.
-
-Columns 0 and 1 are of an idle sender: bits of the predicted look-ups it has made in this batch, and of those of the
-next batch for which it sent rows that moved since. Then come, of a batch to come, bits of the look-ups the sender
-predicts, how many bytes of rows they bring, and how many rows of the receiver each will want. So counts need no message
-of their own. Every number is float64: exact for integers below 2**53.
+Where tables prefetch, more columns ride on the headers (`announcement_columns`). Columns 0 and 1 are of an idle sender:
+bits of the predicted look-ups that it has made in this batch, and of those of the next batch for which it sent rows
+that moved since. Then come, of a batch to come, bits of the look-ups that the sender predicts, how many bytes of rows
+they bring, and how many rows of the receiver each will want. So counts need no message of their own. Numbers are
+float64: exact for integers below 2**53.
 """
 
 from collections.abc import Sequence

@@ -3,11 +3,9 @@
 The tail is kept apart because it must arrive exactly, whatever is done to the values: one flag of use per parameter
 and, where an exchange keeps state, a sick flag. Its sums say which parameters no rank used (their gradient stays None)
 and how many ranks hold numbers that are not finite. Weights of batches are not in it: all ranks know their sum before
-the values leave, which are then parts of the mean already.
+the values leave. Of a large tensor whose gradient lists its rows only those are kept.
 
-Of a large tensor a gradient may be known by its rows alone. Then only those are kept.
-
-Where a rank stands among the others, which is all that an exchange knows of it.
+All that an exchange knows of other ranks is `RankInfo`.
 """
 
 from collections.abc import Mapping

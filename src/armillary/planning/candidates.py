@@ -1,22 +1,16 @@
-"""The ways one parameter may cross the workers, each with its price.
+"""The ways one parameter may cross the workers, each with its price; dense buckets, and the peak of a step.
 
-A table that is read by row has several; a parameter that some operation reads whole has one, unless the user demands
-another. Constraints only take candidates away (or add the one they spell out), so what was forbidden can be shown.
+A table that is read by row has several ways. A parameter that some operation reads whole has one, unless the user
+demands another. Constraints only take candidates away (or add the one they spell out), so what was forbidden can be
+shown.
 
-What the fullest moment of a step adds to what a rank holds between steps.
+The peak of a step comes in backward or in the optimizer's pass. In backward there are activations with what kernels
+make of them, rows on their way and once more merged, and of tables that travel whole the largest gradient. In the pass
+nothing of the batch is left, but some optimizers make temporaries of a whole parameter.
 
-It comes in backward or in the optimizer's pass. In backward there are activations with what kernels make of them (the
-profile saw a plain step, with tables read by row and with tables read whole). Where some travel by row there are beside
-them rows on their way and once more merged, and of tables that travel whole the largest gradient, since torch makes it
-before it reaches its bucket. In the pass nothing of the batch is left, but some optimizers make temporaries of a whole
-parameter.
-
-Which dense parameters travel together: buckets in the order in which gradients arrive.
-
-A bucket leaves when its last gradient has arrived, so small buckets leave early and hide behind the backward pass,
-and large ones pay latency less often. On gloo over a 1 Gbit/s link, buckets of 2 MB hid half of what could be hidden,
-DDP's 25 MB a sixteenth (two workers, 40 MB of gradients); nccl keeps DDP's sizes, whose first bucket is small so that
-the link starts early.
+A bucket leaves when its last gradient has arrived: small ones hide behind the backward, large ones pay latency less
+often. On gloo over 1 Gbit/s, buckets of 2 MB hid half of what could be hidden, DDP's 25 MB a sixteenth (two workers, 40
+MB of gradients). NCCL keeps DDP's sizes.
 
 Source: Li et al., PyTorch Distributed (VLDB 2020), gradient bucketing.
 """

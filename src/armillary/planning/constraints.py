@@ -1,16 +1,12 @@
-"""What the user demands of single parameters: honoured, or refused with the reason. Never ignored.
+"""What the user demands of single parameters, honoured or refused with the reason; and Parallax's rule.
 
-A demand names a parameter (or one of its aliases, or a glob pattern) and says a layout ("replicated",
-"row_sharded"), an exchange by name, or an exchange with its options (a `Choice`).
+A demand names a parameter (or one of its aliases, or a glob pattern) and says a layout ("replicated", "row_sharded"),
+an exchange by name, or an exchange with its options (a `Choice`).
 
-Parallax's rule: how a parameter is read decides how its gradient travels.
-
-Kept as the plain function it is, beside the priced choice that generalises it (`planner.py`), so that the two can be
-compared.
-
-Source: Kim et al., Parallax (EuroSys 2019), section 3.1. Departures: "sparse" is how the parameter is read, not the
-type of its gradient (a tied table, read by row and whole, is dense); servers are the workers themselves; nothing is
-said of nearly dense tables, whose threshold the paper leaves open and the price finds.
+By Parallax's rule how a parameter is read decides how its gradient travels. Source: Kim et al., Parallax (EuroSys
+2019), section 3.1. Departures: "sparse" is how the parameter is read, not the type of its gradient (a tied table, read
+by row and whole, is dense). Servers are the workers themselves. Nothing is said of nearly dense tables, whose threshold
+the paper leaves open and the price finds.
 """
 
 import difflib

@@ -1,11 +1,8 @@
-"""What can be demanded of a plan by name: a layout, an exchange, a departure that it may choose.
+"""What can be demanded of a plan by name: a layout, an exchange, a departure that it may choose, a rule.
 
 Names are looked at before anything is run: the command line does so before torch is imported, from lists of its own.
-Whether a demand can be honoured is for `constraints` to say.
-
-By which rule a plan is made: of what can be priced the cheapest, or Parallax's own (`partition_search.py`).
-
-Source: Kim et al., Parallax (EuroSys 2019).
+Whether a demand can be honoured is for `constraints` to say. The rule is the cheapest price, or Parallax's own (Kim et
+al., EuroSys 2019; `partition_search.py`).
 """
 
 import difflib

@@ -1,14 +1,12 @@
-"""From a choice per parameter to the groups of a plan, in the order in which gradients arrive.
+"""From a choice per parameter to the groups of a plan, in the order in which gradients arrive, and their bucket size.
 
-A table that is exchanged by row is a group of its own. Dense parameters share buckets with those of the same exchange;
-where an exchange has an owner and none is named, each parameter goes whole to the one that has fewest bytes so far,
+A table that is exchanged by row is a group of its own. Dense parameters share buckets with those of the same exchange.
+Where an exchange has an owner and none is named, each parameter goes whole to the one that has fewest bytes so far,
 which is how a naive parameter server places variables.
 
-How large buckets may be, and which size a plan takes: the smallest that a clock finds about the fastest.
-
-Small buckets hide behind the backward pass. Where links are about as fast as memory, or the backward is short, what
-each of them costs (a message to every rank, work on a processor that computes) is more than what it hides. Prices hide
-nothing, so they cannot say; the simulator can.
+The smallest bucket size is taken that a clock finds about the fastest. Small buckets hide behind the backward pass.
+Where links are about as fast as memory, or the backward is short, each of them costs more than it hides. Prices hide
+nothing, so the simulator says.
 
 Source: Li et al., PyTorch Distributed (VLDB 2020): the size of buckets as a trade, there set by hand.
 """

@@ -1,26 +1,17 @@
-"""Seconds of the legs of an exchange over the links of a topology, at the rank whose link is busiest.
+"""Seconds of the legs of an exchange over the links of a topology, and the rows and optimizer work behind them.
 
-Legs follow one another; nothing is hidden behind compute (that is the simulator's business). Each also takes a rank
-what calling it and waking threads takes, as far as that was measured: once, since messages that follow in a row find
-them awake.
+Legs follow one another at the rank whose link is busiest; nothing is hidden behind compute (that is the simulator's
+business). Each also takes a rank what calling it and waking threads takes, once, since messages that follow in a row
+find them awake. Where a topology was measured, each kind of request has links of its own.
 
-Source: Thakur, Rabenseifner and Gropp (2005): latency once a message, bandwidth on what passes the link. Departure: an
-all-to-all posts all its pieces at once, so it waits for one latency, not for N - 1. Where a topology was measured, each
-kind of request has links of its own.
+Rows that more workers touch follow Heaps' law: distinct rows grow as a power of the rows asked for, the table's own.
+
+Source: Thakur, Rabenseifner and Gropp (2005): latency once a message, bandwidth on what passes the link; Heaps,
+Information Retrieval (1978). Departure: an all-to-all posts all its pieces at once, so it waits for one latency, not
+for N - 1.
 
 Note [Ring]. A rank's link between nodes is its share of the node's card. Of a ring only the node's last rank sends
 beyond the node, and so has the shares of all its ranks.
-
-From what was seen in batches to the rows a table moves in one step.
-
-The profile knows alpha for one worker, for a node and for all workers it was taken with. Other numbers of workers, and
-the rows of single look-ups, follow by Heaps' law: distinct rows grow as a power of the rows asked for.
-
-Source: Heaps, Information Retrieval (1978), for the power law; a table's exponent is its own, from its row facts.
-
-What the optimizer of a parameter keeps of it, and what its step does to it.
-
-What prefetch changes of the legs of a table: what leaves at another time, and what is left of its pull.
 """
 
 import math

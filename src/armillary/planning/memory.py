@@ -1,16 +1,11 @@
-"""Makes a choice fit the memory of a rank, and says what would fit when nothing does.
+"""The cheapest choice for every parameter together, made to fit the memory of a rank; or what would fit.
 
-What the fullest rank holds is taken as the sum over groups and frozen parameters, and what the fullest moment of a
-step adds, as the plan forecasts it; owners of split tables are the same first ranks of each node, so their shares do
-add up.
-
-The cheapest choice for every parameter, taken together.
+What the fullest rank holds is the sum over groups and frozen parameters, and what the fullest moment of a step adds.
+Owners of split tables are the same first ranks of each node, so their shares do add up.
 
 Parameters are independent but for one thing: if any table is row-sharded, every step ends its look-ups with one more
-round. So the best is either every parameter's own best, or the best with no table row-sharded.
-
-Seconds rest on what was measured, and two measurements of one machine differ. What lies inside their scatter is no
-difference: there the way that holds less is taken, else every fresh start tosses a coin for the memory.
+round. So the best is either every parameter's own best, or the best with no table row-sharded. Inside the scatter of
+what was measured the way that holds less is taken, else every fresh start would toss a coin for the memory.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""What exchanges that are not exact would bring: simulated and said in a note, taken only where that is allowed.
+"""Why a plan is what it is, and what exchanges that are not exact would bring: said in notes.
 
 No price says what a departure does to the loss. So a plan stays exact, and a note says what the other ways would save
 here, what they cost, and how to ask for one; or that none of them helps. Where the user allows a departure, the mildest
 way among those that are about the quickest is taken.
-
-Why a plan is what it is: a sentence for every parameter, and what became of every candidate.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,22 +1,15 @@
-"""Over how many workers the rows of a table are split under Parallax's rule: what is searched, and what is said of it.
-
-Seconds are those of exchanges timed in the job, where there is one to be timed in (`measuring/row_exchanges.py`),
-else those of
-the forecast. A table for which the user spells out an exchange with its options has nothing to search.
-
-Source: Parallax (Kim et al., EuroSys 2019, partitioning). Departures: every table is searched for itself, where
-Parallax takes one number for all; partitions are the workers that own them, so there are never more than workers.
-
-Parallax's partition search: over how many owners to split a table, from a few timed trials.
+"""Over how many workers the rows of a table are split under Parallax's rule: a search over a few timed trials.
 
 More partitions share the work of the owners, and each costs something of its own: seconds = theta0 + theta1 / P +
 theta2 P. A few numbers of partitions are timed by doubling and halving, the model is fitted, and the best whole number
-between the smallest and the largest tried is taken.
+between the smallest and the largest tried is taken. Seconds are those of exchanges timed in the job
+(`measuring/row_exchanges.py`), else of the forecast. A table for which the user spells out an exchange with its options
+has nothing to search.
 
-Source: Parallax (Kim et al., EuroSys 2019, partitioning) and its code (`common/partitions.py`). Departures: a trial is
-a call, not a new launch of the job; theta1 and theta2 are not let below zero, as no partition speeds up by its own
-cost; a trial that cannot run ends the doubling, not the search; three numbers are tried where there are so many, since
-fewer cannot be fitted.
+Source: Parallax (Kim et al., EuroSys 2019, partitioning) and its code (`common/partitions.py`). Departures: every table
+is searched for itself, up to the number of workers. A trial is a call, not a new launch of the job, and one that cannot
+run ends the doubling, not the search. theta1 and theta2 are not let below zero. Three numbers are tried where there are
+so many, since fewer cannot be fitted.
 """
 
 import math

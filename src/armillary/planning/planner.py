@@ -1,15 +1,14 @@
 """From a profile and a topology to a plan: enumerate, price, keep what fits, take the cheapest, say why.
 
 `plan` prices every way each table may cross the workers; nearly dense tables go dense because the price says so. How
-large buckets are the simulated step decides.
-`plan_by_rule` decides by Parallax's rule alone, and forecasts; `plan(rule="parallax")` adds its search for the number
-of owners. All honour the user's constraints or refuse them.
+large buckets are the simulated step decides. `plan_by_rule` decides by Parallax's rule alone, and forecasts;
+`plan(rule="parallax")` adds its search for the number of owners. All honour the user's constraints or refuse them.
+
+While a loop is watched nobody knows yet how its model reads. Then everything is whole on every worker, as in plain data
+parallelism, but large tensors send only the rows that some worker touched: exact for any model.
 
 Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
-
-The plan of a run that does not know yet how its model reads: everything is whole on every worker, as in plain data
-parallelism, but large tensors send only the rows that some worker touched. Exact for any model.
 """
 
 import sys

@@ -1,15 +1,10 @@
-"""Parameters that cross the workers together: one row of a plan's group table.
+"""The rows of a plan's tables: groups of parameters that cross together, and stages of the model; with their forecasts.
 
-What a plan decides for one stage of the model: one row of its stage table.
+A plan without stages has one, with every default. Groups say by number which stage their parameters are in.
 
-A plan without stages has one, with every default. Which parameters a stage holds stands in the groups, by its number.
-
-What one worker is expected to send, hold and spend in one step: of a group, of a stage, or in all.
-
-How training under a plan may differ from training in one process: a word each, with one sentence.
-
-A group of a plan lists the words that are true of it; none means exact. Methods state their own words in their registry
-entries, so nobody else judges a method by its name. What departs is never taken by price.
+A departure is a word, with one sentence, for how training under a plan may differ from training in one process. A group
+lists the words that are true of it; none means exact. Methods state their own words in their registry entries, so
+nobody else judges a method by its name. What departs is never taken by price.
 """
 
 from collections.abc import Iterable, Mapping

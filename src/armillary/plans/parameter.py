@@ -1,15 +1,12 @@
-"""One parameter of a model: its size, how training reads it, and how batches look its rows up.
+"""One parameter of a model: its size, how training reads it, how batches look its rows up; and the costs of a stage.
 
-Whether a parameter is only ever gathered by row decides how it may cross the workers, so that fact stands
-beside the measure of how many rows are touched.
+Whether a parameter is only ever gathered by row decides how it may cross the workers, so that fact stands beside the
+measure of how many rows are touched. Costs are counted by stage, because schedules place stages and price memory by the
+activations that a stage keeps.
 
-Source: Kim et al., Parallax (EuroSys 2019), for alpha. Departures: alpha is also given per node and for the
-union over the workers, because merged rows are denser; a parameter is sparse by how it is read, never by the
-values of its gradient.
-
-One stage of a model: what its forward and backward pass cost a worker.
-
-Schedules place stages, and memory is priced by the activations a stage keeps, so costs are counted by stage.
+Source: Kim et al., Parallax (EuroSys 2019), for alpha. Departures: alpha is also given per node and for the union over
+the workers, because merged rows are denser. A parameter is sparse by how it is read, never by the values of its
+gradient.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""A plan on paper: in words, then the groups in launch order, stages if there are several, totals, what departs from
-exact, why each group is what it is, notes.
+"""A plan on paper: words, groups in launch order, stages, totals, departures, reasons, notes.
 
 One unit a column, so that numbers can be compared down the page. A column stands only where some row differs from its
-default. Reasons are sentences, so they stand below the table.
-
-A plan in a few words: what will be done with the parameters, and what a step is expected to take.
+default. Reasons are sentences, so they stand below the table. `plan_words` and `expected_words` say a plan in a
+sentence.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,16 +1,9 @@
 """What we run on: nodes, the ranks they hold, the links between ranks, the memory of each. Plain data, JSON both ways.
 
 Two classes of link are told apart, inside a node and between nodes, because the hierarchical exchanges exist for the
-difference. A rank's link is what that rank can send at once (its share of the network card). Where it was measured, a
-topology also knows what each kind of request makes of those links, and how fast a rank's processor handles rows; a
-hand-written one may leave both out.
-
-How fast a rank's own processor and memory work on rows and tensors: what an exchange costs beside its messages.
-
-Owned rows are gathered, merged and added on somebody's processor. The rates are measured once per device, with all
-ranks at work at once, because ranks that share cores share them in training too.
-
-A fact as it was written to a file, read back: a plan, a profile, a topology, what a run left of itself.
+difference. A rank's link is what that rank can send at once (its share of the network card). A measured topology also
+knows what each kind of request makes of those links, and how fast a rank's processor handles rows and tensors. These
+rates are measured once per device, with all ranks at work at once. A hand-written topology may leave both out.
 """
 
 import hashlib

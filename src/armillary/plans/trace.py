@@ -3,8 +3,6 @@
 A forecast and a measurement are both traces, so they can be subtracted (design law 3). The file is a Chrome trace,
 which chrome://tracing and Perfetto open: a process a rank, a thread a group, one more where actions of it overlap.
 
-The JSON that chrome://tracing and Perfetto open: processes with threads, and on these what took how long.
-
 Source: the Trace Event Format; metadata events ("M"), and complete events ("X") with times in microseconds.
 """
 

@@ -1,13 +1,8 @@
-"""Tables and figures with units, as plans, profiles and reports print them.
+"""Pages of paragraphs, tables and figures with units, as plans, profiles and reports print them.
 
-A profile on paper: tables with units.
-
-The reader wants to see which parameters are read by row, how many of their rows a step touches, whether
-owners would share the load, and which stages cost what.
-
-What is printed: pages of paragraphs and tables, no line of them wider than a terminal or a mail shows.
-
-Plain text, so that facts needs no library; who prints to a terminal may draw a page's tables in another way.
+No line is wider than a terminal or a mail shows. It is plain text, so that facts needs no library; who prints to a
+terminal may draw a page's tables in another way. `profile_page` shows which parameters are read by row, how many of
+their rows a step touches, whether owners would share the load, and which stages cost what.
 """
 
 import math

@@ -1,19 +1,14 @@
 """The truth of an N-worker plan: plain PyTorch in one process, looping over the same N per-worker batches.
 
 Each worker's batch runs with that worker's random stream; gradients are summed in worker order and scaled as declared;
-then one step of the user's optimizer. Imports no exchange and no runtime code, so it cannot share their faults.
+then one step of the user's optimizer. Nothing is imported of exchanges or runtime, so it cannot share their faults.
 
-Clips the mean gradients of one step where they lie, by the norm that the schedule's clipping names.
+Clipping takes the norm that the schedule's clipping names (`schedules/clipping.py`), over the mean gradients of one
+step.
 
-What is summed in which order stands in `schedules/clipping.py`.
-
-The truth of coded rows: inside one graph, a look-up gives what a codec means of each row, and so do gradients back.
-
-Rows are coded one by one where they are read, and the table is as it was. Of one look-up, gradients of equal rows are
-added up first, and what is coded is the part of the mean that they are. No gradient flows through a codec, it passes by
-it. Nothing is imported of the runtime, nor of the exchange that does this.
-
-One group of all workers at once, as its exchange's oracle joins them: gradients in, gradients out, states kept.
+Coded rows (`CodedReads`) are coded one by one where they are read, and the table is as it was. Of one look-up,
+gradients of equal rows are added up first, and what is coded is the part of the mean that they are. No gradient flows
+through a codec, it passes by it. A `Crossing` joins a group of all workers by its exchange's oracle.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -5,23 +5,16 @@ step by construction. Only gradients are taken at older weights, where the sched
 summed in micro-batch order and divided once, by M. Every runtime must equal this bit for bit on a CPU.
 
 Clipping is `schedules/clipping.py`'s: by the norm over all stages it is torch's clip_grad_norm_ on the mean gradient.
-
 Autocast is that of the caller for forward and loss; backward and the optimizer run without, as torch recommends.
 
-BatchNorm: statistics are those of each micro-batch, never of several. Running statistics never enter training; they
-are kept in micro-batch order in one copy (one device, pipeline), or in one per worker (`copies`), as a ring keeps them.
+BatchNorm: statistics are those of each micro-batch, never of several. Running statistics never enter training. They are
+kept in micro-batch order in one copy (one device, pipeline), or in one per worker (`copies`), as a ring keeps them.
+
+With several workers side by side (`WorkersReference`) each takes its own micro-batches. The mean over workers is taken
+in their order; where an exchange is not exact, it is what its oracle makes of the workers' means.
 
 Source: Fournier & Oyallon, 2024, update rules CDP-v1 and v2. Departure: the authors' replicas apply a delayed gradient
 with the learning rate of the next step, and so drift apart when the rate changes; here the rate is the gradient's.
-
-The truth of a cyclic schedule on several workers side by side: plain loops in one process.
-
-Every version of every weight is kept while it may be read. Each worker takes its own micro-batches through the stages
-at the versions the schedule names, and the mean of its own gradients. Then the mean over workers is taken, in their
-order; where an exchange is not exact, what its oracle makes of these means. Then the user's optimizer steps the whole
-model once. Buffers are each worker's own.
-
-Source: Fournier & Oyallon, 2024 (update rule).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
