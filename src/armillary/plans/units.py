@@ -1,6 +1,6 @@
 """Pages of paragraphs, tables and figures with units, as plans, profiles and reports print them.
 
-No line is wider than a terminal or a mail shows. It is plain text, so that facts needs no library; who prints to a
+No line is wider than a terminal or a mail shows. It is plain text, so that this room needs no library; who prints to a
 terminal may draw a page's tables in another way. `profile_page` shows which parameters are read by row, how many of
 their rows a step touches, whether owners would share the load, and which stages cost what.
 """
