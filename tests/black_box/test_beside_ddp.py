@@ -1,4 +1,4 @@
-"""Rows of docs/ddp.md that say "the same": a loop under DDP and the same loop under `parallelize`, side by side."""
+"""What docs/ddp.md says holds as under DDP: a loop under DDP and the same loop under `parallelize`, side by side."""
 
 import torch
 from torch import nn
